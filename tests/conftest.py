@@ -1,0 +1,37 @@
+"""Test session setup: strict JAX promotion, 8 CPU devices, and the `gpu` tiers."""
+
+import jax
+import pytest
+
+from jaxmoe import _targets
+
+
+def _wants_gpu(config: pytest.Config) -> bool:
+    """Whether the marker expression selects a test that carries a GPU marker."""
+    expression = config.getoption("markexpr") or ""
+    return "gpu" in expression.replace("not gpu", "").replace("not multi_gpu", "")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    jax.config.update("jax_num_cpu_devices", 8)
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    if not _wants_gpu(config):
+        jax.config.update("jax_platforms", "cpu")
+
+
+def _gpu_count() -> int:
+    try:
+        return len(jax.devices("cuda"))
+    except RuntimeError:
+        return 0
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    needed = 2 if item.get_closest_marker("multi_gpu") else 1
+    if not (item.get_closest_marker("gpu") or item.get_closest_marker("multi_gpu")):
+        return
+    if _gpu_count() < needed:
+        pytest.fail(f"needs {needed} CUDA GPU(s), JAX finds {_gpu_count()}", pytrace=False)
+    if not _targets.cuda_available():
+        pytest.fail(f"needs the CUDA kernels: {_targets.why_not()}", pytrace=False)
