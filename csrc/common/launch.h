@@ -1,0 +1,66 @@
+// Kernel launch with optional programmatic dependent launch, and its two device-side halves.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstddef>
+
+#include "common/cuda_check.h"
+
+namespace jaxmoe {
+
+// Blocks until every grid this one depends on has finished and its writes are visible. A no-op in a
+// grid launched without programmatic serialization, so kernels call it unconditionally.
+// NOTE: data written by earlier grids must be read after this and never through the read-only path
+// (no __ldg, no `const __restrict__`): that path may serve lines cached before the wait.
+__device__ __forceinline__ void GridDependencyWait() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Lets the next grid in the stream start launching. Call only after GridDependencyWait(), so that
+// "my predecessor has finished" also means that everything before my predecessor has.
+__device__ __forceinline__ void GridDependencyLaunch() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Launches `kernel`; with `pdl` it may start before the previous kernel of the stream has finished.
+template <typename... KernelArgs, typename... Args>
+cudaError_t LaunchKernel(void (*kernel)(KernelArgs...),
+                         dim3 grid,
+                         dim3 block,
+                         size_t smem_bytes,
+                         cudaStream_t stream,
+                         bool pdl,
+                         Args&&... args) {
+  constexpr size_t kDefaultSmemBytes = 48 * 1024;  // larger blocks must be asked for
+  if (smem_bytes > kDefaultSmemBytes) {
+    JAXMOE_RETURN_IF_CUDA_ERROR(cudaFuncSetAttribute(
+        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(smem_bytes)));
+  }
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.dynamicSmemBytes = smem_bytes;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = pdl ? 1 : 0;
+  cudaError_t status = cudaLaunchKernelEx(&config, kernel, static_cast<Args&&>(args)...);
+  if (status != cudaSuccess) (void)cudaGetLastError();  // reported here, so not left for others
+  return status;
+}
+
+// Streaming multiprocessors of the current device.
+inline cudaError_t GetSmCount(int* sm_count) {
+  int device = 0;
+  JAXMOE_RETURN_IF_CUDA_ERROR(cudaGetDevice(&device));
+  return cudaDeviceGetAttribute(sm_count, cudaDevAttrMultiProcessorCount, device);
+}
+
+}  // namespace jaxmoe

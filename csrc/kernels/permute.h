@@ -1,0 +1,23 @@
+// Launcher of permute: copies token rows into expert order.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace jaxmoe {
+
+// rows[r] = x[row_to_token[r]]; rows whose index lies outside [0,T) become exactly 0.
+struct PermuteParams {
+  const void* x;                // [T,H]
+  const int32_t* row_to_token;  // [R]
+  void* rows;                   // [R,H]
+  int64_t num_tokens;           // T
+  int64_t num_rows;             // R
+  int64_t row_bytes;            // H * element size; < 2^31
+  bool pdl;
+};
+
+cudaError_t LaunchPermute(const PermuteParams& params, cudaStream_t stream);
+
+}  // namespace jaxmoe
