@@ -1,0 +1,267 @@
+"""Turns one op description into a JAX primitive; the only module that touches those APIs.
+
+An op is a per-device function of arrays with hashable static parameters. `define` gives it
+
+* a shape rule (`out`), aware of `jax.shard_map` types: operands are cast to vary over the union
+  of their manual axes before they are bound, so every result varies over that union;
+* a lowering: the FFI call described by `cuda` on CUDA, the pure JAX function `xla` elsewhere, and
+  `xla` on CUDA too when the extension is not loaded (decided while lowering);
+* batching (`batch`), forward mode (`jvp`) and transposition (`transpose`) rules.
+
+```
+double = define(
+    "jaxmoe_double",
+    out=lambda x: [(x.shape, x.dtype)],                      # avals -> [(shape, dtype), ...]
+    xla=lambda x: (x + x,),                                  # arrays -> tuple of arrays
+    batch=lambda args, dims: (double(*args), dims),          # -> (results, their batch dims)
+    jvp=lambda primals, tangents: (double(*primals), double(*tangents)),
+    transpose=lambda cts, args: double(*cts),
+    cuda=CudaTarget("jaxmoe_double_v1"),
+)
+(y,) = double(x)
+```
+
+Rules are called as follows; static parameters always come as keywords:
+
+  out(*avals, **params) -> list of (shape, dtype); errors about shapes may be raised here.
+  xla(*arrays, **params) -> tuple of arrays, as many as `out` lists.
+  batch(args, dims, **params) -> (tuple of results, tuple of their batch dims). `dims[i]` is the
+    batched dimension of `args[i]`, or None; at least one is not None. `move_batch_to_front` helps.
+  jvp(primals, tangents, **params) -> (tuple of results, tuple of tangents). A tangent that is
+    symbolically zero is None on the way in and may be None on the way out. Without `jvp`, an op
+    whose results are all integers has zero tangents and any other op is not differentiable.
+  transpose(cts, args, **params) -> tuple with one entry for each argument: the cotangent of the
+    arguments for which `is_linear(arg)` (they are placeholders with `.aval`), None for the others.
+    `cts[i]` is None for a symbolically zero cotangent; never all of them.
+
+The rules call other defined ops (or jnp) and never bind a primitive themselves.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.interpreters.xla import apply_primitive
+from jax.sharding import AxisType, ManualAxisType, NamedSharding, PartitionSpec
+
+from jaxmoe import _targets
+
+Spec = tuple[tuple[int, ...], Any]
+
+
+def _no_attrs(_avals: Sequence[Any], **_params: Any) -> dict[str, Any]:
+    return {}
+
+
+def _no_scratch(_avals: Sequence[Any], **_params: Any) -> list[Spec]:
+    return []
+
+
+def _no_reason(_avals: Sequence[Any], **_params: Any) -> str | None:
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class CudaTarget:
+    """The FFI call that computes an op on CUDA.
+
+    Args:
+      target: Versioned name of the FFI target, "" when the op has no kernel (then `reason` must
+        always give one).
+      attrs: (avals, **params) -> attributes; Python ints become i64, np.float32 f32, dicts structs.
+      scratch: (avals, **params) -> (shape, dtype) of results appended after the public ones.
+      reason: (avals, **params) -> why these arguments cannot run, or None. Raised while lowering
+        as NotImplementedError.
+    """
+
+    target: str
+    attrs: Callable[..., dict[str, Any]] = _no_attrs
+    scratch: Callable[..., list[Spec]] = _no_scratch
+    reason: Callable[..., str | None] = _no_reason
+
+
+@dataclasses.dataclass(frozen=True)
+class Op:
+    """A defined op: what `explain` reads and what calling it binds."""
+
+    name: str
+    primitive: Primitive
+    out: Callable[..., list[Spec]]
+    cuda: CudaTarget | None
+
+    def __call__(self, *arrays: Any, **params: Any) -> tuple[jax.Array, ...]:
+        """Binds the primitive to `arrays`, cast to a common set of varying manual axes."""
+        return tuple(self.primitive.bind(*_match_varying(arrays), **params))
+
+
+OPS: dict[str, Op] = {}
+
+
+def define(
+    name: str,
+    *,
+    out: Callable[..., list[Spec]],
+    xla: Callable[..., tuple[Any, ...]],
+    batch: Callable[..., tuple[Sequence[Any], Sequence[int | None]]],
+    jvp: Callable[..., tuple[Sequence[Any], Sequence[Any]]] | None = None,
+    transpose: Callable[..., Sequence[Any]] | None = None,
+    cuda: CudaTarget | None = None,
+) -> Op:
+    """Makes the primitive `name` and registers it in `OPS`. See the module docstring."""
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    op = Op(name, primitive, out, cuda)
+    primitive.def_impl(functools.partial(apply_primitive, primitive))
+    primitive.def_abstract_eval(functools.partial(_abstract_eval, op))
+    batching.primitive_batchers[primitive] = functools.partial(_batch, batch)
+    ad.primitive_jvps[primitive] = functools.partial(_jvp, op, jvp)
+    if transpose is not None:
+        ad.primitive_transposes[primitive] = functools.partial(_transpose, transpose)
+    xla_rule = functools.partial(_lower_xla, mlir.lower_fun(xla, multiple_results=True))
+    mlir.register_lowering(primitive, xla_rule)
+    mlir.register_lowering(primitive, functools.partial(_lower_cuda, op, xla_rule), platform="cuda")
+    OPS[name] = op
+    return op
+
+
+def is_linear(arg: Any) -> bool:
+    """Whether `arg` of a transpose rule is a placeholder whose cotangent is asked for."""
+    return ad.is_undefined_primal(arg)
+
+
+def move_batch_to_front(arg: Any, dim: int | None, size: int | None = None) -> Any:
+    """Moves batch dimension `dim` of `arg` to 0; with `size`, an unbatched `arg` is broadcast."""
+    if dim is not None:
+        return jnp.moveaxis(arg, dim, 0)
+    return arg if size is None else jnp.broadcast_to(arg, (size, *arg.shape))
+
+
+def batch_size(args: Sequence[Any], dims: Sequence[int | None]) -> int:
+    """The size of the batched dimension of a batch rule's arguments."""
+    return next(arg.shape[dim] for arg, dim in zip(args, dims, strict=True) if dim is not None)
+
+
+def scratch_bytes(specs: Sequence[Spec]) -> int:
+    """Bytes of the scratch results `specs`."""
+    total = 0
+    for shape, dtype in specs:
+        count = 1
+        for size in shape:
+            count *= size
+        total += count * jnp.dtype(dtype).itemsize
+    return total
+
+
+def _varying(aval: Any) -> frozenset[str]:
+    return frozenset(aval.manual_axis_type.varying)
+
+
+def _match_varying(arrays: Sequence[Any]) -> list[Any]:
+    """Casts `arrays` to vary over the union of their manual mesh axes (check_vma=True)."""
+    arrays = [jnp.asarray(a) for a in arrays]
+    per_array = [_varying(jax.typeof(a)) for a in arrays]
+    union = frozenset().union(*per_array)
+    return [
+        a if have == union else jax.lax.pcast(a, tuple(sorted(union - have)), to="varying")
+        for a, have in zip(arrays, per_array, strict=True)
+    ]
+
+
+def _check_replicated(name: str, index: int, aval: Any) -> None:
+    """Refuses an argument sharded over Explicit mesh axes: a per-device op would be wrong."""
+    mesh = aval.sharding.mesh
+    explicit = {
+        axis
+        for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind == AxisType.Explicit
+    }
+    used = set()
+    for part in aval.sharding.spec:
+        if part is not None:
+            used |= set(part) if isinstance(part, tuple) else {part}
+    if used & explicit:
+        axes = ", ".join(sorted(used & explicit))
+        raise NotImplementedError(
+            f"{name}: argument {index} is sharded over the Explicit mesh axes ({axes}). Got "
+            f"{aval}. Call it inside jax.shard_map over those axes, or replicate the argument "
+            "with jax.sharding.reshard."
+        )
+
+
+def _abstract_eval(op: Op, *avals: Any, **params: Any) -> list[ShapedArray]:
+    for index, aval in enumerate(avals):
+        _check_replicated(op.name, index, aval)
+    specs = op.out(*avals, **params)
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return [ShapedArray(shape, dtype) for shape, dtype in specs]
+    varying = frozenset().union(*(_varying(a) for a in avals))
+    return [
+        ShapedArray(
+            shape,
+            dtype,
+            sharding=NamedSharding(mesh, PartitionSpec(*[None] * len(shape))),
+            manual_axis_type=ManualAxisType(varying=varying),
+        )
+        for shape, dtype in specs
+    ]
+
+
+def _batch(rule: Callable[..., Any], args: Any, dims: Any, **params: Any) -> Any:
+    outs, out_dims = rule(tuple(args), tuple(dims), **params)
+    return list(outs), list(out_dims)
+
+
+def _jvp(op: Op, rule: Any, primals: Any, tangents: Any, **params: Any) -> Any:
+    if rule is None:
+        outs = op(*primals, **params)
+        if any(jnp.issubdtype(o.dtype, jnp.inexact) for o in outs):
+            raise NotImplementedError(f"{op.name}: no differentiation rule.")
+        tangents_out = (None,) * len(outs)
+    else:
+        inputs = tuple(None if isinstance(t, ad.Zero) else t for t in tangents)
+        outs, tangents_out = rule(tuple(primals), inputs, **params)
+    tangents_out = [
+        ad.Zero(jax.typeof(o).to_tangent_aval()) if t is None else t
+        for o, t in zip(outs, tangents_out, strict=True)
+    ]
+    return list(outs), tangents_out
+
+
+def _transpose(rule: Callable[..., Any], cts: Any, *args: Any, **params: Any) -> Any:
+    if all(isinstance(ct, ad.Zero) for ct in cts):
+        return [ad.Zero(a.aval) if is_linear(a) else None for a in args]
+    cts = tuple(None if isinstance(ct, ad.Zero) else ct for ct in cts)
+    results = rule(cts, args, **params)
+    return [
+        (ad.Zero(a.aval) if r is None else r) if is_linear(a) else None
+        for a, r in zip(args, results, strict=True)
+    ]
+
+
+def _lower_xla(rule: Any, ctx: Any, *operands: Any, **params: Any) -> Any:
+    """Lowers the pure JAX function on plain per-device types: no mesh, nothing varying."""
+    plain = ctx.replace(
+        avals_in=[ShapedArray(a.shape, a.dtype) for a in ctx.avals_in],
+        avals_out=[ShapedArray(a.shape, a.dtype) for a in ctx.avals_out],
+    )
+    return rule(plain, *operands, **params)
+
+
+def _lower_cuda(op: Op, xla_rule: Any, ctx: Any, *operands: Any, **params: Any) -> Any:
+    if op.cuda is None or not (_targets.cuda_available() or _targets.cuda_lowering_forced()):
+        return xla_rule(ctx, *operands, **params)
+    reason = op.cuda.reason(ctx.avals_in, **params)
+    if reason is not None:
+        raise NotImplementedError(reason)
+    scratch = [ShapedArray(s, d) for s, d in op.cuda.scratch(ctx.avals_in, **params)]
+    call_ctx = ctx.replace(avals_out=[*ctx.avals_out, *scratch])
+    attrs = op.cuda.attrs(ctx.avals_in, **params)
+    results = jax.ffi.ffi_lowering(op.cuda.target)(call_ctx, *operands, **attrs)
+    return list(results)[: len(ctx.avals_out)]
