@@ -78,12 +78,14 @@ class CudaTarget:
       scratch: (avals, **params) -> (shape, dtype) of results appended after the public ones.
       reason: (avals, **params) -> why these arguments cannot run, or None. Raised while lowering
         as NotImplementedError.
+      operands: which arguments the call takes, in order; None for all.
     """
 
     target: str
     attrs: Callable[..., dict[str, Any]] = _no_attrs
     scratch: Callable[..., list[Spec]] = _no_scratch
     reason: Callable[..., str | None] = _no_reason
+    operands: tuple[int, ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,7 +263,11 @@ def _lower_cuda(op: Op, xla_rule: Any, ctx: Any, *operands: Any, **params: Any) 
     if reason is not None:
         raise NotImplementedError(reason)
     scratch = [ShapedArray(s, d) for s, d in op.cuda.scratch(ctx.avals_in, **params)]
-    call_ctx = ctx.replace(avals_out=[*ctx.avals_out, *scratch])
+    used = range(len(operands)) if op.cuda.operands is None else op.cuda.operands
+    call_ctx = ctx.replace(
+        avals_in=[ctx.avals_in[i] for i in used], avals_out=[*ctx.avals_out, *scratch]
+    )
     attrs = op.cuda.attrs(ctx.avals_in, **params)
-    results = jax.ffi.ffi_lowering(op.cuda.target)(call_ctx, *operands, **attrs)
+    rule = jax.ffi.ffi_lowering(op.cuda.target)
+    results = rule(call_ctx, *(operands[i] for i in used), **attrs)
     return list(results)[: len(ctx.avals_out)]
