@@ -1,0 +1,129 @@
+"""Argument checks that speak one message format.
+
+    jaxmoe.<op>: <argument>=<value> must <rule>. Got <argument>: <type[shape]>, ...
+
+`ValueError` is a wrong value, `TypeError` a wrong kind of value, `NotImplementedError` a right one
+that nothing here can run. Every helper takes the op's public name first and raises at trace time.
+"""
+
+import operator
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+# (regular expression on numpy's name, short form); the first that matches is used.
+_SHORT = (("^bfloat", "bf"), ("^float", "f"), ("^uint", "u"), ("^int", "i"), ("^complex", "c"))
+
+FLOATS = ("bfloat16", "float16", "float32")
+
+
+def dtype_name(dtype: Any) -> str:
+    """Shortens a dtype's name: bfloat16 -> bf16, int32 -> i32, float8_e4m3fn -> f8_e4m3fn."""
+    name = np.dtype(dtype).name
+    for pattern, short in _SHORT:
+        if re.match(pattern, name):
+            return re.sub(pattern, short, name)
+    return name
+
+
+def describe(x: Any) -> str:
+    """Says what `x` is in few characters: `bf16[512,2048]` for an array, else value or type."""
+    if hasattr(x, "shape") and hasattr(x, "dtype"):
+        return f"{dtype_name(x.dtype)}[{','.join(map(str, x.shape))}]"
+    if x is None or isinstance(x, bool | int | float | str):
+        return repr(x)
+    return f"a {type(x).__name__}"
+
+
+def message(op: str, rule: str, **got: Any) -> str:
+    """Builds the message: the rule that was broken, then what was given."""
+    given = ", ".join(f"{name}: {describe(value)}" for name, value in got.items())
+    return f"jaxmoe.{op}: {rule}." + (f" Got {given}." if given else "")
+
+
+def check_array(op: str, name: str, x: Any) -> None:
+    """Refuses anything that is not a JAX or NumPy array, such as a list."""
+    if not isinstance(x, jax.Array | np.ndarray):
+        raise TypeError(message(op, f"{name} must be a JAX or NumPy array", **{name: x}))
+
+
+def check_rank(op: str, name: str, x: Any, axes: str) -> None:
+    """Checks the number of axes against their names: `check_rank(op, "x", x, "T,H")`."""
+    check_array(op, name, x)
+    rank = len(axes.split(",")) if axes else 0
+    if x.ndim != rank:
+        rule = f"{name} must have {rank} {'axis' if rank == 1 else 'axes'} [{axes}], not {x.ndim}"
+        raise ValueError(message(op, rule, **{name: x}))
+
+
+def check_dtype(op: str, name: str, x: Any, allowed: Sequence[str]) -> None:
+    """Checks `x.dtype` against NumPy names such as "float32"."""
+    check_array(op, name, x)
+    if np.dtype(x.dtype).name not in allowed:
+        wanted = " or ".join(dtype_name(a) for a in allowed)
+        rule = f"{name}.dtype={dtype_name(x.dtype)} must be {wanted}"
+        raise TypeError(message(op, rule, **{name: x}))
+
+
+def check_same_dtype(op: str, name: str, x: Any, other_name: str, other: Any) -> None:
+    """Checks that two arrays have one dtype; nothing is promoted silently."""
+    if x.dtype != other.dtype:
+        rule = (
+            f"{name}.dtype={dtype_name(x.dtype)} must equal "
+            f"{other_name}.dtype={dtype_name(other.dtype)}"
+        )
+        raise TypeError(message(op, rule, **{name: x, other_name: other}))
+
+
+def check_dim(op: str, name: str, x: Any, axis: int, size: int, meaning: str) -> None:
+    """Checks one axis against a number known from elsewhere."""
+    if x.shape[axis] != size:
+        rule = f"{name}.shape[{axis}]={x.shape[axis]} must be {size} ({meaning})"
+        raise ValueError(message(op, rule, **{name: x}))
+
+
+def check_same_dim(
+    op: str,
+    name: str,
+    x: Any,
+    axis: int,
+    other_name: str,
+    other: Any,
+    other_axis: int,
+    meaning: str,
+) -> None:
+    """Checks that two arrays agree on an axis."""
+    if x.shape[axis] != other.shape[other_axis]:
+        rule = (
+            f"{name}.shape[{axis}]={x.shape[axis]} must equal "
+            f"{other_name}.shape[{other_axis}]={other.shape[other_axis]} ({meaning})"
+        )
+        raise ValueError(message(op, rule, **{name: x, other_name: other}))
+
+
+def check_choice(op: str, name: str, value: Any, allowed: Sequence[str]) -> None:
+    """Checks a named option against the names that exist."""
+    if not isinstance(value, str):
+        raise TypeError(message(op, f"{name} must be one of {', '.join(allowed)}", **{name: value}))
+    if value not in allowed:
+        raise ValueError(message(op, f"{name}={value!r} must be one of {', '.join(allowed)}"))
+
+
+def check_int(
+    op: str, name: str, value: Any, low: int, high: int | None = None, hint: str = ""
+) -> int:
+    """Returns a static integer of [low, high] as a Python int; `hint` says what to do instead."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = operator.index(value)
+    except (TypeError, jax.errors.TracerIntegerConversionError):
+        rule = f"{name} must be a Python int known at trace time{hint and '; ' + hint}"
+        raise TypeError(message(op, rule, **{name: value})) from None
+    if number < low or (high is not None and number > high):
+        span = f"at least {low}" if high is None else f"in [{low}, {high}]"
+        raise ValueError(message(op, f"{name}={number} must be {span}{hint and '; ' + hint}"))
+    return number
