@@ -1,0 +1,211 @@
+"""Activations of the expert MLP: names, formulas, and constants for the kernels."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmoe import _checks
+
+# Formulas. A kernel has a branch for each; all other differences are constants.
+SIGMOID, ERF, RELU, RELU2, IDENTITY = range(5)
+
+GATE_UP_ORDERS = ("gate_up", "up_gate", "interleaved")
+
+
+@dataclasses.dataclass(frozen=True)
+class Activation:
+    """What stands between the two matrix products of an expert.
+
+    gated:     y = f(min(g, limit)) * (clip(u, -limit, limit) + beta)
+    not gated: y = f(g)
+
+    with f by `kind`: SIGMOID g * sigmoid(g * (c1 + c3 * g^2)); ERF g * Phi(g); RELU max(g, 0);
+    RELU2 max(g, 0)^2; IDENTITY g. NaN stays NaN.
+
+    Attributes:
+      name: what the user wrote.
+      gated: whether the first product has two halves, gate and up.
+      kind: which formula f is.
+      c1, c3: constants of SIGMOID. SiLU is (1, 0); GELU's tanh form is (2a, 2a * 0.044715) with
+        a = sqrt(2 / pi), because (1 + tanh(z)) / 2 = sigmoid(2z).
+      limit: clamp of gate (from above) and up (both sides); infinity for none.
+      beta: added to up.
+
+    Example:
+      >>> from jaxmoe.activation import resolve
+      >>> resolve("relu2").gated
+      False
+    """
+
+    name: str
+    gated: bool
+    kind: int
+    c1: float = 0.0
+    c3: float = 0.0
+    limit: float = math.inf
+    beta: float = 0.0
+
+    def __call__(self, gate: jax.Array, up: jax.Array | None = None) -> jax.Array:
+        """Applies the formula in the dtype given; callers pass float32.
+
+        Args:
+          gate: [..., I], the only input of an activation that is not gated.
+          up: [..., I] for a gated activation, None otherwise.
+
+        Returns:
+          [..., I] in the dtype of `gate`.
+
+        Raises:
+          TypeError: `up` is missing, or given to an activation that is not gated.
+        """
+        if self.gated != (up is not None):
+            wanted = "needs" if self.gated else "does not take"
+            raise TypeError(_checks.message("activation", f"{self.name} {wanted} up", up=up))
+        if math.isfinite(self.limit):
+            gate = jnp.minimum(gate, jnp.asarray(self.limit, gate.dtype))
+        y = self._f(gate)
+        if up is None:
+            return y
+        if math.isfinite(self.limit):
+            limit = jnp.asarray(self.limit, up.dtype)
+            up = jnp.clip(up, -limit, limit)
+        return y * (up + jnp.asarray(self.beta, up.dtype) if self.beta else up)
+
+    def _f(self, g: jax.Array) -> jax.Array:
+        if self.kind == SIGMOID:
+            slope = jnp.asarray(self.c1, g.dtype)
+            # NOTE: not `c1 + c3 * g * g` for c3 = 0: beyond |g| = 1.8e19 that is 0 * inf = NaN.
+            if self.c3:
+                slope = slope + jnp.asarray(self.c3, g.dtype) * g * g
+            return g * jax.nn.sigmoid(g * slope)
+        return _OTHER_FORMULAS[self.kind](g)
+
+    def kernel_params(self) -> dict[str, Any]:
+        """Returns the constants as a kernel reads them: `kind` an int, the others float32."""
+        constants = {f: np.float32(getattr(self, f)) for f in ("c1", "c3", "limit", "beta")}
+        return {"kind": self.kind, **constants}
+
+
+class Swiglu(Activation):
+    """SwiGLU with a slope, an offset and a clamp.
+
+    g = min(gate, limit);  u = clip(up, -limit, limit);  y = g * sigmoid(alpha * g) * (u + beta)
+
+    Args:
+      alpha: slope inside the sigmoid.
+      beta: added to up after the clamp.
+      limit: clamp, positive; infinity for none.
+
+    Raises:
+      TypeError, ValueError: an argument is not a Python number, or out of range.
+
+    Source: gpt-oss uses Swiglu(1.702, 1, 7); Swiglu() is the plain SwiGLU of
+      https://arxiv.org/abs/2002.05202.
+
+    Example:
+      >>> import jaxmoe
+      >>> jaxmoe.Swiglu(alpha=1.702, beta=1.0, limit=7.0).beta
+      1.0
+    """
+
+    def __init__(self, alpha: float = 1.0, beta: float = 0.0, limit: float = math.inf):
+        """Checks the constants: they are part of the compiled program."""
+        values: dict[str, Any] = {"alpha": alpha, "beta": beta, "limit": limit}
+        for name, value in values.items():
+            if isinstance(value, bool) or not isinstance(value, int | float | np.number):
+                rule = f"{name} must be a Python number known at trace time"
+                raise TypeError(_checks.message("Swiglu", rule, **{name: value}))
+            if math.isnan(value) or (name != "limit" and math.isinf(value)):
+                raise ValueError(_checks.message("Swiglu", f"{name}={value} must be finite"))
+        if not limit > 0:
+            raise ValueError(_checks.message("Swiglu", f"limit={limit} must be positive"))
+        super().__init__(
+            name=f"Swiglu(alpha={alpha}, beta={beta}, limit={limit})",
+            gated=True,
+            kind=SIGMOID,
+            c1=float(alpha),
+            beta=float(beta),
+            limit=float(limit),
+        )
+
+
+_OTHER_FORMULAS: dict[int, Callable[[jax.Array], jax.Array]] = {
+    ERF: lambda g: jax.nn.gelu(g, approximate=False),
+    RELU: jax.nn.relu,
+    RELU2: lambda g: jnp.square(jax.nn.relu(g)),
+    IDENTITY: lambda g: g,
+}
+
+_TANH_C1 = 2.0 * math.sqrt(2.0 / math.pi)
+_TANH = {"c1": _TANH_C1, "c3": _TANH_C1 * 0.044715}
+
+ACTIVATIONS: dict[str, Activation] = {
+    a.name: a
+    for a in (
+        Activation("swiglu", True, SIGMOID, c1=1.0),
+        Activation("geglu", True, ERF),
+        Activation("geglu_tanh", True, SIGMOID, **_TANH),
+        Activation("gelu", False, ERF),
+        Activation("gelu_tanh", False, SIGMOID, **_TANH),
+        Activation("silu", False, SIGMOID, c1=1.0),
+        Activation("relu", False, RELU),
+        Activation("relu2", False, RELU2),
+        Activation("identity", False, IDENTITY),
+    )
+}
+
+
+def resolve(activation: str | Activation, op: str = "moe_mlp") -> Activation:
+    """Returns the activation of that name, or the one given.
+
+    Args:
+      activation: a key of `ACTIVATIONS` or an `Activation`.
+      op: public name used in the message.
+
+    Raises:
+      TypeError, ValueError: neither; the message lists the names.
+
+    Example:
+      >>> from jaxmoe.activation import resolve
+      >>> resolve("swiglu").gated
+      True
+    """
+    if isinstance(activation, Activation):
+        return activation
+    _checks.check_choice(op, "activation", activation, (*ACTIVATIONS, "Swiglu(alpha, beta, limit)"))
+    if activation not in ACTIVATIONS:
+        rule = "activation='Swiglu(alpha, beta, limit)' must be an instance, not a string"
+        raise ValueError(_checks.message(op, rule))
+    return ACTIVATIONS[activation]
+
+
+def split_gate_up(h: jax.Array, gate_up: str) -> tuple[jax.Array, jax.Array]:
+    """Splits the last axis of the first product into gate and up.
+
+    Args:
+      h: [..., 2I].
+      gate_up: "gate_up" (gate first), "up_gate" (up first) or "interleaved" (gate even, up odd).
+
+    Returns:
+      gate [..., I] and up [..., I].
+
+    Raises:
+      ValueError: an unknown order.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jaxmoe.activation import split_gate_up
+      >>> gate, up = split_gate_up(jnp.arange(4), "interleaved")
+      >>> gate.tolist(), up.tolist()
+      ([0, 2], [1, 3])
+    """
+    _checks.check_choice("moe_mlp", "gate_up", gate_up, GATE_UP_ORDERS)
+    if gate_up == "interleaved":
+        return h[..., 0::2], h[..., 1::2]
+    first, second = jnp.split(h, 2, axis=-1)
+    return (first, second) if gate_up == "gate_up" else (second, first)
