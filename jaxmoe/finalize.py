@@ -1,0 +1,209 @@
+"""Finalize: rows in expert order back to tokens, weighted and added up."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxmoe import _checks, _primitive
+from jaxmoe.permute import check_plan, permute_p, permute_xla, shift_indices
+from jaxmoe.plan import Plan
+
+
+def finalize(
+    rows: jax.Array, plan: Plan, weights: jax.Array, *, residual: jax.Array | None = None
+) -> jax.Array:
+    """Adds up the weighted rows of each token.
+
+    y[t] = sum over k of weights[t,k] * rows[slot_to_row[t,k]], plus residual[t]
+
+    Choices without a row (slot_to_row outside [0, R)) are left out, whatever their weight.
+
+    Args:
+      rows: [R, H] bfloat16, float16 or float32, in expert order.
+      plan: the order, from `jaxmoe.plan`; R = T * K.
+      weights: [T, K] float32.
+      residual: [T, H] in the dtype of `rows`, added last; None for nothing.
+
+    Returns:
+      [T, H] in the dtype of `rows`.
+
+    Raises:
+      TypeError: another dtype, or `plan` is not a `Plan`.
+      ValueError: shapes disagree.
+
+    Numerics: float32 sum in k order, k = 0 first and the residual last, one rounding. Bitwise
+      repeatable. NaN and infinity stay in the tokens whose rows hold them.
+    Sharding: H may be split.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxmoe
+      >>> plan = jaxmoe.plan(jnp.array([[1, 0]], jnp.int32), num_experts=2)
+      >>> rows = jnp.array([[1.0], [10.0]])  # of expert 0 and of expert 1
+      >>> jaxmoe.finalize(rows, plan, jnp.array([[0.5, 2.0]])).tolist()
+      [[7.0]]
+    """
+    _checks.check_rank("finalize", "rows", rows, "R,H")
+    _checks.check_dtype("finalize", "rows", rows, _checks.FLOATS)
+    check_plan("finalize", plan)
+    slots = plan.slot_to_row
+    if rows.shape[0] != slots.size:
+        rule = f"rows.shape[0]={rows.shape[0]} must equal T * K of plan.slot_to_row, {slots.size}"
+        raise ValueError(_checks.message("finalize", rule, rows=rows, slot_to_row=slots))
+    _checks.check_rank("finalize", "weights", weights, "T,K")
+    _checks.check_dtype("finalize", "weights", weights, ("float32",))
+    for axis, meaning in ((0, "num_tokens"), (1, "top_k")):
+        _checks.check_same_dim(
+            "finalize", "weights", weights, axis, "plan.slot_to_row", slots, axis, meaning
+        )
+    if residual is None:
+        residual = no_residual(rows.dtype)
+    else:
+        _checks.check_rank("finalize", "residual", residual, "T,H")
+        _checks.check_same_dtype("finalize", "residual", residual, "rows", rows)
+        _checks.check_same_dim(
+            "finalize", "residual", residual, 0, "plan.slot_to_row", slots, 0, "num_tokens"
+        )
+        _checks.check_same_dim("finalize", "residual", residual, 1, "rows", rows, 1, "hidden")
+    (y,) = _finalize(rows, slots, weights, residual, shared=False)
+    return y
+
+
+def no_residual(dtype: Any) -> jax.Array:
+    """Returns the empty array that stands for "no residual"."""
+    return jnp.zeros((0, 0), dtype)
+
+
+def sum_rows(rows: jax.Array, slot_to_row: jax.Array) -> jax.Array:
+    """Adds up the rows of each token unweighted: the transpose of permute."""
+    weights = jnp.ones_like(slot_to_row, jnp.float32)
+    (y,) = _finalize(rows, slot_to_row, weights, no_residual(rows.dtype), shared=False)
+    return y
+
+
+def finalize_xla(
+    rows: jax.Array, slot_to_row: jax.Array, weights: jax.Array, residual: jax.Array | None = None
+) -> jax.Array:
+    """Computes `finalize` in plain jnp, binding no primitive; a residual of no elements is none."""
+    num_tokens, top_k = slot_to_row.shape
+
+    def term(slots: jax.Array, weight: jax.Array) -> jax.Array:
+        exists = (slots >= 0) & (slots < rows.shape[0])
+        row = permute_xla(rows, slots).astype(jnp.float32)
+        return jnp.where(exists, weight, 0.0)[:, None] * row
+
+    if top_k:
+        y = term(slot_to_row[:, 0], weights[:, 0])
+        later = (slot_to_row[:, 1:].T, weights[:, 1:].T)
+        y, _ = jax.lax.scan(lambda y, kth: (y + term(*kth), None), y, later, unroll=8)
+    else:
+        y = jnp.zeros((num_tokens, rows.shape[1]), jnp.float32)
+    if residual is not None and residual.size:
+        y = y + residual.astype(jnp.float32)
+    return y.astype(rows.dtype)
+
+
+def _out(
+    rows: Any, slot_to_row: Any, _weights: Any, _residual: Any, **_params: Any
+) -> list[_primitive.Spec]:
+    return [((slot_to_row.shape[0], rows.shape[1]), rows.dtype)]
+
+
+def _batch(args: Any, dims: Any, *, shared: bool) -> Any:
+    size = _primitive.batch_size(args, dims)
+    rows = _primitive.move_batch_to_front(args[0], dims[0])
+    slot_to_row, weights = (
+        _primitive.move_batch_to_front(a, d, size)
+        for a, d in zip(args[1:3], dims[1:3], strict=True)
+    )
+    num_rows, hidden = rows.shape[-2:]
+    num_tokens, top_k = slot_to_row.shape[1:]
+    if dims[0] is not None:
+        slot_to_row = shift_indices(slot_to_row, num_rows)
+        rows = rows.reshape(size * num_rows, hidden)
+    else:
+        shared = True
+    residual = args[3]
+    if dims[3] is not None or residual.size:
+        residual = _primitive.move_batch_to_front(residual, dims[3], size)
+        residual = residual.reshape(-1, *residual.shape[2:]) if residual.size else residual[0]
+    (y,) = _finalize(
+        rows,
+        slot_to_row.reshape(size * num_tokens, top_k),
+        weights.reshape(size * num_tokens, top_k),
+        residual,
+        shared=shared,
+    )
+    return (y.reshape(size, num_tokens, hidden),), (0,)
+
+
+def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+    rows, slot_to_row, weights, residual = primals
+    d_rows, _, d_weights, d_residual = tangents
+    outs = _finalize(*primals, **params)
+    parts: list[jax.Array] = []
+    if d_rows is not None:
+        extra = no_residual(rows.dtype) if d_residual is None else d_residual
+        parts += _finalize(d_rows, slot_to_row, weights, extra, **params)
+    elif d_residual is not None and residual.size:
+        parts.append(d_residual)
+    if d_weights is not None:
+        nothing = no_residual(rows.dtype)
+        parts += _finalize(rows, slot_to_row, d_weights, nothing, **params)
+    return outs, (sum(parts[1:], start=parts[0]) if parts else None,)
+
+
+def _transpose(cts: Any, args: Any, *, shared: bool) -> Any:
+    (ct,) = cts
+    rows, slot_to_row, weights, residual = args
+    grads: list[jax.Array | None] = [None] * 4
+    if _primitive.is_linear(rows):
+        to_rows = _add_to_shared_rows if shared else _spread_to_rows
+        grads[0] = to_rows(ct, slot_to_row, weights, rows.aval.shape[0])
+    if _primitive.is_linear(weights):
+        exists = (slot_to_row >= 0) & (slot_to_row < rows.shape[0])
+        row = permute_xla(rows, slot_to_row.reshape(-1)).reshape(*slot_to_row.shape, rows.shape[1])
+        dots = jnp.einsum("tkh,th->tk", row, ct, preferred_element_type=jnp.float32)
+        # NOTE: select again: NaN in a token's cotangent must not reach a choice without a row.
+        grads[2] = jnp.where(exists, dots, 0.0)
+    if _primitive.is_linear(residual):
+        grads[3] = ct if residual.aval.size else None
+    return grads
+
+
+def _spread_to_rows(
+    ct: jax.Array, slot_to_row: jax.Array, weights: jax.Array, num_rows: int
+) -> jax.Array:
+    """Transposes finalize in `rows` when each row belongs to one slot at most."""
+    num_tokens, top_k = slot_to_row.shape
+    slot = jnp.arange(num_tokens * top_k, dtype=jnp.int32)
+    exists = (slot_to_row >= 0) & (slot_to_row < num_rows)
+    target = jnp.where(exists, slot_to_row, num_rows).reshape(-1)
+    row_to_slot = jnp.full((num_rows,), -1, jnp.int32).at[target].set(slot, mode="drop")
+    used = row_to_slot >= 0
+    row_to_token = jnp.where(used, row_to_slot // max(top_k, 1), -1)
+    weight = jnp.where(used, weights.reshape(-1)[jnp.where(used, row_to_slot, 0)], 0.0)
+    (spread,) = permute_p(ct, row_to_token, rows_per_token=top_k)
+    return (weight[:, None] * spread.astype(jnp.float32)).astype(ct.dtype)
+
+
+def _add_to_shared_rows(
+    ct: jax.Array, slot_to_row: jax.Array, weights: jax.Array, num_rows: int
+) -> jax.Array:
+    """Transposes finalize in `rows` when vmap lets several examples share a row."""
+    exists = (slot_to_row >= 0) & (slot_to_row < num_rows)
+    terms = weights[:, :, None] * ct.astype(jnp.float32)[:, None, :]
+    target = jnp.where(exists, slot_to_row, num_rows)
+    grad = jnp.zeros((num_rows, ct.shape[1]), jnp.float32).at[target].add(terms, mode="drop")
+    return grad.astype(ct.dtype)
+
+
+_finalize = _primitive.define(
+    "jaxmoe_finalize",
+    out=_out,
+    xla=lambda *arrays, **_params: (finalize_xla(*arrays),),
+    batch=_batch,
+    jvp=_jvp,
+    transpose=_transpose,
+    cuda=_primitive.CudaTarget("jaxmoe_finalize_v1"),
+)

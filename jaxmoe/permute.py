@@ -1,0 +1,133 @@
+"""Permute: tokens into rows in expert order."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxmoe import _checks, _primitive
+from jaxmoe.plan import Plan
+
+
+def permute(x: jax.Array, plan: Plan) -> jax.Array:
+    """Copies each token into the rows of its experts.
+
+    rows[r] = x[row_to_token[r]], exactly 0 where row_to_token[r] is outside [0, T)
+
+    Args:
+      x: [T, H] bfloat16, float16 or float32.
+      plan: the order, from `jaxmoe.plan` of the same T tokens.
+
+    Returns:
+      [R, H] in the dtype of `x`, R = T * K.
+
+    Raises:
+      TypeError: another dtype, or `plan` is not a `Plan`.
+      ValueError: another rank, or a plan of another number of tokens.
+
+    Numerics: copies bits. The gradient adds the rows of a token in float32 in row order and
+      rounds once, bitwise repeatable.
+    Sharding: H may be split.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxmoe
+      >>> plan = jaxmoe.plan(jnp.array([[1], [0]], jnp.int32), num_experts=2)
+      >>> jaxmoe.permute(jnp.array([[1.0], [2.0]]), plan).tolist()
+      [[2.0], [1.0]]
+    """
+    _checks.check_rank("permute", "x", x, "T,H")
+    _checks.check_dtype("permute", "x", x, _checks.FLOATS)
+    check_plan("permute", plan)
+    slots = plan.slot_to_row
+    _checks.check_same_dim("permute", "plan.slot_to_row", slots, 0, "x", x, 0, "num_tokens")
+    (rows,) = permute_p(x, plan.row_to_token, rows_per_token=slots.shape[1])
+    return rows
+
+
+def check_plan(op: str, plan: Any) -> None:
+    """Checks that `plan` is a `Plan` of one set of tokens."""
+    if not isinstance(plan, Plan):
+        raise TypeError(_checks.message(op, "plan must be a jaxmoe.Plan", plan=plan))
+    for name, axes in (("row_to_token", "R"), ("slot_to_row", "T,K")):
+        _checks.check_rank(op, f"plan.{name}", getattr(plan, name), axes)
+        _checks.check_dtype(op, f"plan.{name}", getattr(plan, name), ("int32",))
+    if plan.row_to_token.size != plan.slot_to_row.size:
+        rule = (
+            f"plan.row_to_token.shape[0]={plan.row_to_token.size} must equal T * K of slot_to_row"
+        )
+        got = {"row_to_token": plan.row_to_token, "slot_to_row": plan.slot_to_row}
+        raise ValueError(_checks.message(op, rule, **got))
+
+
+def permute_xla(x: jax.Array, row_to_token: jax.Array) -> jax.Array:
+    """Computes `permute` in plain jnp, binding no primitive."""
+    if x.shape[0] == 0:  # nothing to read, whatever the indices say
+        return jnp.zeros((row_to_token.shape[0], x.shape[1]), x.dtype)
+    exists = (row_to_token >= 0) & (row_to_token < x.shape[0])
+    rows = x.at[jnp.where(exists, row_to_token, 0)].get(mode="promise_in_bounds")
+    return jnp.where(exists[:, None], rows, jnp.zeros((), x.dtype))
+
+
+def shift_indices(index: jax.Array, size: int) -> jax.Array:
+    """Turns [V, ...] indices into `size` things each into indices into the V * size of them all.
+
+    Indices outside [0, size) become -1: they must not reach into another example's things.
+    """
+    example = jnp.arange(index.shape[0], dtype=index.dtype)
+    example = example.reshape(-1, *[1] * (index.ndim - 1))
+    return jnp.where((index >= 0) & (index < size), index + example * size, -1)
+
+
+def rows_of_tokens(row_to_token: jax.Array, num_tokens: int, most: int) -> jax.Array:
+    """Lists the rows of each token in rising order: [T, most], -1 where there are no more."""
+    if row_to_token.shape[0] == 0:
+        return jnp.full((num_tokens, most), -1, jnp.int32)
+    exists = (row_to_token >= 0) & (row_to_token < num_tokens)
+    row = jnp.arange(row_to_token.shape[0], dtype=jnp.int32)
+    token, row = jax.lax.sort((jnp.where(exists, row_to_token, num_tokens), row), num_keys=1)
+    first = jnp.searchsorted(token, jnp.arange(num_tokens + 1)).astype(jnp.int32)
+    place = first[:-1, None] + jnp.arange(most, dtype=jnp.int32)[None, :]
+    return jnp.where(place < first[1:, None], row.at[place].get(mode="clip"), -1)
+
+
+def _out(x: Any, row_to_token: Any, **_params: Any) -> list[_primitive.Spec]:
+    return [((row_to_token.shape[0], x.shape[1]), x.dtype)]
+
+
+def _batch(args: Any, dims: Any, *, rows_per_token: int) -> Any:
+    size = _primitive.batch_size(args, dims)
+    x = _primitive.move_batch_to_front(args[0], dims[0])
+    row_to_token = _primitive.move_batch_to_front(args[1], dims[1], size)
+    num_tokens, hidden = x.shape[-2:]
+    num_rows = row_to_token.shape[1]
+    if dims[0] is not None:
+        row_to_token = shift_indices(row_to_token, num_tokens)
+        x = x.reshape(size * num_tokens, hidden)
+    else:  # one x for all examples: a token has rows in each of them
+        rows_per_token *= size
+    (rows,) = permute_p(x, row_to_token.reshape(size * num_rows), rows_per_token=rows_per_token)
+    return (rows.reshape(size, num_rows, hidden),), (0,)
+
+
+def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+    x, row_to_token = primals
+    return permute_p(x, row_to_token, **params), permute_p(tangents[0], row_to_token, **params)
+
+
+def _transpose(cts: Any, args: Any, *, rows_per_token: int) -> Any:
+    # NOTE: imported late because finalize is the transpose of permute and permute that of finalize.
+    from jaxmoe.finalize import sum_rows
+
+    x, row_to_token = args
+    return sum_rows(cts[0], rows_of_tokens(row_to_token, x.aval.shape[0], rows_per_token)), None
+
+
+permute_p = _primitive.define(
+    "jaxmoe_permute",
+    out=_out,
+    xla=lambda x, row_to_token, **_params: (permute_xla(x, row_to_token),),
+    batch=_batch,
+    jvp=_jvp,
+    transpose=_transpose,
+    cuda=_primitive.CudaTarget("jaxmoe_permute_v1"),
+)

@@ -1,0 +1,238 @@
+"""Plan: which row of the expert-ordered arrays belongs to which token and choice."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxmoe import _checks, _primitive
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The order of rows by expert. A pytree of index arrays; R = T * K, E local experts.
+
+    Attributes:
+      expert_offsets: [E + 1] int32. Expert e owns rows expert_offsets[e] up to, not including,
+        expert_offsets[e + 1]; the last entry is the number of rows in use.
+      row_to_token: [R] int32, the token of each row; -1 for rows past the last expert.
+      slot_to_row: [T, K] int32, the row of each choice of each token; -1 if not local.
+    """
+
+    expert_offsets: jax.Array
+    row_to_token: jax.Array
+    slot_to_row: jax.Array
+
+    @property
+    def group_sizes(self) -> jax.Array:
+        """[E] int32, the number of rows of each expert."""
+        return self.expert_offsets[..., 1:] - self.expert_offsets[..., :-1]
+
+
+def plan(
+    expert_ids: jax.Array,
+    num_experts: int,
+    *,
+    expert_offset: int = 0,
+    num_local_experts: int | None = None,
+    expert_map: jax.Array | None = None,
+) -> Plan:
+    """Orders the T * K choices by expert.
+
+    Rows of one expert are in (token, k) order. The local id of expert i is expert_map[i] if a map
+    is given and i - expert_offset otherwise. Choices whose id is below 0 or at least num_experts,
+    or whose local id is outside [0, num_local_experts), are in no group.
+
+    Args:
+      expert_ids: [T, K] int32, global ids; any value is safe.
+      num_experts: number of global experts, at least 1.
+      expert_offset: global id of the first local expert. A Python int: under `jax.shard_map`, where
+        it depends on the device, give `expert_map`.
+      num_local_experts: number of local experts; by default every one from `expert_offset` on, or
+        `num_experts` if a map is given.
+      expert_map: [num_experts] int32, local id of each global expert; anything outside
+        [0, num_local_experts) means "not here".
+
+    Returns:
+      `Plan` for num_local_experts experts.
+
+    Raises:
+      TypeError: an array is not int32, or a number not a Python int.
+      ValueError: a wrong rank or length, a window that does not fit in num_experts, or both an
+        offset and a map.
+
+    Numerics: integers, exact; the order is stable and the same in every run and on every device.
+    Sharding: tokens of one plan belong to one device; experts are split by the window or the map.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxmoe
+      >>> plan = jaxmoe.plan(jnp.array([[1, 0], [1, -1]], jnp.int32), num_experts=3)
+      >>> plan.expert_offsets.tolist(), plan.row_to_token.tolist(), plan.slot_to_row.tolist()
+      ([0, 1, 3, 3], [0, 0, 1, -1], [[1, 0], [2, -1]])
+    """
+    _checks.check_rank("plan", "expert_ids", expert_ids, "T,K")
+    _checks.check_dtype("plan", "expert_ids", expert_ids, ("int32",))
+    num_experts, expert_offset, num_local_experts = check_window(
+        "plan", num_experts, expert_offset, num_local_experts, expert_map
+    )
+    if expert_ids.size > _MAX_ROWS:
+        rule = f"T * K = {expert_ids.size} must be at most {_MAX_ROWS} (rows are counted in int32)"
+        raise ValueError(_checks.message("plan", rule, expert_ids=expert_ids))
+    arrays = _plan(
+        expert_ids[None],
+        no_map() if expert_map is None else expert_map,
+        num_experts=num_experts,
+        expert_offset=expert_offset,
+        num_local_experts=num_local_experts,
+    )
+    return Plan(*(a[0] for a in arrays))
+
+
+_MAX_ROWS = 2**31 - 1
+
+
+def no_map() -> jax.Array:
+    """Returns the empty array that stands for "no expert_map"."""
+    return jnp.zeros((0,), jnp.int32)
+
+
+def check_window(
+    op: str,
+    num_experts: Any,
+    expert_offset: Any,
+    num_local_experts: Any,
+    expert_map: Any,
+) -> tuple[int, int, int]:
+    """Checks which experts are local. Returns (num_experts, expert_offset, num_local_experts)."""
+    num_experts = _checks.check_int(op, "num_experts", num_experts, 1)
+    hint = "give expert_map if it depends on the device"
+    expert_offset = _checks.check_int(op, "expert_offset", expert_offset, 0, num_experts - 1, hint)
+    if expert_map is None:
+        most = num_experts - expert_offset
+    else:
+        most = None
+        _checks.check_rank(op, "expert_map", expert_map, "E")
+        _checks.check_dtype(op, "expert_map", expert_map, ("int32",))
+        _checks.check_dim(op, "expert_map", expert_map, 0, num_experts, "num_experts")
+        if expert_offset:
+            rule = f"expert_offset={expert_offset} must be 0 if expert_map is given"
+            raise ValueError(_checks.message(op, rule, expert_map=expert_map))
+    if num_local_experts is None:
+        return num_experts, expert_offset, num_experts if most is None else most
+    why = "" if most is None else f"num_experts={num_experts}, expert_offset={expert_offset}"
+    local = _checks.check_int(op, "num_local_experts", num_local_experts, 1, most, why)
+    return num_experts, expert_offset, local
+
+
+def plan_scratch_size(batch: int, num_rows: int, num_local_experts: int) -> int:
+    """Returns how many int32 of scratch the CUDA kernel needs: `PlanScratchInts` of plan.h.
+
+    Small problems take one thread block for each batch entry and none; larger ones count every
+    expert in at most 512 chunks of rows.
+    """
+    if num_rows <= 4096 and num_local_experts <= 1024:
+        return 1
+    chunk_rows = 1024 * max(1, -(-num_rows // (1024 * 512)))
+    chunks = max(1, -(-num_rows // chunk_rows))
+    return batch * num_local_experts * (chunks + 1)
+
+
+def plan_xla(
+    expert_ids: jax.Array,
+    expert_map: jax.Array,
+    *,
+    num_experts: int,
+    expert_offset: int,
+    num_local_experts: int,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Computes `plan` of [B,T,K] ids in plain jnp, binding no primitive; one sort of the rows."""
+    local = local_ids_xla(
+        expert_ids,
+        expert_map,
+        num_experts=num_experts,
+        expert_offset=expert_offset,
+        num_local_experts=num_local_experts,
+    )
+    return jax.vmap(lambda ids: _plan_of_local_ids(ids, num_local_experts))(local)
+
+
+def local_ids_xla(
+    expert_ids: jax.Array,
+    expert_map: jax.Array,
+    *,
+    num_experts: int,
+    expert_offset: int,
+    num_local_experts: int,
+) -> jax.Array:
+    """Turns global ids into local ones; those of no local expert become num_local_experts."""
+    exists = (expert_ids >= 0) & (expert_ids < num_experts)
+    # NOTE: select before the arithmetic: an offset subtracted from int32's minimum wraps around.
+    ids = jnp.where(exists, expert_ids, 0)
+    local = expert_map[ids] if expert_map.size else ids - expert_offset
+    here = exists & (local >= 0) & (local < num_local_experts)
+    return jnp.where(here, local, num_local_experts)
+
+
+def _plan_of_local_ids(
+    local: jax.Array, num_local_experts: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    num_tokens, top_k = local.shape
+    row = jnp.arange(num_tokens * top_k, dtype=jnp.int32)
+    key, slot = jax.lax.sort((local.reshape(-1), row), num_keys=1, is_stable=True)
+    experts = jnp.arange(num_local_experts + 1, dtype=jnp.int32)
+    expert_offsets = jnp.searchsorted(key, experts).astype(jnp.int32)
+    here = key < num_local_experts
+    row_to_token = jnp.where(here, slot // max(top_k, 1), -1)
+    slot_to_row = (
+        jnp.zeros_like(row)
+        .at[slot]
+        .set(jnp.where(here, row, -1), unique_indices=True, mode="promise_in_bounds")
+    )
+    return expert_offsets, row_to_token, slot_to_row.reshape(num_tokens, top_k)
+
+
+def _out(
+    expert_ids: Any, _expert_map: Any, *, num_local_experts: int, **_params: Any
+) -> list[_primitive.Spec]:
+    batch, num_tokens, top_k = expert_ids.shape
+    return [
+        ((batch, num_local_experts + 1), jnp.int32),
+        ((batch, num_tokens * top_k), jnp.int32),
+        ((batch, num_tokens, top_k), jnp.int32),
+    ]
+
+
+def _batch(args: Any, dims: Any, **params: Any) -> Any:
+    size = _primitive.batch_size(args, dims)
+    expert_ids = _primitive.move_batch_to_front(args[0], dims[0], size)
+    expert_map = _primitive.move_batch_to_front(args[1], dims[1])
+    if dims[1] is not None:  # a map for each example: apply it here, the kernel takes only one
+        expert_ids = jax.vmap(lambda ids, m: local_ids_xla(ids, m, **params))(
+            expert_ids, expert_map
+        )
+        expert_map = no_map()
+        params |= {"num_experts": params["num_local_experts"], "expert_offset": 0}
+    outs = _plan(expert_ids.reshape(-1, *expert_ids.shape[2:]), expert_map, **params)
+    batch = expert_ids.shape[1]
+    return tuple(o.reshape(size, batch, *o.shape[1:]) for o in outs), (0, 0, 0)
+
+
+def _attrs(_avals: Any, *, num_experts: int, expert_offset: int, **_params: Any) -> dict[str, Any]:
+    return {"num_experts": num_experts, "expert_offset": expert_offset}
+
+
+def _scratch(avals: Any, *, num_local_experts: int, **_params: Any) -> list[_primitive.Spec]:
+    batch, num_tokens, top_k = avals[0].shape
+    size = plan_scratch_size(batch, num_tokens * top_k, num_local_experts)
+    return [((size,), jnp.int32)]
+
+
+_plan = _primitive.define(
+    "jaxmoe_plan",
+    out=_out,
+    xla=plan_xla,
+    batch=_batch,
+    cuda=_primitive.CudaTarget("jaxmoe_plan_v1", attrs=_attrs, scratch=_scratch),
+)
