@@ -183,7 +183,7 @@ def _spread_to_rows(
     used = row_to_slot >= 0
     row_to_token = jnp.where(used, row_to_slot // max(top_k, 1), -1)
     weight = jnp.where(used, weights.reshape(-1)[jnp.where(used, row_to_slot, 0)], 0.0)
-    (spread,) = permute_p(ct, row_to_token, rows_per_token=top_k)
+    (spread,) = permute_p(ct, row_to_token, slot_to_row)
     return (weight[:, None] * spread.astype(jnp.float32)).astype(ct.dtype)
 
 

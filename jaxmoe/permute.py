@@ -25,7 +25,7 @@ def permute(x: jax.Array, plan: Plan) -> jax.Array:
       TypeError: another dtype, or `plan` is not a `Plan`.
       ValueError: another rank, or a plan of another number of tokens.
 
-    Numerics: copies bits. The gradient adds the rows of a token in float32 in row order and
+    Numerics: copies bits. The gradient adds the rows of a token in float32 in k order and
       rounds once, bitwise repeatable.
     Sharding: H may be split.
 
@@ -40,7 +40,7 @@ def permute(x: jax.Array, plan: Plan) -> jax.Array:
     check_plan("permute", plan)
     slots = plan.slot_to_row
     _checks.check_same_dim("permute", "plan.slot_to_row", slots, 0, "x", x, 0, "num_tokens")
-    (rows,) = permute_p(x, plan.row_to_token, rows_per_token=slots.shape[1])
+    (rows,) = permute_p(x, plan.row_to_token, slots)
     return rows
 
 
@@ -78,56 +78,49 @@ def shift_indices(index: jax.Array, size: int) -> jax.Array:
     return jnp.where((index >= 0) & (index < size), index + example * size, -1)
 
 
-def rows_of_tokens(row_to_token: jax.Array, num_tokens: int, most: int) -> jax.Array:
-    """Lists the rows of each token in rising order: [T, most], -1 where there are no more."""
-    if row_to_token.shape[0] == 0:
-        return jnp.full((num_tokens, most), -1, jnp.int32)
-    exists = (row_to_token >= 0) & (row_to_token < num_tokens)
-    row = jnp.arange(row_to_token.shape[0], dtype=jnp.int32)
-    token, row = jax.lax.sort((jnp.where(exists, row_to_token, num_tokens), row), num_keys=1)
-    first = jnp.searchsorted(token, jnp.arange(num_tokens + 1)).astype(jnp.int32)
-    place = first[:-1, None] + jnp.arange(most, dtype=jnp.int32)[None, :]
-    return jnp.where(place < first[1:, None], row.at[place].get(mode="clip"), -1)
-
-
-def _out(x: Any, row_to_token: Any, **_params: Any) -> list[_primitive.Spec]:
+def _out(x: Any, row_to_token: Any, _slot_to_row: Any) -> list[_primitive.Spec]:
     return [((row_to_token.shape[0], x.shape[1]), x.dtype)]
 
 
-def _batch(args: Any, dims: Any, *, rows_per_token: int) -> Any:
+def _batch(args: Any, dims: Any) -> Any:
     size = _primitive.batch_size(args, dims)
     x = _primitive.move_batch_to_front(args[0], dims[0])
-    row_to_token = _primitive.move_batch_to_front(args[1], dims[1], size)
+    row_to_token, slot_to_row = (
+        _primitive.move_batch_to_front(a, d, size) for a, d in zip(args[1:], dims[1:], strict=True)
+    )
     num_tokens, hidden = x.shape[-2:]
-    num_rows = row_to_token.shape[1]
+    num_rows, top_k = row_to_token.shape[1], slot_to_row.shape[2]
+    slot_to_row = shift_indices(slot_to_row, num_rows)
     if dims[0] is not None:
         row_to_token = shift_indices(row_to_token, num_tokens)
         x = x.reshape(size * num_tokens, hidden)
-    else:  # one x for all examples: a token has rows in each of them
-        rows_per_token *= size
-    (rows,) = permute_p(x, row_to_token.reshape(size * num_rows), rows_per_token=rows_per_token)
+        slot_to_row = slot_to_row.reshape(size * num_tokens, top_k)
+    else:  # one x for all: a token has the rows of every example, as if K were V times as large
+        slot_to_row = jnp.moveaxis(slot_to_row, 0, 1).reshape(num_tokens, size * top_k)
+    (rows,) = permute_p(x, row_to_token.reshape(size * num_rows), slot_to_row)
     return (rows.reshape(size, num_rows, hidden),), (0,)
 
 
-def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-    x, row_to_token = primals
-    return permute_p(x, row_to_token, **params), permute_p(tangents[0], row_to_token, **params)
+def _jvp(primals: Any, tangents: Any) -> Any:
+    x, *index = primals
+    return permute_p(x, *index), permute_p(tangents[0], *index)
 
 
-def _transpose(cts: Any, args: Any, *, rows_per_token: int) -> Any:
+def _transpose(cts: Any, args: Any) -> Any:
     # NOTE: imported late because finalize is the transpose of permute and permute that of finalize.
     from jaxmoe.finalize import sum_rows
 
-    x, row_to_token = args
-    return sum_rows(cts[0], rows_of_tokens(row_to_token, x.aval.shape[0], rows_per_token)), None
+    _, _, slot_to_row = args
+    return sum_rows(cts[0], slot_to_row), None, None
 
 
 permute_p = _primitive.define(
     "jaxmoe_permute",
     out=_out,
-    xla=lambda x, row_to_token, **_params: (permute_xla(x, row_to_token),),
+    xla=lambda x, row_to_token, _slot_to_row: (permute_xla(x, row_to_token),),
     batch=_batch,
     jvp=_jvp,
     transpose=_transpose,
-    cuda=_primitive.CudaTarget("jaxmoe_permute_v1"),
+    # slot_to_row is there for the transpose alone.
+    cuda=_primitive.CudaTarget("jaxmoe_permute_v1", operands=(0, 1)),
 )
