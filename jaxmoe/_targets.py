@@ -4,7 +4,7 @@ import contextlib
 import importlib
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from types import ModuleType
 
@@ -84,7 +84,7 @@ def execute_count(target: str) -> int:
 
 
 @contextlib.contextmanager
-def force_cuda_lowering() -> Iterator[None]:
+def force_cuda_lowering() -> Generator[None]:
     """Lowers for CUDA to FFI calls inside, even when the handlers are not registered (tests)."""
     with _lowering_forced(True):
         yield

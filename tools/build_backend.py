@@ -16,20 +16,21 @@ from scikit_build_core.build import build_sdist as build_sdist
 from scikit_build_core.build import get_requires_for_build_sdist as get_requires_for_build_sdist
 
 Settings = dict[str, list[str] | str] | None
+_DEFINE = "cmake.define.JAXMOE_CUDA"
+# A wheel without the extension: no CMake, and the tag of a pure-Python package.
 _PURE = {"wheel.cmake": "false", "wheel.py-api": "py3", "wheel.platlib": "false"}
 
 
-def _cuda(settings: Settings) -> str:
-    """Returns AUTO, ON or OFF."""
-    value = str((settings or {}).get("cmake.define.JAXMOE_CUDA", "AUTO")).upper()
+def _with_cuda(settings: Settings) -> bool:
+    """Decides AUTO by the platform: a wheel for Linux never lacks the kernels silently."""
+    value = str((settings or {}).get(_DEFINE, "AUTO")).upper()
     if value not in ("AUTO", "ON", "OFF"):
         raise SystemExit(f"jaxmoe: JAXMOE_CUDA={value} must be AUTO, ON or OFF")
-    return "OFF" if value == "AUTO" and sys.platform != "linux" else value
+    return sys.platform == "linux" if value == "AUTO" else value == "ON"
 
 
 def _effective(settings: Settings) -> Settings:
-    """Adds what a wheel without the extension needs: no CMake and a pure-Python tag."""
-    return {**(settings or {}), **_PURE} if _cuda(settings) == "OFF" else settings
+    return {**(settings or {}), **({_DEFINE: "ON"} if _with_cuda(settings) else _PURE)}
 
 
 def _has_nvcc() -> bool:
@@ -39,7 +40,7 @@ def _has_nvcc() -> bool:
 
 
 def _cuda_requirements(settings: Settings) -> list[str]:
-    if _cuda(settings) == "OFF":
+    if not _with_cuda(settings):
         return []
     pyproject = Path(__file__).parent.parent / "pyproject.toml"
     groups = tomllib.loads(pyproject.read_text(encoding="utf-8"))["dependency-groups"]
@@ -54,6 +55,14 @@ def get_requires_for_build_wheel(settings: Settings = None) -> list[str]:
 def get_requires_for_build_editable(settings: Settings = None) -> list[str]:
     core = _core.get_requires_for_build_editable(_effective(settings))
     return core + _cuda_requirements(settings)
+
+
+def prepare_metadata_for_build_wheel(directory: str, settings: Settings = None) -> str:
+    return _core.prepare_metadata_for_build_wheel(directory, _effective(settings))
+
+
+def prepare_metadata_for_build_editable(directory: str, settings: Settings = None) -> str:
+    return _core.prepare_metadata_for_build_editable(directory, _effective(settings))
 
 
 def build_wheel(directory: str, settings: Settings = None, metadata: str | None = None) -> str:

@@ -19,8 +19,8 @@ namespace jaxmoe {
 namespace {
 
 // In the order of kTargetNames.
-constexpr XLA_FFI_Handler* kHandlers[kNumTargets] =
-    {RouteFfi, PlanFfi, PermuteFfi, FinalizeFfi, GroupedGemmFfi, MoeMlpFfi};
+constexpr XLA_FFI_Handler* kHandlers[kNumTargets] = {
+    RouteFfi, PlanFfi, PermuteFfi, FinalizeFfi, GroupedGemmFfi, MoeMlpFfi};
 
 nb::dict Registrations() {
   nb::dict handlers;

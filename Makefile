@@ -1,0 +1,61 @@
+# Every task of the project; each target works on a fresh clone.
+.DEFAULT_GOAL := help
+.PHONY: demo test test-gpu test-multi-gpu test-matrix sanitize bench lint format wheel \
+  build-matrix clean help
+
+PYTHON ?=
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+CSRC := $(shell find csrc -name '*.cu' -o -name '*.cuh' -o -name '*.cc' -o -name '*.h')
+export PYTHON
+
+# Python files are used in place; only what is compiled or packaged asks for a new installation.
+$(INSTALLED): pyproject.toml CMakeLists.txt tools/build_backend.py tools/develop.py \
+    tools/check_ptxas.py $(CSRC) $(sort $(dir $(CSRC)))
+	@python=$$(tools/find_python.sh) && "$$python" tools/develop.py
+	@touch $@
+
+demo: $(INSTALLED)  ## Run a whole layer on the devices there are, checked and timed
+	@$(BIN)/python examples/demo.py
+
+test: $(INSTALLED)  ## Run the tests that need no GPU
+	$(BIN)/python -m pytest $(ARGS)
+
+test-gpu: $(INSTALLED)  ## Run the tests that need one GPU
+	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+test-multi-gpu: $(INSTALLED)  ## Run the tests that need two GPUs or more
+	$(BIN)/python -m pytest -m multi_gpu $(ARGS)
+
+test-matrix: $(INSTALLED)  ## Run the tests on the oldest supported jax and on the newest
+	$(BIN)/python tools/test_matrix.py $(ARGS)
+
+sanitize: $(INSTALLED)  ## Run a subset of the GPU tests under each compute-sanitizer tool
+	@tools/sanitize.sh
+
+bench: $(INSTALLED)  ## Run the layer benchmark (ARGS="--suite ops" for another)
+	$(BIN)/python -m benchmarks.run $(or $(ARGS),--suite layer)
+
+lint: $(INSTALLED)  ## Check format, lint, types and spelling
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror $(CSRC)
+	$(BIN)/pyright
+	$(BIN)/codespell
+
+format: $(INSTALLED)  ## Reformat everything in place
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CSRC)
+
+wheel: $(INSTALLED)  ## Build the wheel into dist/
+	$(BIN)/python -m pip wheel --no-deps -w dist .
+
+build-matrix: $(INSTALLED)  ## Build the wheel in its three ways and check each
+	$(BIN)/python tools/build_matrix.py
+
+clean:  ## Remove .venv and everything built
+	rm -rf .venv build dist
+
+help:  ## Print this list
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 18
