@@ -149,6 +149,20 @@ def batch_size(args: Sequence[Any], dims: Sequence[int | None]) -> int:
     return next(arg.shape[dim] for arg, dim in zip(args, dims, strict=True) if dim is not None)
 
 
+def one_by_one(op: Op, args: Sequence[Any], dims: Sequence[int | None], **params: Any) -> Any:
+    """A batch rule that calls `op` for one example after the other and copies nothing."""
+    batched = [jnp.moveaxis(a, d, 0) for a, d in zip(args, dims, strict=True) if d is not None]
+
+    def one(example: list[jax.Array]) -> tuple[jax.Array, ...]:
+        rest = iter(example)
+        return op(
+            *(a if d is None else next(rest) for a, d in zip(args, dims, strict=True)), **params
+        )
+
+    outs = jax.lax.map(one, batched)
+    return outs, (0,) * len(outs)
+
+
 def scratch_bytes(specs: Sequence[Spec]) -> int:
     """Bytes of the scratch results `specs`."""
     total = 0

@@ -1,0 +1,285 @@
+"""The primitives `gmm` and `tgmm`: batched grouped matrix products, each the other's transpose.
+
+gmm: x [B,T,K], w [W,E,K,N] ("kn") or [W,E,N,K] ("nk"), starts and sizes [B,G] int32,
+  bias [W,E,N] or [0,0,0] -> [B,T,N]
+
+  out[b,t] = x[b,t] @ w[i] + bias[i]  for starts[b,g] <= t < starts[b,g] + sizes[b,g],
+  i = (b * G + g) mod (W * E) counting the weights of all batches; 0 for the rows of no group
+
+tgmm: x [B,T,K], dy [B,T,N], starts, sizes -> [W,E,K,N]
+
+  dw[i] = sum over the groups of weight i of x[b,t]^T dy[b,t]; exactly 0 where they have no rows
+
+Either G = E and W divides B, or W = 1 and E divides G. `vmap` folds into B, so that it becomes
+more groups of one call; weights that are not batched are never copied, and the gradient of `vmap`
+adds up inside one `tgmm`. Ranges are cut to [0, T). Groups of one batch must not overlap: a row of
+two groups is written by one of them. Bilinear without bias.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmoe import _checks, _gmm_xla, _heuristics, _primitive
+
+WEIGHT_LAYOUTS = ("kn", "nk")
+_OTHER_LAYOUT = {"kn": "nk", "nk": "kn"}
+_ROW_BYTES = 16  # what the kernels' loads need rows to be multiples of
+
+
+def no_bias(dtype: Any) -> jax.Array:
+    """Returns the empty array that stands for "no bias"."""
+    return jnp.zeros((0, 0, 0), dtype)
+
+
+def row_reason(op: str, name: str, x: Any, axis: int) -> str | None:
+    """Says why rows of `x.shape[axis]` elements cannot be loaded by the CUDA kernels, or None."""
+    size, step = x.shape[axis], _ROW_BYTES // np.dtype(x.dtype).itemsize
+    if size > 0 and size % step == 0:
+        return None
+    below, above = size // step * step, (size // step + 1) * step
+    nearest = f"{below} and {above}" if below else f"{above}"
+    rule = (
+        f"{name}.shape[{axis}]={size} must be a positive multiple of {step} on CUDA "
+        f"(rows of 16-byte multiples); the nearest legal: {nearest}"
+    )
+    return _checks.message(op, rule, **{name: x})
+
+
+def dtype_reason(op: str, **arrays: Any) -> str | None:
+    """Says why the CUDA kernels cannot multiply arrays of these dtypes, or None."""
+    names = {np.dtype(x.dtype).name for x in arrays.values()}
+    if len(names) == 1 and names <= {"bfloat16", "float16"}:
+        return None
+    listed = " and ".join(arrays)
+    return _checks.message(op, f"{listed} must both be bf16 or both be f16 on CUDA", **arrays)
+
+
+def _gmm_out(x: Any, w: Any, *_: Any, weight_layout: str, out_dtype: Any, **_params: Any) -> Any:
+    return [((*x.shape[:2], w.shape[3 if weight_layout == "kn" else 2]), out_dtype)]
+
+
+def _tgmm_out(x: Any, dy: Any, *_: Any, weight_shape: Any, out_dtype: Any, **_params: Any) -> Any:
+    return [((*weight_shape, x.shape[2], dy.shape[2]), out_dtype)]
+
+
+def _fold(a: jax.Array, dim: int | None, size: int, inner: int) -> jax.Array:
+    """[V,B,...] -> [V*B,...] in the order (B / inner, V, inner)."""
+    a = _primitive.move_batch_to_front(a, dim, size)
+    a = a.reshape(size, a.shape[1] // inner, inner, *a.shape[2:])
+    return jnp.moveaxis(a, 0, 1).reshape(-1, *a.shape[3:])
+
+
+def _unfold(a: jax.Array, size: int, inner: int) -> jax.Array:
+    a = a.reshape(-1, size, inner, *a.shape[1:])
+    return jnp.moveaxis(a, 1, 0).reshape(size, -1, *a.shape[3:])
+
+
+def _gmm_batch(args: Any, dims: Any, **params: Any) -> Any:
+    size = _primitive.batch_size(args, dims)
+    x, w, starts, sizes, bias = args
+    if not bias.size:
+        bias, dims = no_bias(bias.dtype), (*dims[:4], None)
+    if dims[1] is None and dims[4] is None:
+        inner = -1  # any w serves all examples: they are more batches
+    elif dims[1] is not None and _lead(starts, dims[2])[1] == _lead(w, dims[1])[1]:
+        inner = _lead(w, dims[1])[0]
+        w = _primitive.move_batch_to_front(w, dims[1])
+        w = w.reshape(-1, *w.shape[2:])
+        if bias.size:
+            bias = _primitive.move_batch_to_front(bias, dims[4], size)
+            bias = bias.reshape(-1, *bias.shape[2:])
+    else:  # a fold would have to copy weights
+        return _primitive.one_by_one(gmm, (x, w, starts, sizes, bias), dims, **params)
+    inner = _lead(starts, dims[2])[0] if inner < 0 else inner
+    (out,) = gmm(
+        _fold(x, dims[0], size, inner),
+        w,
+        _fold(starts, dims[2], size, inner),
+        _fold(sizes, dims[3], size, inner),
+        bias,
+        **params,
+    )
+    return (_unfold(out, size, inner),), (0,)
+
+
+def _tgmm_batch(args: Any, dims: Any, *, weight_shape: tuple[int, int], **params: Any) -> Any:
+    size = _primitive.batch_size(args, dims)
+    inner, num_experts = weight_shape
+    if _lead(args[2], dims[2])[1] != num_experts:
+        return _primitive.one_by_one(tgmm, args, dims, weight_shape=weight_shape, **params)
+    folded = (_fold(a, d, size, inner) for a, d in zip(args, dims, strict=True))
+    (dw,) = tgmm(*folded, weight_shape=(size * inner, num_experts), **params)
+    return (dw.reshape(size, inner, *dw.shape[1:]),), (0,)
+
+
+def _lead(a: Any, dim: int | None) -> tuple[int, int]:
+    """The first two sizes of `a` without its batch dimension."""
+    first, second, *_ = (s for i, s in enumerate(a.shape) if i != dim)
+    return first, second
+
+
+def _gmm_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+    x, w, starts, sizes, bias = primals
+    tx, tw, _, _, tb = tangents
+    out = gmm(*primals, **params)
+    plain = functools.partial(gmm, **params)
+    terms = []
+    if tx is not None:
+        terms += plain(tx, w, starts, sizes, no_bias(x.dtype))
+    if tw is not None:
+        terms += plain(x, tw, starts, sizes, no_bias(x.dtype))
+    if tb is not None and bias.size:
+        # bias[e] as a product: one K of ones, padded to a row length that the kernels take.
+        k = _ROW_BYTES // x.dtype.itemsize
+        ones = jnp.zeros((*x.shape[:2], k), x.dtype).at[..., 0].set(1)
+        rows = jnp.pad(tb[:, :, None, :], ((0, 0), (0, 0), (0, k - 1), (0, 0)))
+        bias_params = params | {"weight_layout": "kn", "config": None}
+        terms += gmm(ones, rows, starts, sizes, no_bias(x.dtype), **bias_params)
+    return out, (functools.reduce(jnp.add, terms) if terms else None,)
+
+
+def _gmm_transpose(
+    cts: Any, args: Any, *, weight_layout: str, out_dtype: Any, precision: Any, config: Any
+) -> Any:
+    del out_dtype, config  # they belong to this product, not to its transpose
+    x, w, starts, sizes, bias = args
+    (ct,) = cts
+    if _primitive.is_linear(x):
+        other = _OTHER_LAYOUT[weight_layout]
+        dtype = x.aval.dtype
+        (dx,) = gmm(
+            ct,
+            w,
+            starts,
+            sizes,
+            no_bias(dtype),
+            weight_layout=other,
+            out_dtype=dtype,
+            precision=precision,
+            config=None,
+        )
+        return dx, None, None, None, None
+    factors = (x, ct) if weight_layout == "kn" else (ct, x)
+    (dw,) = tgmm(
+        *factors,
+        starts,
+        sizes,
+        weight_shape=w.aval.shape[:2],
+        out_dtype=w.aval.dtype,
+        precision=precision,
+    )
+    del bias
+    return None, dw, None, None, None
+
+
+def _tgmm_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+    x, dy, starts, sizes = primals
+    tx, tdy, _, _ = tangents
+    terms = []
+    if tx is not None:
+        terms += tgmm(tx, dy, starts, sizes, **params)
+    if tdy is not None:
+        terms += tgmm(x, tdy, starts, sizes, **params)
+    return tgmm(*primals, **params), (functools.reduce(jnp.add, terms),)
+
+
+def _tgmm_transpose(
+    cts: Any, args: Any, *, weight_shape: Any, out_dtype: Any, precision: Any
+) -> Any:
+    del weight_shape, out_dtype
+    x, dy, starts, sizes = args
+    x_is_linear = _primitive.is_linear(x)
+    other, linear = (dy, x) if x_is_linear else (x, dy)
+    dtype = linear.aval.dtype
+    (ct,) = gmm(
+        other,
+        cts[0],
+        starts,
+        sizes,
+        no_bias(dtype),
+        weight_layout="nk" if x_is_linear else "kn",
+        out_dtype=dtype,
+        precision=precision,
+        config=None,
+    )
+    return (ct, None, None, None) if x_is_linear else (None, ct, None, None)
+
+
+def gmm_config(x: Any, w: Any, starts: Any, weight_layout: str) -> _heuristics.GemmConfig:
+    """Chooses the tile of a `gmm` from its shapes."""
+    n = w.shape[3 if weight_layout == "kn" else 2]
+    batch, num_rows, k = x.shape
+    return _heuristics.gmm_config(batch * num_rows, batch * starts.shape[1], k, n, x.dtype)
+
+
+def _gmm_attrs(avals: Any, *, weight_layout: str, config: Any, **_params: Any) -> dict[str, Any]:
+    x, w, starts, _, _ = avals
+    config = config or gmm_config(x, w, starts, weight_layout)
+    attrs = config.attrs()
+    del attrs["gather"]  # the rows are there already
+    return {"weight_layout": WEIGHT_LAYOUTS.index(weight_layout), "config": attrs}
+
+
+def _gmm_scratch(avals: Any, *, weight_layout: str, **_params: Any) -> list[_primitive.Spec]:
+    x, w, starts, _, _ = avals
+    n = w.shape[3 if weight_layout == "kn" else 2]
+    size = _heuristics.gmm_scratch_size(x.shape[0], x.shape[1], starts.shape[1], n)
+    return [((size,), jnp.int32)]
+
+
+def _gmm_reason(avals: Any, *, out_dtype: Any, **_params: Any) -> str | None:
+    x, w, _, _, bias = avals
+    op = "grouped_gemm"
+    arrays = {"lhs": x, "rhs": w} | ({"bias": bias} if bias.size else {})
+    if x.dtype != w.dtype:  # never so in a public call, only in a transpose
+        return _backward_reason(x, w)
+    reason = dtype_reason(op, **arrays)
+    if reason is None and out_dtype not in (x.dtype, jnp.float32):
+        names = f"{_checks.dtype_name(x.dtype)} or f32"
+        reason = _checks.message(
+            op, f"preferred_element_type={out_dtype} must be {names} on CUDA", lhs=x
+        )
+    return (
+        reason
+        or row_reason(op, "lhs", x, 2)
+        or row_reason(op, "rhs", w, 3)
+        or row_reason(op, "rhs", w, 2)
+    )
+
+
+def _tgmm_reason(avals: Any, **_params: Any) -> str:
+    return _backward_reason(avals[0], avals[1])
+
+
+def _backward_reason(x: Any, other: Any) -> str:
+    rule = (
+        "backward kernels are not available on CUDA yet; gradients run on CPU, and on GPUs where "
+        "the CUDA extension is not loaded"
+    )
+    return _checks.message("grouped_gemm", rule, lhs=x, rhs=other)
+
+
+gmm = _primitive.define(
+    "jaxmoe_gmm",
+    out=_gmm_out,
+    xla=_gmm_xla.gmm_xla,
+    batch=_gmm_batch,
+    jvp=_gmm_jvp,
+    transpose=_gmm_transpose,
+    cuda=_primitive.CudaTarget(
+        "jaxmoe_gmm_v1", attrs=_gmm_attrs, scratch=_gmm_scratch, reason=_gmm_reason
+    ),
+)
+tgmm = _primitive.define(
+    "jaxmoe_tgmm",
+    out=_tgmm_out,
+    xla=_gmm_xla.tgmm_xla,
+    batch=_tgmm_batch,
+    jvp=_tgmm_jvp,
+    transpose=_tgmm_transpose,
+    cuda=_primitive.CudaTarget("", reason=_tgmm_reason),
+)

@@ -1,0 +1,146 @@
+"""Grouped matrix products in plain XLA: blocks of rows against the weights of their own group.
+
+The work is that of the rows in use, rounded up to blocks, whatever the number of groups: a loop
+whose trip count is data runs over the blocks of all groups, and each step reads one weight matrix.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+_MIN_BLOCK, _MAX_BLOCK = 16, 128
+
+
+def block_rows(num_rows: int, num_groups: int) -> int:
+    """Rows of a block: the power of two above the mean group, in [16, 128], at most `num_rows`."""
+    mean = -(-num_rows // max(num_groups, 1))
+    block = _MIN_BLOCK
+    while block < min(mean, _MAX_BLOCK):
+        block *= 2
+    return min(block, num_rows)
+
+
+def gmm_xla(
+    x: jax.Array,
+    w: jax.Array,
+    starts: jax.Array,
+    sizes: jax.Array,
+    bias: jax.Array,
+    *,
+    weight_layout: str,
+    out_dtype: Any,
+    precision: Any,
+    **_params: Any,
+) -> tuple[jax.Array]:
+    """Computes `gmm` (see grouped_gemm.py). Where groups overlap, the one of larger index wins."""
+    batch, rows_per_batch, k = x.shape
+    num_rows = batch * rows_per_batch
+    n = w.shape[3] if weight_layout == "kn" else w.shape[2]
+    out = jnp.zeros((num_rows, n), out_dtype)
+    if out.size and starts.size:
+        x = x.reshape(num_rows, k)
+        w = w.reshape(-1, *w.shape[2:])
+        bias = bias.reshape(-1, n)
+        common, acc = _dtypes(x, w)
+        contract = ((1,), (0 if weight_layout == "kn" else 1,))
+
+        def step(out: jax.Array, first: jax.Array, mask: jax.Array, group: jax.Array) -> jax.Array:
+            weight = group % w.shape[0]
+            rows = jax.lax.dynamic_slice_in_dim(x, first, mask.shape[0])
+            y = jax.lax.dot_general(
+                rows.astype(common),
+                jax.lax.dynamic_index_in_dim(w, weight, keepdims=False).astype(common),
+                (contract, ((), ())),
+                precision=precision,
+                preferred_element_type=acc,
+            )
+            if bias.size:
+                y += jax.lax.dynamic_slice_in_dim(bias, weight, 1).astype(acc)
+            old = jax.lax.dynamic_slice_in_dim(out, first, mask.shape[0])
+            new = jnp.where(mask[:, None], y.astype(out_dtype), old)
+            return jax.lax.dynamic_update_slice_in_dim(out, new, first, 0)
+
+        out = _for_each_block(rows_per_batch, starts, sizes, step, out)
+    return (out.reshape(batch, rows_per_batch, n),)
+
+
+def tgmm_xla(
+    x: jax.Array,
+    dy: jax.Array,
+    starts: jax.Array,
+    sizes: jax.Array,
+    *,
+    weight_shape: tuple[int, int],
+    out_dtype: Any,
+    precision: Any,
+) -> tuple[jax.Array]:
+    """Computes `tgmm` (see grouped_gemm.py)."""
+    batch, rows_per_batch, k = x.shape
+    n = dy.shape[2]
+    num_weights = weight_shape[0] * weight_shape[1]
+    common, acc = _dtypes(x, dy)
+    dw = jnp.zeros((num_weights, k, n), acc)
+    if dw.size and starts.size and batch * rows_per_batch:
+        x = x.reshape(-1, k)
+        dy = dy.reshape(-1, n)
+
+        def step(dw: jax.Array, first: jax.Array, mask: jax.Array, group: jax.Array) -> jax.Array:
+            # Both are masked: 0 * NaN of another group's row would be NaN.
+            rows, dy_rows = (
+                jnp.where(
+                    mask[:, None], jax.lax.dynamic_slice_in_dim(a, first, mask.shape[0]), 0
+                ).astype(common)
+                for a in (x, dy)
+            )
+            part = jax.lax.dot_general(
+                rows,
+                dy_rows,
+                (((0,), (0,)), ((), ())),
+                precision=precision,
+                preferred_element_type=acc,
+            )
+            weight = group % num_weights
+            part += jax.lax.dynamic_index_in_dim(dw, weight, keepdims=False)
+            return jax.lax.dynamic_update_index_in_dim(dw, part, weight, 0)
+
+        dw = _for_each_block(rows_per_batch, starts, sizes, step, dw)
+    return (dw.reshape(*weight_shape, k, n).astype(out_dtype),)
+
+
+def _dtypes(a: jax.Array, b: jax.Array) -> tuple[Any, Any]:
+    """The dtype both factors are converted to, and the accumulator's."""
+    common = jnp.promote_types(a.dtype, b.dtype)
+    return common, jnp.promote_types(common, jnp.float32)
+
+
+def _for_each_block(
+    rows_per_batch: int,
+    starts: jax.Array,
+    sizes: jax.Array,
+    step: Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array],
+    init: jax.Array,
+) -> jax.Array:
+    """Runs carry = step(carry, first row, mask of the group's rows, group) over blocks of rows.
+
+    `starts` and `sizes` are [B, G]; any value is safe, because ranges are cut to the batch's rows.
+    """
+    batch, groups = starts.shape
+    num_rows = batch * rows_per_batch
+    block = block_rows(num_rows, batch * groups)
+    starts = jnp.clip(starts, 0, rows_per_batch)
+    sizes = jnp.clip(sizes, 0, rows_per_batch - starts).reshape(-1)
+    starts = (starts + rows_per_batch * jnp.arange(batch, dtype=starts.dtype)[:, None]).reshape(-1)
+    blocks = (sizes + (block - 1)) // block
+    last = jnp.cumsum(blocks)
+
+    def body(i: jax.Array, carry: jax.Array) -> jax.Array:
+        group = jnp.sum(last <= i, dtype=jnp.int32)
+        row = starts[group] + (i - (last[group] - blocks[group])) * block
+        first = jnp.minimum(row, num_rows - block)
+        rows = first + jnp.arange(block, dtype=jnp.int32)
+        mask = (rows >= row) & (rows < starts[group] + sizes[group])
+        return step(carry, first, mask, group)
+
+    return jax.lax.fori_loop(jnp.int32(0), last[-1], body, init)

@@ -1,0 +1,154 @@
+"""Grouped matrix product: each group's rows by that group's matrix, and its transpose."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmoe import _checks
+from jaxmoe._gmm import WEIGHT_LAYOUTS, gmm, no_bias
+from jaxmoe._heuristics import GemmConfig
+
+
+def grouped_gemm(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    group_offset: Any = None,
+    *,
+    bias: jax.Array | None = None,
+    weight_layout: str = "kn",
+    config: GemmConfig | None = None,
+) -> jax.Array:
+    """Multiplies each group's rows by that group's matrix.
+
+    out[r] = lhs[r] @ rhs[e] + bias[e]  for group_offsets[e] <= r < group_offsets[e + 1]
+    out[r] = 0                          for the rows of no group
+
+    where group_offsets is the exclusive cumulative sum of group_sizes. Takes the place of
+    `jax.lax.ragged_dot`, whose positional arguments it has.
+
+    Args:
+      lhs: [R, K] bfloat16, float16 or float32. Rows already in group order.
+      rhs: [E, K, N] (or [E, N, K], see `weight_layout`), the dtype of `lhs`.
+      group_sizes: [E] integers, or more of them than E with `group_offset`. Rows past the sum are
+        in no group; negative sizes count as 0 and rows past R as absent.
+      precision: of the products where they are not CUDA's kernels, as in `jax.lax.dot`.
+      preferred_element_type: dtype of the result; that of `lhs` by default.
+      group_offset: scalar or [1] integer, the group that rhs[0] belongs to; 0 by default. Rows of
+        groups outside [group_offset, group_offset + E) are in no group.
+      bias: [E, N], the dtype of `lhs`. Added in the accumulator's dtype.
+      weight_layout: "kn" for rhs [E, K, N], "nk" for rhs [E, N, K].
+      config: tile of the CUDA kernel; chosen from the shapes by default.
+
+    Returns:
+      [R, N].
+
+    Raises:
+      TypeError: a dtype differs or is no floating type.
+      ValueError: shapes disagree, or no such layout.
+      NotImplementedError: a quantized array, or (on CUDA) a dtype or row length without a kernel.
+
+    Numerics: float32 accumulation, one rounding to the result's dtype. Bitwise repeatable. The
+      gradient of `rhs` for a group without rows is exactly 0.
+    Sharding: N may be split; rows of one list of groups belong to one device.
+    Source: jax.lax.ragged_dot; MegaBlocks, https://arxiv.org/abs/2211.15841.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxmoe
+      >>> lhs, rhs = jnp.ones((3, 2)), jnp.array([[[1.0], [1.0]], [[10.0], [10.0]]])
+      >>> jaxmoe.grouped_gemm(lhs, rhs, jnp.array([1, 1])).tolist()
+      [[2.0], [20.0], [0.0]]
+    """
+    op = "grouped_gemm"
+    _checks.check_choice(op, "weight_layout", weight_layout, WEIGHT_LAYOUTS)
+    _checks.check_rank(op, "lhs", lhs, "R,K")
+    _checks.check_rank(op, "rhs", rhs, "E,K,N" if weight_layout == "kn" else "E,N,K")
+    check_float(op, "lhs", lhs)
+    check_float(op, "rhs", rhs)
+    _checks.check_same_dtype(op, "rhs", rhs, "lhs", lhs)
+    k_axis = 1 if weight_layout == "kn" else 2
+    _checks.check_same_dim(op, "rhs", rhs, k_axis, "lhs", lhs, 1, "K, the contracted axis")
+    check_config(op, "config", config)
+    out_dtype = lhs.dtype if preferred_element_type is None else np.dtype(preferred_element_type)
+    if out_dtype.name not in _checks.FLOATS:
+        name = _checks.dtype_name(out_dtype)
+        rule = f"preferred_element_type={name} must be bf16 or f16 or f32"
+        raise TypeError(_checks.message(op, rule, lhs=lhs))
+    if bias is None:
+        bias_array = no_bias(lhs.dtype)
+    else:
+        _checks.check_rank(op, "bias", bias, "E,N")
+        _checks.check_same_dtype(op, "bias", bias, "lhs", lhs)
+        _checks.check_same_dim(op, "bias", bias, 0, "rhs", rhs, 0, "num_groups")
+        _checks.check_same_dim(op, "bias", bias, 1, "rhs", rhs, 3 - k_axis, "N")
+        bias_array = bias[None]
+    starts, sizes = _groups(lhs, rhs, group_sizes, group_offset)
+    (out,) = gmm(
+        lhs[None],
+        rhs[None],
+        starts[None],
+        sizes[None],
+        bias_array,
+        weight_layout=weight_layout,
+        out_dtype=jnp.dtype(out_dtype),
+        precision=precision,
+        config=config,
+    )
+    return out[0]
+
+
+def _groups(
+    lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, group_offset: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the first row and the number of rows of each group of `rhs`."""
+    op = "grouped_gemm"
+    _checks.check_rank(op, "group_sizes", group_sizes, "E")
+    if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
+        rule = f"group_sizes.dtype={_checks.dtype_name(group_sizes.dtype)} must be an integer type"
+        raise TypeError(_checks.message(op, rule, group_sizes=group_sizes))
+    num_groups = rhs.shape[0]
+    if group_offset is None:
+        _checks.check_same_dim(
+            op, "group_sizes", group_sizes, 0, "rhs", rhs, 0, "num_groups, without group_offset"
+        )
+    elif group_sizes.shape[0] < num_groups:
+        rule = (
+            f"group_sizes.shape[0]={group_sizes.shape[0]} must be at least "
+            f"rhs.shape[0]={num_groups} (num_groups)"
+        )
+        raise ValueError(_checks.message(op, rule, group_sizes=group_sizes, rhs=rhs))
+    sizes = jnp.clip(group_sizes, 0, lhs.shape[0]).astype(jnp.int32)
+    starts = jnp.cumsum(sizes) - sizes
+    if group_offset is None:
+        return starts, sizes
+    offset = jnp.asarray(group_offset)
+    if not jnp.issubdtype(offset.dtype, jnp.integer) or offset.size != 1 or offset.ndim > 1:
+        rule = "group_offset must be one integer (a scalar or an array of shape [1])"
+        raise TypeError(_checks.message(op, rule, group_offset=group_offset))
+    group = offset.reshape(1).astype(jnp.int32) + jnp.arange(num_groups, dtype=jnp.int32)
+    exists = (group >= 0) & (group < sizes.shape[0])
+    group = jnp.where(exists, group, 0)
+    return starts[group], jnp.where(exists, sizes[group], 0)
+
+
+def check_float(op: str, name: str, x: Any) -> None:
+    """Refuses arrays that are not of a floating type we multiply in."""
+    _checks.check_array(op, name, x)
+    dtype = np.dtype(x.dtype)
+    if dtype.name not in _checks.FLOATS and dtype.itemsize == 1 and dtype.kind != "b":
+        rule = (
+            f"{name}.dtype={_checks.dtype_name(dtype)}: quantized arrays are not supported yet, "
+            "only bf16, f16 and f32"
+        )
+        raise NotImplementedError(_checks.message(op, rule, **{name: x}))
+    _checks.check_dtype(op, name, x, _checks.FLOATS)
+
+
+def check_config(op: str, name: str, config: Any) -> None:
+    """Refuses anything but a `GemmConfig` or None."""
+    if config is not None and not isinstance(config, GemmConfig):
+        raise TypeError(_checks.message(op, f"{name} must be a GemmConfig", **{name: config}))
