@@ -5,7 +5,7 @@
 
 #include <cstddef>
 
-#include "common/cuda_check.h"
+#include "csrc/common/cuda_check.h"
 
 namespace jaxmoe {
 

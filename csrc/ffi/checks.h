@@ -7,7 +7,7 @@
 #include <initializer_list>
 #include <string>
 
-#include "common/types.h"
+#include "csrc/common/types.h"
 #include "xla/ffi/api/ffi.h"
 
 // Returns the ffi::Error of `expr` to the caller unless it is success.
@@ -66,8 +66,11 @@ std::string ShapeName(const Dims& dims) {
   return text + "]";
 }
 
+// Buffer, here and below: ffi::AnyBuffer or a typed ffi::Buffer.
+
 // "bf16[512,2048]"
-inline std::string Describe(ffi::AnyBuffer buffer) {
+template <typename Buffer>
+std::string Describe(const Buffer& buffer) {
   return DtypeName(buffer.element_type()) + ShapeName(buffer.dimensions());
 }
 
@@ -76,17 +79,19 @@ inline ffi::Error InvalidArgument(const char* op, const std::string& text) {
   return ffi::Error::InvalidArgument(std::string("jaxmoe.") + op + ": " + text);
 }
 
-inline ffi::Error CheckRank(const char* op, const char* arg, ffi::AnyBuffer buffer, size_t rank) {
+template <typename Buffer>
+ffi::Error CheckRank(const char* op, const char* arg, const Buffer& buffer, size_t rank) {
   if (buffer.dimensions().size() == rank) return ffi::Error::Success();
   return InvalidArgument(op,
                          std::string(arg) + " must have rank " + std::to_string(rank) + ". Got " +
                              Describe(buffer) + ".");
 }
 
-inline ffi::Error CheckShape(const char* op,
-                             const char* arg,
-                             ffi::AnyBuffer buffer,
-                             std::initializer_list<int64_t> shape) {
+template <typename Buffer>
+ffi::Error CheckShape(const char* op,
+                      const char* arg,
+                      const Buffer& buffer,
+                      std::initializer_list<int64_t> shape) {
   auto dims = buffer.dimensions();
   bool same = dims.size() == shape.size();
   for (size_t i = 0; same && i < dims.size(); ++i) same = dims[i] == shape.begin()[i];
@@ -97,19 +102,24 @@ inline ffi::Error CheckShape(const char* op,
 }
 
 // An empty array stands for an operand that is absent.
-inline bool IsAbsent(ffi::AnyBuffer buffer) { return buffer.element_count() == 0; }
+template <typename Buffer>
+bool IsAbsent(const Buffer& buffer) {
+  return buffer.element_count() == 0;
+}
 
-inline ffi::Error CheckShapeOrAbsent(const char* op,
-                                     const char* arg,
-                                     ffi::AnyBuffer buffer,
-                                     std::initializer_list<int64_t> shape) {
+template <typename Buffer>
+ffi::Error CheckShapeOrAbsent(const char* op,
+                              const char* arg,
+                              const Buffer& buffer,
+                              std::initializer_list<int64_t> shape) {
   return IsAbsent(buffer) ? ffi::Error::Success() : CheckShape(op, arg, buffer, shape);
 }
 
-inline ffi::Error CheckDtype(const char* op,
-                             const char* arg,
-                             ffi::AnyBuffer buffer,
-                             std::initializer_list<ffi::DataType> allowed) {
+template <typename Buffer>
+ffi::Error CheckDtype(const char* op,
+                      const char* arg,
+                      const Buffer& buffer,
+                      std::initializer_list<ffi::DataType> allowed) {
   std::string names;
   for (ffi::DataType dtype : allowed) {
     if (buffer.element_type() == dtype) return ffi::Error::Success();
@@ -119,7 +129,8 @@ inline ffi::Error CheckDtype(const char* op,
       op, std::string(arg) + " must have dtype " + names + ". Got " + Describe(buffer) + ".");
 }
 
-inline ffi::Error CheckFloatDtype(const char* op, const char* arg, ffi::AnyBuffer buffer) {
+template <typename Buffer>
+ffi::Error CheckFloatDtype(const char* op, const char* arg, const Buffer& buffer) {
   return CheckDtype(op, arg, buffer, {ffi::DataType::BF16, ffi::DataType::F16, ffi::DataType::F32});
 }
 

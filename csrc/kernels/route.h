@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "common/types.h"
+#include "csrc/common/types.h"
 
 namespace jaxmoe {
 

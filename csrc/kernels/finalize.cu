@@ -1,0 +1,61 @@
+// Launches finalize for the element type, 16 bytes a thread where rows allow it.
+#include <algorithm>
+
+#include "csrc/kernels/finalize.cuh"
+
+namespace jaxmoe {
+
+namespace {
+
+template <typename T, int kSize, int kUnroll>
+cudaError_t LaunchFinalizeSized(const FinalizeParams& p, cudaStream_t stream) {
+  int sm_count = 0;
+  JAXMOE_RETURN_IF_CUDA_ERROR(GetSmCount(&sm_count));
+  int64_t row_pieces = p.hidden / kSize;
+  int64_t pieces = p.num_tokens * row_pieces;
+  // Small problems: small blocks, over as many SMs as possible.
+  int64_t threads =
+      std::clamp<int64_t>(RoundUp(CeilDiv(pieces, sm_count), 32), 32, kFinalizeMaxThreads);
+  int64_t blocks = CeilDiv(pieces, threads);
+  if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
+  return LaunchKernel(FinalizeKernel<T, kSize, kUnroll>,
+                      dim3(static_cast<unsigned>(blocks)),
+                      dim3(static_cast<unsigned>(threads)),
+                      0,
+                      stream,
+                      p.pdl,
+                      p,
+                      static_cast<unsigned>(row_pieces));
+}
+
+template <typename T>
+cudaError_t LaunchFinalizeType(const FinalizeParams& p, cudaStream_t stream) {
+  uintptr_t bits = reinterpret_cast<uintptr_t>(p.rows) | reinterpret_cast<uintptr_t>(p.residual) |
+                   reinterpret_cast<uintptr_t>(p.y) |
+                   static_cast<uintptr_t>(p.hidden * static_cast<int64_t>(sizeof(T)));
+  constexpr int kSize = 16 / sizeof(T);
+  if (bits % 16 != 0) return LaunchFinalizeSized<T, 1, 8>(p, stream);
+  if (p.top_k <= 2) return LaunchFinalizeSized<T, kSize, 2>(p, stream);
+  return LaunchFinalizeSized<T, kSize, 8>(p, stream);
+}
+
+}  // namespace
+
+cudaError_t LaunchFinalize(const FinalizeParams& params, cudaStream_t stream) {
+  constexpr int64_t kMaxInt = 0x7fffffff;
+  if (params.num_rows > kMaxInt || params.hidden > kMaxInt || params.top_k > kMaxInt) {
+    return cudaErrorInvalidValue;
+  }
+  if (params.num_tokens == 0 || params.hidden == 0) return cudaSuccess;
+  switch (params.dtype) {
+    case DType::kBFloat16:
+      return LaunchFinalizeType<__nv_bfloat16>(params, stream);
+    case DType::kFloat16:
+      return LaunchFinalizeType<__half>(params, stream);
+    case DType::kFloat32:
+      return LaunchFinalizeType<float>(params, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace jaxmoe

@@ -1,0 +1,46 @@
+// Launches permute with the widest unit that divides a row.
+#include <algorithm>
+
+#include "csrc/common/types.h"
+#include "csrc/kernels/permute.cuh"
+
+namespace jaxmoe {
+
+namespace {
+
+template <typename Unit>
+cudaError_t LaunchPermuteUnit(const PermuteParams& p, cudaStream_t stream) {
+  int sm_count = 0;
+  JAXMOE_RETURN_IF_CUDA_ERROR(GetSmCount(&sm_count));
+  int64_t row_units = p.row_bytes / static_cast<int64_t>(sizeof(Unit));
+  int64_t units = p.num_rows * row_units;
+  // Small problems: one unit a thread, over as many SMs as possible.
+  int64_t threads = std::clamp<int64_t>(RoundUp(CeilDiv(units, sm_count), 32), 32, 256);
+  int64_t blocks = std::min<int64_t>(CeilDiv(units, threads), sm_count * kPermuteBlocksPerSm);
+  return LaunchKernel(PermuteKernel<Unit>,
+                      dim3(static_cast<unsigned>(blocks)),
+                      dim3(static_cast<unsigned>(threads)),
+                      0,
+                      stream,
+                      p.pdl,
+                      p,
+                      static_cast<unsigned>(row_units));
+}
+
+}  // namespace
+
+cudaError_t LaunchPermute(const PermuteParams& params, cudaStream_t stream) {
+  if (params.num_rows > 0x7fffffff || params.row_bytes > 0x7fffffff) return cudaErrorInvalidValue;
+  if (params.num_rows == 0 || params.row_bytes == 0) return cudaSuccess;
+  // The widest power of two that divides the row length and both addresses.
+  uintptr_t bits = reinterpret_cast<uintptr_t>(params.x) |
+                   reinterpret_cast<uintptr_t>(params.rows) |
+                   static_cast<uintptr_t>(params.row_bytes);
+  if (bits % 16 == 0) return LaunchPermuteUnit<uint4>(params, stream);
+  if (bits % 8 == 0) return LaunchPermuteUnit<uint2>(params, stream);
+  if (bits % 4 == 0) return LaunchPermuteUnit<uint32_t>(params, stream);
+  if (bits % 2 == 0) return LaunchPermuteUnit<uint16_t>(params, stream);
+  return LaunchPermuteUnit<uint8_t>(params, stream);
+}
+
+}  // namespace jaxmoe
