@@ -1,0 +1,1 @@
+"""Benchmarks: `python -m benchmarks.run` measures, `python -m benchmarks.report` publishes."""

@@ -1,0 +1,1 @@
+"""What jaxmoe is measured against: one file per competitor."""

@@ -1,0 +1,44 @@
+"""A dense MLP of the same FLOPs through `jnp.matmul`: the card's library, without experts."""
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import chain
+from benchmarks.cases import DTYPE
+from benchmarks.models import Model
+
+NAME = "dense"
+
+
+def layers(model: Model, num_rows: int, count: int, seed: int) -> chain.Chain:
+    """Builds `count` layers y = (y @ A) @ B with A [H, 1.5 I]: 6 R H I FLOPs, as a gated layer.
+
+    Layers feed each other within one execution; each execution starts again from the same rows,
+    so that values neither grow nor die out.
+    """
+    width = 3 * model.intermediate // 2
+    keys = jax.random.split(jax.random.key(seed), 2 * count + 1)
+
+    def draw(key: jax.Array, rows: int, columns: int) -> jax.Array:
+        return (jax.random.normal(key, (rows, columns)) * rows**-0.5).astype(DTYPE)
+
+    pairs = tuple(
+        (draw(keys[2 * i], model.hidden, width), draw(keys[2 * i + 1], width, model.hidden))
+        for i in range(count)
+    )
+    rows = jax.random.normal(keys[-1], (num_rows, model.hidden), jnp.float32).astype(DTYPE)
+
+    def run(_: jax.Array, inputs: tuple[jax.Array, ...]) -> jax.Array:
+        y, pairs = inputs
+        for a, b in pairs:
+            y = (y @ a) @ b
+        return y
+
+    return chain.Chain(run, jnp.zeros_like(rows), (rows, pairs), count, chain.GRAPHS)
+
+
+def products(lhs: jax.Array, k: int, n: int, count: int, seed: int) -> chain.Chain:
+    """Builds `count` separate products [R, K] @ [K, N]."""
+    keys = jax.random.split(jax.random.key(seed), count)
+    weights = [(jax.random.normal(key, (k, n)) * k**-0.5).astype(DTYPE) for key in keys]
+    return chain.independent(jnp.matmul, [(lhs, w) for w in weights])

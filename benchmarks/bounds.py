@@ -1,0 +1,95 @@
+"""Floors: the least time a device could need for the bytes and operations of a call."""
+
+import dataclasses
+
+from benchmarks.models import BYTES, Model
+
+
+@dataclasses.dataclass(frozen=True)
+class Ceiling:
+    """What a device has been seen to reach: bytes per second, and FLOP per second by scheme."""
+
+    bytes_per_s: float
+    flops: dict[str, float]
+
+
+# Read on the card itself with large copies and cuBLAS products of random data, not a datasheet.
+CEILINGS: dict[str, Ceiling] = {
+    "NVIDIA H200": Ceiling(4.3e12, {"bf16": 780e12, "f16": 780e12, "fp8": 1350e12}),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What one call must do at least.
+
+    Attributes:
+      flops: 2 per multiply-add of the matrix products.
+      weight_bytes: weights of the experts that have at least one row, read once.
+      activation_bytes: inputs read once and outputs written once.
+    """
+
+    flops: float
+    weight_bytes: float
+    activation_bytes: float
+
+    def floor_us(self, ceiling: Ceiling | None, scheme: str = "bf16") -> float | None:
+        """Microseconds no version can beat by much; None without known ceilings."""
+        if ceiling is None:
+            return None
+        memory_s = (self.weight_bytes + self.activation_bytes) / ceiling.bytes_per_s
+        return max(memory_s, self.flops / ceiling.flops[scheme]) * 1e6
+
+    def compute_bound(self, ceiling: Ceiling | None, scheme: str = "bf16") -> bool:
+        """Whether arithmetic, not memory, sets the floor."""
+        if ceiling is None:
+            return False
+        memory_s = (self.weight_bytes + self.activation_bytes) / ceiling.bytes_per_s
+        return self.flops / ceiling.flops[scheme] > memory_s
+
+
+def expected_hit(model: Model, num_tokens: int) -> float:
+    """Mean number of experts with at least one row when every token draws K of E uniformly."""
+    missed = (1 - model.top_k / model.num_experts) ** num_tokens
+    return model.num_experts * (1 - missed)
+
+
+def layer(model: Model, num_tokens: int, experts_hit: float) -> Work:
+    """The whole layer: x in, y out, everything between stays on the chip."""
+    rows = num_tokens * model.top_k
+    return Work(
+        flops=6.0 * rows * model.hidden * model.intermediate,
+        weight_bytes=experts_hit * model.expert_bytes,
+        activation_bytes=2.0 * num_tokens * model.hidden * BYTES,
+    )
+
+
+def grouped_gemm(num_rows: int, k: int, n: int, experts_hit: float) -> Work:
+    """Rows [R, K] in, rows [R, N] out, one [K, N] matrix per expert hit."""
+    return Work(
+        flops=2.0 * num_rows * k * n,
+        weight_bytes=experts_hit * k * n * BYTES,
+        activation_bytes=float(num_rows * (k + n) * BYTES),
+    )
+
+
+def route(num_tokens: int, num_experts: int, top_k: int) -> Work:
+    """Float32 logits in, ids and weights out."""
+    return Work(0.0, 0.0, 4.0 * num_tokens * (num_experts + 2 * top_k))
+
+
+def plan(num_tokens: int, top_k: int, num_experts: int) -> Work:
+    """Ids in; offsets, row_to_token and slot_to_row out."""
+    return Work(0.0, 0.0, 4.0 * (3 * num_tokens * top_k + num_experts + 1))
+
+
+def permute(num_tokens: int, top_k: int, hidden: int) -> Work:
+    """Tokens in, K copies of each out, indices in."""
+    rows = num_tokens * top_k
+    return Work(0.0, 0.0, float((num_tokens + rows) * hidden * BYTES + 4 * rows))
+
+
+def finalize(num_tokens: int, top_k: int, hidden: int) -> Work:
+    """K rows per token in, one out, indices and weights in."""
+    rows = num_tokens * top_k
+    return Work(0.0, 0.0, float((num_tokens + rows) * hidden * BYTES + 8 * rows))

@@ -1,0 +1,199 @@
+"""Random data on the device: weights, tokens and routings of one case."""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import bounds
+from benchmarks.models import Model
+from jaxmoe import reference
+from jaxmoe.activation import Activation, Swiglu, resolve
+
+DTYPE = jnp.bfloat16
+SCHEME = "bf16"
+WEIGHT_BYTES = 48 * 2**30  # device memory for all distinct layers of a model together
+MAX_WEIGHT_SETS = 8
+SAMPLED_TOKENS = 16
+
+
+class Weights(NamedTuple):
+    """Stacked weights of one layer; biases are None where the model has none."""
+
+    w_gate_up: jax.Array
+    w_down: jax.Array
+    b_gate_up: jax.Array | None
+    b_down: jax.Array | None
+
+
+class Routed(NamedTuple):
+    """Routing of one layer, and the logits it comes from."""
+
+    expert_ids: jax.Array
+    weights: jax.Array
+    logits: jax.Array
+
+
+def activation(model: Model) -> Activation:
+    """Returns the activation of the model."""
+    return resolve("swiglu") if model.clamp is None else Swiglu(*model.clamp)
+
+
+def weight_sets(model: Model, seed: int) -> list[Weights]:
+    """Returns as many distinct layers as fit in `WEIGHT_BYTES`, at most `MAX_WEIGHT_SETS`."""
+    count = max(1, min(MAX_WEIGHT_SETS, WEIGHT_BYTES // model.layer_bytes))
+    return [_layer_weights(key, model) for key in jax.random.split(jax.random.key(seed), count)]
+
+
+@functools.partial(jax.jit, static_argnames="model")
+def _layer_weights(key: jax.Array, model: Model) -> Weights:
+    hidden, intermediate = model.hidden, model.intermediate
+    keys = jax.random.split(key, 4)
+    b_gate_up = b_down = None
+    if model.bias:
+        b_gate_up = _stack(keys[2], model.num_experts, (2 * intermediate,), 0.1)
+        b_down = _stack(keys[3], model.num_experts, (hidden,), 0.1)
+    return Weights(
+        _stack(keys[0], model.num_experts, (hidden, 2 * intermediate), hidden**-0.5),
+        _stack(keys[1], model.num_experts, (intermediate, hidden), intermediate**-0.5),
+        b_gate_up,
+        b_down,
+    )
+
+
+def _stack(key: jax.Array, count: int, shape: tuple[int, ...], scale: float) -> jax.Array:
+    # One expert at a time: a deepseek-v3 layer drawn at once would need several times its size.
+    def one(key: jax.Array) -> jax.Array:
+        return (jax.random.normal(key, shape, jnp.float32) * scale).astype(DTYPE)
+
+    return jax.lax.map(one, jax.random.split(key, count))
+
+
+@functools.partial(jax.jit, static_argnames=("num_tokens", "model", "skew"))
+def routed(key: jax.Array, num_tokens: int, model: Model, skew: str) -> Routed:
+    """Draws K distinct experts per token: uniformly, or by a Zipf law over shuffled experts.
+
+    Adding Gumbel noise to log-probabilities and keeping the top K draws without replacement. The
+    softmax of the chosen logits is the routing weight, as `route(method="renormalize")` has it.
+    """
+    shuffle, noise = jax.random.split(key)
+    if skew == "zipf":  # probability of rank r proportional to 1 / r
+        rank = jax.random.permutation(shuffle, model.num_experts) + 1
+        log_p = -jnp.log(rank.astype(jnp.float32))
+    else:
+        log_p = jnp.zeros((model.num_experts,), jnp.float32)
+    logits = log_p[None, :] + jax.random.gumbel(noise, (num_tokens, model.num_experts))
+    chosen, expert_ids = jax.lax.top_k(logits, model.top_k)
+    return Routed(expert_ids.astype(jnp.int32), jax.nn.softmax(chosen, axis=-1), logits)
+
+
+def tokens(key: jax.Array, num_tokens: int, hidden: int) -> jax.Array:
+    """Returns standard normal tokens [T, H]."""
+    return jax.random.normal(key, (num_tokens, hidden), jnp.float32).astype(DTYPE)
+
+
+def experts_hit(expert_ids: jax.Array) -> int:
+    """Returns how many experts have at least one row."""
+    return int(np.unique(np.asarray(expert_ids)).size)
+
+
+@dataclasses.dataclass
+class Case:
+    """One model, token count and skew: everything a suite needs to build its calls."""
+
+    model: Model
+    num_tokens: int
+    skew: str
+    seed: int
+    sets: list[Weights]
+
+    @functools.cached_property
+    def x(self) -> jax.Array:
+        """Tokens [T, H]; the same for every layer of a chain."""
+        return tokens(self._key(0), self.num_tokens, self.model.hidden)
+
+    @functools.cached_property
+    def _routings(self) -> list[Routed]:
+        return []
+
+    def routings(self, layers: int) -> list[Routed]:
+        """Returns distinct routings, one per layer of a chain."""
+        drawn = self._routings
+        for i in range(len(drawn), layers):
+            drawn.append(routed(self._key(100 + i), self.num_tokens, self.model, self.skew))
+        return drawn[:layers]
+
+    def hit(self, layers: int) -> float:
+        """Returns the mean number of experts with at least one row over those layers."""
+        counts = [experts_hit(r.expert_ids) for r in self.routings(layers)]
+        return float(np.mean(counts))
+
+    @functools.cached_property
+    def fresh(self) -> tuple[jax.Array, Routed]:
+        """Tokens and routing of the correctness check, used for nothing else."""
+        x = tokens(self._key(1), self.num_tokens, self.model.hidden)
+        return x, routed(self._key(2), self.num_tokens, self.model, self.skew)
+
+    @property
+    def num_rows(self) -> int:
+        """R = T * K."""
+        return self.num_tokens * self.model.top_k
+
+    @property
+    def ceiling(self) -> bounds.Ceiling | None:
+        """What this device can reach, None if it was never measured."""
+        return bounds.CEILINGS.get(jax.devices()[0].device_kind)
+
+    @property
+    def sample(self) -> np.ndarray:
+        """First, last and some random positions of T tokens."""
+        rng = np.random.default_rng(self.seed)
+        some = rng.integers(0, self.num_tokens, SAMPLED_TOKENS - 2)
+        return np.unique(np.concatenate([[0, self.num_tokens - 1], some]))
+
+    def _key(self, stream: int) -> jax.Array:
+        key = jax.random.key(self.seed)
+        for part in (self.num_tokens, self.skew == "zipf", stream):
+            key = jax.random.fold_in(key, int(part))
+        return key
+
+    def layer_error(self, y: jax.Array) -> float:
+        """Returns the relative error of the layer's output for `fresh` on sampled tokens."""
+        x, r = self.fresh
+        at = self.sample
+        expected = _reference_layer(
+            x[at], r.expert_ids[at], r.weights[at], self.sets[0], self.model
+        )
+        return relative_error(y[at], expected)
+
+
+@functools.partial(jax.jit, static_argnames="model")
+def _reference_layer(
+    x: jax.Array, expert_ids: jax.Array, weights: jax.Array, w: Weights, model: Model
+) -> jax.Array:
+    # Token by token with copies of its own K experts: the reference computes every expert it gets.
+    def one(token: Any) -> jax.Array:
+        x, ids, weights = token
+        mine = jax.tree.map(lambda a: a[ids], w)
+        return reference.moe_mlp(
+            x[None],
+            jnp.arange(model.top_k, dtype=jnp.int32)[None],
+            weights[None],
+            mine.w_gate_up,
+            mine.w_down,
+            b_gate_up=mine.b_gate_up,
+            b_down=mine.b_down,
+            activation=activation(model),
+            gate_up=model.gate_up,
+        )[0]
+
+    return jax.lax.map(one, (x, expert_ids, weights))
+
+
+def relative_error(actual: jax.Array, expected: jax.Array) -> float:
+    """Returns |actual - expected| / |expected| in float64 (Frobenius norm)."""
+    a, b = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))

@@ -1,0 +1,240 @@
+"""Turns results files into tables and a plot: `python -m benchmarks.report`."""
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from benchmarks import bounds
+from benchmarks.models import MODELS
+from benchmarks.rows import Row
+
+ROOT = Path(__file__).resolve().parent
+BEGIN, END = "<!-- benchmarks:begin -->", "<!-- benchmarks:end -->"
+
+# Columns of the README table behind those of jaxmoe itself: heading, implementation.
+_MEASURED = (
+    ("ragged_dot", "xla_ragged_dot"),
+    ("tokamax", "tokamax"),
+    ("torch", "torch_grouped_mm"),
+)
+_PEERS = ("FlashInfer", "SonicMoE")
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """All rows of one device (the newest of each kind), their runs, and the peers' rows."""
+
+    runs: list[dict[str, Any]]
+    rows: list[Row]
+    peers: dict[str, Any]
+
+    def find(self, model: str, tokens: int, impl: str, **fields: Any) -> Row | None:
+        """Returns the timed row of the whole layer, uniform and in a burst unless told otherwise."""
+        wanted = {"suite": "layer", "op": "moe_mlp", "skew": "uniform", "regime": "burst"} | fields
+        for row in self.rows:
+            same = (row.model, row.tokens, row.impl) == (model, tokens, impl)
+            if same and row.us and all(getattr(row, k) == v for k, v in wanted.items()):
+                return row
+        return None
+
+    def peer_us(self, model: str, tokens: int, impl: str) -> float | None:
+        """Returns a peer's time."""
+        for row in self.peers.get("rows", ()):
+            if (row["model"], row["tokens"], row["impl"]) == (model, tokens, impl):
+                return row["us"]
+        return None
+
+    def points(self) -> list[tuple[str, int]]:
+        """Returns (model, tokens) of every measured layer, in the order of `MODELS`."""
+        found = {
+            (r.model, r.tokens) for r in self.rows if r.suite == "layer" and r.impl == "jaxmoe"
+        }
+        return sorted(found, key=lambda point: (list(MODELS).index(point[0]), point[1]))
+
+
+def load(folder: Path, peers: Path | None = None) -> Report:
+    """Reads the results files of one device; where two measured the same, the newer run counts."""
+    files = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
+    files.sort(key=lambda content: content["header"]["date"])
+    newest: dict[tuple[Any, ...], tuple[int, Row]] = {}
+    for number, content in enumerate(files):
+        for values in content["rows"]:
+            row = Row.from_json(values)
+            newest[_kind(row)] = (number, row)
+    used = sorted({number for number, _ in newest.values()})
+    peer_file = peers or ROOT / f"peers_{folder.name}.json"
+    return Report(
+        runs=[files[number]["header"] for number in used],
+        rows=[row for _, row in newest.values()],
+        peers=json.loads(peer_file.read_text(encoding="utf-8")) if peer_file.is_file() else {},
+    )
+
+
+def _kind(row: Row) -> tuple[Any, ...]:
+    keys = ("suite", "op", "model", "tokens", "scheme", "pass_", "impl", "skew", "regime")
+    return tuple(getattr(row, key) for key in keys)
+
+
+def summary(report: Report) -> str:
+    """Returns the README's section: the layer table, what it says, and where it comes from."""
+    head = ["model", "tokens", "floor", "jaxmoe", "of floor", "sustained", "vs dense"]
+    head += [heading for heading, _ in _MEASURED] + [f"{name}*" for name in _PEERS]
+    body = [_summary_row(report, model, tokens) for model, tokens in report.points()]
+    parts = [_table(head, body)]
+    parts.append(
+        "Microseconds per whole MoE layer, bf16, routing given, uniform. *floor*: the larger of "
+        "bytes / 4.3 TB/s and FLOPs / 780 TFLOP/s. *sustained*: under a second of load, for "
+        "compute-bound rows. *vs dense*: TFLOP/s over those of `jnp.matmul` with equal FLOPs."
+    )
+    losses = list(_losses(report))
+    if losses:
+        parts.append("Slower than another implementation: " + "; ".join(losses) + ".")
+    if report.peers:
+        names = "; ".join(f"{name} {how}" for name, how in report.peers["impls"].items())
+        parts.append(f"\\* Not measured in these runs. {names}. {report.peers['conditions']}")
+    parts.append(_origin(report.runs))
+    return "\n\n".join(parts)
+
+
+def _summary_row(report: Report, model: str, tokens: int) -> list[str]:
+    ours = report.find(model, tokens, "jaxmoe")
+    loaded = report.find(model, tokens, "jaxmoe", regime="sustained")
+    floor = report.find(model, tokens, "floor", regime=None)
+    others = [report.find(model, tokens, impl) for _, impl in _MEASURED]
+    return [
+        model,
+        str(tokens),
+        _us(floor and floor.us),
+        f"**{_us(ours and ours.us)}**",
+        f"{ours.floor_fraction:.0%}" if ours and ours.floor_fraction else "-",
+        _us(loaded and loaded.us),
+        f"{ours.vs_dense:.2f}" if ours and ours.vs_dense else "-",
+        *(_us(row and row.us) for row in others),
+        *(_us(report.peer_us(model, tokens, name)) for name in _PEERS),
+    ]
+
+
+def _losses(report: Report) -> Iterable[str]:
+    """Yields where another implementation is faster; peers ran loaded, so loaded rows meet them."""
+    for model, tokens in report.points():
+        ours = report.find(model, tokens, "jaxmoe")
+        if ours is None or ours.us is None:
+            continue
+        loaded = report.find(model, tokens, "jaxmoe", regime="sustained") or ours
+        for heading, impl in _MEASURED:
+            other = report.find(model, tokens, impl)
+            if other and other.us and other.us < ours.us:
+                yield f"{model} {tokens} ({heading} {_us(other.us)})"
+        for name in _PEERS:
+            us = report.peer_us(model, tokens, name)
+            if us and loaded.us and us < loaded.us:
+                yield f"{model} {tokens} ({name} {_us(us)})"
+
+
+def _origin(runs: list[dict[str, Any]]) -> str:
+    lines = [
+        f"- {run['date'][:10]}, {run['device']}, driver {run['driver']}, CUDA {run['cuda']}, "
+        f"jax {run['jax']}, commit {run['commit']}: `{run['command']}`"
+        for run in runs
+    ]
+    return "\n".join(["Measured by:", *lines])
+
+
+def details(report: Report) -> str:
+    """Returns a table of every row, by suite and op."""
+    parts = ["# Every row", _origin(report.runs)]
+    head = ["model", "tokens", "skew", "impl", "regime", "us", "p10", "p90", "TFLOP/s", "TB/s"]
+    head += ["floor", "of floor", "vs dense", "error", "note"]
+    for suite, op in dict.fromkeys((row.suite, row.op) for row in report.rows):
+        rows = [row for row in report.rows if (row.suite, row.op) == (suite, op)]
+        order = list(MODELS)
+        rows.sort(key=lambda r: (order.index(r.model), r.skew, r.tokens))
+        parts += [f"## {suite}: {op}", _table(head, [_detail_row(row) for row in rows])]
+    return "\n\n".join(parts) + "\n"
+
+
+def _detail_row(row: Row) -> list[str]:
+    def cell(value: float | None, spec: str) -> str:
+        return "-" if value is None else format(value, spec)
+
+    return [
+        row.model,
+        str(row.tokens),
+        row.skew,
+        row.impl,
+        row.regime or "-",
+        *(_us(value) for value in (row.us, row.us_p10, row.us_p90)),
+        cell(row.tflops, ".0f"),
+        cell(row.weight_tbps, ".2f"),
+        _us(row.floor_us),
+        cell(row.floor_fraction, ".0%"),
+        cell(row.vs_dense, ".2f"),
+        cell(row.rel_err, ".1e"),
+        row.reason or "",
+    ]
+
+
+def _us(value: float | None) -> str:
+    if not value:
+        return "-"
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def _table(head: list[str], body: list[list[str]]) -> str:
+    text = 1 if head[1] == "tokens" else 0
+    rule = ["---" if i < text or name == "note" else "--:" for i, name in enumerate(head)]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, rule, *body])
+
+
+def replace_section(text: str, section: str) -> str:
+    """Returns `text` with `section` between the markers."""
+    if BEGIN not in text or END not in text:
+        raise ValueError(f"no {BEGIN} ... {END} in the file")
+    before, rest = text.split(BEGIN, 1)
+    after = rest.split(END, 1)[1]
+    return f"{before}{BEGIN}\n{section}\n{END}{after}"
+
+
+def floors(report: Report) -> dict[tuple[str, int], float]:
+    """Returns the floor of every measured point, and of the peers' points for even routing."""
+    out: dict[tuple[str, int], float] = {}
+    for row in report.peers.get("rows", ()):
+        model, tokens = MODELS[row["model"]], row["tokens"]
+        work = bounds.layer(model, tokens, bounds.expected_hit(model, tokens))
+        us = work.floor_us(bounds.CEILINGS.get(report.peers["device"]))
+        if us is not None:
+            out[model.name, tokens] = us
+    for name, tokens in report.points():
+        row = report.find(name, tokens, "floor", regime=None)
+        if row and row.us:
+            out[name, tokens] = row.us
+    return out
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Writes README's section, the table of all rows, and the plot. Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
+    parser.add_argument("--results", type=Path, default=ROOT / "results" / "h200")
+    parser.add_argument("--readme", type=Path, default=ROOT.parent / "README.md")
+    parser.add_argument("--plot", type=Path, default=ROOT.parent / "docs" / "img" / "layer.svg")
+    args = parser.parse_args(arguments)
+    report = load(args.results)
+    if not report.points():
+        print(f"no rows of jaxmoe's layer under {args.results}")
+        return 1
+    text = args.readme.read_text(encoding="utf-8")
+    args.readme.write_text(replace_section(text, summary(report)), encoding="utf-8")
+    (args.results / "README.md").write_text(details(report), encoding="utf-8")
+    from benchmarks import plot
+
+    plot.write(report, floors(report), args.plot)
+    print(f"wrote {args.readme}, {args.results / 'README.md'}, {args.plot}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

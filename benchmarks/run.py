@@ -1,0 +1,127 @@
+"""Measures suites: `python -m benchmarks.run --suite layer,ops --json FILE`."""
+
+import argparse
+import gc
+import itertools
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.baselines import torch_grouped_mm
+from benchmarks.models import DEFAULT_MODELS, DEFAULT_TOKENS, MODELS, SKEWS
+
+_IMPLS = ("jaxmoe", "xla_ragged_dot", "tokamax", torch_grouped_mm.NAME, "dense", "floor")
+_MEMORY = "0.92"  # part of the GPU's memory; JAX's own default leaves a quarter unused
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs what the command line asks for. Returns the exit status."""
+    args = _parse(arguments)
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", _MEMORY)
+    peers = _torch_rows(args)  # first: once JAX runs, it holds the memory
+    import jax
+
+    from benchmarks import cases, rows, runner
+    from benchmarks.suites import SUITES
+    from jaxmoe import _targets
+
+    device = jax.devices()[0]
+    if device.platform != "gpu" and args.models is None:
+        print("No GPU: choose shapes that a CPU can hold, as --models tiny --tokens 8.")
+        return 2
+    models, tokens, skews = _grid(args)
+    head = rows.header(device.device_kind, args.commit)
+    head["kernels"] = _targets.why_not() or "cuda"
+    out = rows.Results(head, args.json)
+    print(*(f"{key}: {value}" for key, value in head.items()), sep="\n")
+    print(rows.TITLE)
+    for number, values in enumerate(peers, 1):
+        out.progress = f"torch {number}/{len(peers)}"
+        out.add(rows.Row.from_json(values))
+    settings = runner.Settings(
+        repeats=args.repeats or (5 if args.quick else 20),
+        impls=frozenset(args.impl) if args.impl else None,
+        sustained=not args.quick,
+        cap_s=1.0 if args.quick else 3.0,
+    )
+    grid = list(itertools.product(args.suite, tokens, skews))
+    total, done, not_run = len(models) * len(grid), 0, []
+    for name in models:
+        sets: list[Any] | None = None
+        for suite, num_tokens, skew in grid:
+            done += 1
+            out.progress = f"{done}/{total}"
+            if args.budget_s is not None and out.elapsed_s > args.budget_s:
+                not_run.append(f"{suite} {name} T={num_tokens} {skew}")
+                continue
+            if sets is None:
+                sets = cases.weight_sets(MODELS[name], args.seed)
+            case = cases.Case(MODELS[name], num_tokens, skew, args.seed + done, sets)
+            runner.measure(suite, case, SUITES[suite](case), settings, out)
+            del case
+            gc.collect()
+        del sets
+        gc.collect()
+        jax.clear_caches()
+    if not_run:
+        head["not_run"] = not_run
+        out.save()
+        print(f"not run, {args.budget_s} s were over:", *not_run, sep="\n  ")
+    return 0
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__)
+    names = _names
+
+    def add(flag: str, **options: Any) -> None:
+        parser.add_argument(flag, **options)
+
+    add("--suite", type=names, required=True, help="layer, ops")
+    add("--json", type=Path, help="file for the results, rewritten after every row")
+    add("--models", type=names, help=f"of {', '.join(MODELS)}")
+    add("--tokens", type=lambda text: [int(t) for t in names(text)], help="numbers of tokens")
+    add("--skew", type=names, help="uniform, zipf")
+    add("--impl", type=names, help=", ".join(_IMPLS))
+    add("--quick", action="store_true", help="fewer shapes and repeats, no sustained load")
+    add("--repeats", type=int, help="bursts per row (20)")
+    add("--budget-s", type=float, help="start no new case after so many seconds")
+    add("--commit", help="commit measured, where git cannot tell")
+    add("--seed", type=int, default=0)
+    args = parser.parse_args(arguments)
+    known = {
+        "suite": ("layer", "ops"),
+        "models": tuple(MODELS),
+        "skew": SKEWS,
+        "impl": _IMPLS,
+    }
+    for flag, allowed in known.items():
+        for value in getattr(args, flag) or ():
+            if value not in allowed:
+                parser.error(f"--{flag} {value}: choose from {', '.join(allowed)}")
+    return args
+
+
+def _names(text: str) -> list[str]:
+    return [part for part in text.split(",") if part]
+
+
+def _grid(args: argparse.Namespace) -> tuple[list[str], list[int], list[str]]:
+    few = args.quick
+    tokens = args.tokens or list((1, 64, 4096) if few else DEFAULT_TOKENS)
+    skews = args.skew or list(SKEWS[:1] if few else SKEWS)
+    return args.models or list(DEFAULT_MODELS), tokens, skews
+
+
+def _torch_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Rows of the PyTorch layer, measured in its own process."""
+    wanted = args.impl is None or torch_grouped_mm.NAME in args.impl
+    if args.quick or not wanted or "layer" not in args.suite:
+        return []
+    models, tokens, skews = _grid(args)
+    return torch_grouped_mm.run_apart(models, tokens, skews, args.repeats or 20, args.seed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,155 @@
+"""Checks and times the entries of one case, and turns what was measured into rows."""
+
+import dataclasses
+from typing import Any
+
+from benchmarks import cases, timing
+from benchmarks.cases import Case
+from benchmarks.chain import Chain
+from benchmarks.rows import Results, Row, with_time
+from benchmarks.suites.entry import Entry
+
+MAX_ERROR = 1e-2  # bfloat16 outputs and intermediate are off by 2e-3 to 4e-3; a wrong row by 1
+_SHORT_US = 100.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What the command line chose.
+
+    Attributes:
+      repeats: bursts per row.
+      impls: implementations to run; None for all.
+      sustained: whether compute-bound rows are also timed under about a second of load.
+      cap_s: time one implementation may take for the bursts of one row.
+    """
+
+    repeats: int = 20
+    impls: frozenset[str] | None = None
+    sustained: bool = True
+    cap_s: float = 3.0
+
+    def pace(self, compute_bound: bool) -> timing.Pace:
+        """Returns how to time a row: compute-bound rows need longer pauses and longer bursts."""
+        if compute_bound:
+            return timing.Pace(max(3, self.repeats // 2), 0.040, 0.025, self.cap_s)
+        return timing.Pace(self.repeats, 0.005, 0.010, self.cap_s)
+
+
+def measure(suite: str, case: Case, entries: list[Entry], settings: Settings, out: Results) -> None:
+    """Adds the rows of every op of a case: its floor, then the implementations."""
+    for op in dict.fromkeys(entry.op for entry in entries):
+        chosen = [e for e in entries if e.op == op]
+        base = Row(
+            suite=suite,
+            op=op,
+            model=case.model.name,
+            tokens=case.num_tokens,
+            scheme=cases.SCHEME,
+            pass_="forward",
+            impl="floor",
+            skew=case.skew,
+        )
+        if settings.impls is None or "floor" in settings.impls:
+            out.add(_floor_row(base, case, chosen[0]))
+        if settings.impls is not None:
+            chosen = [e for e in chosen if e.impl in settings.impls]
+        _measure_op(base, case, chosen, settings, out)
+
+
+def _measure_op(
+    base: Row, case: Case, entries: list[Entry], settings: Settings, out: Results
+) -> None:
+    ready: dict[str, Entry] = {}
+    chains: dict[str, Chain] = {}
+    errors: dict[str, float | None] = {}
+    for entry in entries:
+        row = dataclasses.replace(base, impl=entry.impl)
+        if entry.refusal is not None:
+            out.add(dataclasses.replace(row, reason=entry.refusal))
+            continue
+        # A peer that does not run here, or does not fit, must not end the others' run.
+        try:
+            error = entry.check() if entry.check else None
+            if error is not None and not error <= MAX_ERROR:
+                wrong = dataclasses.replace(row, rel_err=error, reason="not timed: wrong result")
+                out.add(wrong)
+                continue
+            chains[entry.impl] = entry.make(entry.layers)
+            timing.execution_s(chains[entry.impl], warm_up=1)
+        except Exception as failure:  # noqa: BLE001
+            chains.pop(entry.impl, None)
+            out.add(dataclasses.replace(row, reason=f"failed: {_first_line(failure)}"))
+            continue
+        ready[entry.impl], errors[entry.impl] = entry, error
+    if not ready:
+        return
+    compute_bound = next(iter(ready.values())).work.compute_bound(case.ceiling)
+    measured = timing.bursts(chains, settings.pace(compute_bound))
+    rows = {
+        impl: _row(base, case, ready[impl], measured[impl], "burst", errors[impl]) for impl in ready
+    }
+    _compare_with_dense(rows)
+    if "jaxmoe" in ready and measured["jaxmoe"].us < _SHORT_US:
+        rows["jaxmoe"].us_half_chain = _half_chain_us(ready["jaxmoe"], settings)
+    for row in rows.values():
+        out.add(row)
+    if compute_bound and settings.sustained:
+        rows = {
+            impl: _row(
+                base, case, ready[impl], timing.sustained(chains[impl]), "sustained", errors[impl]
+            )
+            for impl in ("jaxmoe", "dense")
+            if impl in ready
+        }
+        _compare_with_dense(rows)
+        for row in rows.values():
+            out.add(row)
+
+
+def _half_chain_us(entry: Entry, settings: Settings) -> float | None:
+    layers = entry.layers // 2
+    if layers < 1:
+        return None
+    half = {"half": entry.make(layers)}
+    return timing.bursts(half, settings.pace(compute_bound=False))["half"].us
+
+
+def _row(
+    base: Row,
+    case: Case,
+    entry: Entry,
+    measured: timing.Measured,
+    regime: str,
+    error: float | None,
+) -> Row:
+    row = dataclasses.replace(
+        base,
+        impl=entry.impl,
+        regime=regime,
+        rel_err=error,
+        experts_hit=entry.experts_hit,
+        layers=entry.layers,
+        weight_sets=None if entry.weight_sets is None else min(entry.weight_sets, entry.layers),
+    )
+    return with_time(row, entry.work, case.ceiling, measured)
+
+
+def _floor_row(base: Row, case: Case, entry: Entry) -> Row:
+    us = entry.work.floor_us(case.ceiling, base.scheme)
+    if us is None:
+        return dataclasses.replace(base, reason="no measured ceilings for this device")
+    row = dataclasses.replace(base, experts_hit=entry.experts_hit)
+    return with_time(row, entry.work, case.ceiling, timing.Measured(us, us, us))
+
+
+def _compare_with_dense(rows: dict[str, Row]) -> None:
+    dense = rows.get("dense")
+    for row in rows.values():
+        if dense is not None and row.tflops and dense.tflops:
+            row.vs_dense = row.tflops / dense.tflops
+
+
+def _first_line(failure: Exception) -> str:
+    text: Any = str(failure).strip() or type(failure).__name__
+    return text.splitlines()[0][:160]

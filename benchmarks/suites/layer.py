@@ -1,0 +1,94 @@
+"""Suite `layer`: the whole MoE layer, with and without the router, against what else JAX offers."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jaxmoe
+from benchmarks import bounds, chain
+from benchmarks.baselines import composed, dense, tokamax_gmm, xla_ragged_dot
+from benchmarks.cases import Case, Routed, Weights, activation
+from benchmarks.models import Model
+from benchmarks.suites.entry import Entry, chain_length, guessed_us
+
+
+def moe_mlp(model: Model, x: Any, r: Routed, w: Weights, residual: Any) -> jax.Array:
+    """Runs jaxmoe's layer with the routing given as data."""
+    routing = jaxmoe.Routing(r.expert_ids, r.weights)
+    return _call(model, x, routing, w, residual)
+
+
+def routed_moe_mlp(model: Model, x: Any, r: Routed, w: Weights, residual: Any) -> jax.Array:
+    """Runs jaxmoe's router on given logits, then its layer."""
+    return _call(model, x, jaxmoe.route(r.logits, top_k=model.top_k), w, residual)
+
+
+def _call(model: Model, x: Any, routing: Any, w: Weights, residual: Any) -> jax.Array:
+    return jaxmoe.moe_mlp(
+        x,
+        routing,
+        w.w_gate_up,
+        w.w_down,
+        activation=activation(model),
+        b_gate_up=w.b_gate_up,
+        b_down=w.b_down,
+        gate_up=model.gate_up,
+        residual=residual,
+    )
+
+
+def _composed(product: Any, model: Model, x: Any, r: Routed, w: Weights, y: Any) -> jax.Array:
+    return composed.layer(product, model, x, r.expert_ids, r.weights, w, y)
+
+
+def entries(case: Case) -> list[Entry]:
+    """Returns the implementations of the layer for one case."""
+    model, num_rows = case.model, case.num_rows
+    # Experts hit vary from layer to layer; the mean over the longest chain stands for all.
+    layers = chain_length(guessed_us(bounds.layer(model, case.num_tokens, model.top_k)))
+    hit = case.hit(layers)
+    work = bounds.layer(model, case.num_tokens, hit)
+    floor_us = guessed_us(work)
+
+    def entry(op: str, impl: str, layer: Any, expected_us: float, refusal: str | None) -> Entry:
+        step = functools.partial(layer, model)
+
+        def make(count: int) -> chain.Chain:
+            residual = jnp.array(case.x, copy=True)
+            return chain.dependent(step, residual, case.x, case.routings(count), case.sets)
+
+        def check() -> float:
+            x, r = case.fresh
+            y = jax.jit(step)(x, r, case.sets[0], jnp.zeros_like(x))
+            return case.layer_error(y)
+
+        sets = len(case.sets)
+        return Entry(op, impl, work, hit, make, check, expected_us, refusal, sets)
+
+    slow = xla_ragged_dot
+    out = [
+        entry("moe_mlp", "jaxmoe", moe_mlp, floor_us, None),
+        entry("route+moe_mlp", "jaxmoe", routed_moe_mlp, floor_us, None),
+        entry(
+            "moe_mlp",
+            slow.NAME,
+            functools.partial(_composed, slow.product),
+            slow.expected_us(work.flops, model.num_experts, floor_us),
+            slow.refusal(
+                work.flops, model.num_experts, num_rows, max(model.hidden, model.intermediate)
+            ),
+        ),
+        entry(
+            "moe_mlp",
+            tokamax_gmm.NAME,
+            functools.partial(_composed, tokamax_gmm.product),
+            2 * floor_us,
+            tokamax_gmm.refusal(),
+        ),
+    ]
+    if work.compute_bound(case.ceiling):
+        make = functools.partial(dense.layers, model, num_rows, seed=case.seed)
+        out.append(Entry("moe_mlp", dense.NAME, work, None, make, None, floor_us))
+    return out

@@ -1,0 +1,209 @@
+"""Suite `ops`: each stage of the layer alone, against its own floor."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxmoe
+from benchmarks import bounds, chain
+from benchmarks.baselines import dense, xla_ragged_dot
+from benchmarks.cases import DTYPE, Case, relative_error
+from benchmarks.models import BYTES
+from benchmarks.suites.entry import Entry, chain_length, guessed_us
+
+
+def entries(case: Case) -> list[Entry]:
+    """Returns every stage of the layer for one case."""
+    model = case.model
+    products = (
+        ("gate_up", model.hidden, 2 * model.intermediate),
+        ("down", model.intermediate, model.hidden),
+    )
+    out = [_route(case), _plan(case), _permute(case), _finalize(case)]
+    for name, k, n in products:
+        out += _grouped_gemm(case, name, k, n)
+    return out
+
+
+def _entry(
+    op: str,
+    work: bounds.Work,
+    call: Callable[..., Any],
+    arguments: Callable[[int], list[tuple[Any, ...]]],
+    check: Callable[[], float],
+    output_bytes: float,
+) -> Entry:
+    def make(count: int) -> chain.Chain:
+        return chain.independent(call, arguments(count))
+
+    expected_us = guessed_us(work)
+    return Entry(op, "jaxmoe", work, None, make, check, expected_us, output_bytes=output_bytes)
+
+
+def _route(case: Case) -> Entry:
+    model = case.model
+    work = bounds.route(case.num_tokens, model.num_experts, model.top_k)
+
+    def call(logits: jax.Array) -> jaxmoe.Routing:
+        return jaxmoe.route(logits, top_k=model.top_k)
+
+    def arguments(count: int) -> list[tuple[Any, ...]]:
+        return [(r.logits,) for r in case.routings(count)]
+
+    def check() -> float:
+        _, r = case.fresh
+        routing = jax.jit(call)(r.logits)
+        if not np.array_equal(routing.expert_ids, r.expert_ids):
+            return float("inf")
+        return relative_error(routing.weights, r.weights)
+
+    return _entry("route", work, call, arguments, check, work.activation_bytes)
+
+
+def _plan(case: Case) -> Entry:
+    model = case.model
+    work = bounds.plan(case.num_tokens, model.top_k, model.num_experts)
+
+    def call(expert_ids: jax.Array) -> jaxmoe.Plan:
+        return jaxmoe.plan(expert_ids, model.num_experts)
+
+    def arguments(count: int) -> list[tuple[Any, ...]]:
+        return [(r.expert_ids,) for r in case.routings(count)]
+
+    def check() -> float:
+        _, r = case.fresh
+        plan = jax.jit(call)(r.expert_ids)
+        ids = np.asarray(r.expert_ids).reshape(-1)
+        order = np.argsort(ids, kind="stable")
+        slot_to_row = np.empty_like(order)
+        slot_to_row[order] = np.arange(order.size)
+        offsets = np.searchsorted(ids[order], np.arange(model.num_experts + 1))
+        equal = (
+            np.array_equal(plan.expert_offsets, offsets)
+            and np.array_equal(plan.row_to_token, order // model.top_k)
+            and np.array_equal(plan.slot_to_row, slot_to_row.reshape(r.expert_ids.shape))
+        )
+        return 0.0 if equal else float("inf")
+
+    return _entry("plan", work, call, arguments, check, work.activation_bytes)
+
+
+def _plans(case: Case, count: int) -> list[jaxmoe.Plan]:
+    make = jax.jit(functools.partial(jaxmoe.plan, num_experts=case.model.num_experts))
+    return [make(r.expert_ids) for r in case.routings(count)]
+
+
+def _permute(case: Case) -> Entry:
+    model = case.model
+    work = bounds.permute(case.num_tokens, model.top_k, model.hidden)
+
+    def arguments(count: int) -> list[tuple[Any, ...]]:
+        return [(case.x, plan) for plan in _plans(case, count)]
+
+    def check() -> float:
+        x, _ = case.fresh
+        plan = _plans(case, 1)[0]
+        rows = jax.jit(jaxmoe.permute)(x, plan)
+        equal = np.array_equal(rows, np.asarray(x)[np.asarray(plan.row_to_token)])
+        return 0.0 if equal else float("inf")
+
+    return _entry(
+        "permute", work, jaxmoe.permute, arguments, check, case.num_rows * model.hidden * BYTES
+    )
+
+
+def _finalize(case: Case) -> Entry:
+    model = case.model
+    work = bounds.finalize(case.num_tokens, model.top_k, model.hidden)
+
+    @functools.cache
+    def rows() -> jax.Array:
+        return _rows(case, model.hidden)
+
+    def arguments(count: int) -> list[tuple[Any, ...]]:
+        weights = [r.weights for r in case.routings(count)]
+        return [(rows(), *pair) for pair in zip(_plans(case, count), weights, strict=True)]
+
+    def check() -> float:
+        plan, weights = _plans(case, 1)[0], case.routings(1)[0].weights
+        y = jax.jit(jaxmoe.finalize)(rows(), plan, weights)
+        at = case.sample
+        mine = np.asarray(rows()[plan.slot_to_row[at]], np.float32)
+        expected = np.einsum("tkh,tk->th", mine, np.asarray(weights[at]))
+        return relative_error(y[at], expected)
+
+    return _entry(
+        "finalize", work, jaxmoe.finalize, arguments, check, case.num_tokens * model.hidden * BYTES
+    )
+
+
+def _rows(case: Case, width: int) -> jax.Array:
+    key = jax.random.key(case.seed + width)
+    return jax.random.normal(key, (case.num_rows, width), jnp.float32).astype(DTYPE)
+
+
+def _grouped_gemm(case: Case, name: str, k: int, n: int) -> list[Entry]:
+    model, op = case.model, f"grouped_gemm/{name}"
+    output_bytes = case.num_rows * n * BYTES
+    guess = guessed_us(bounds.grouped_gemm(case.num_rows, k, n, model.top_k))
+    hit = case.hit(chain_length(guess, output_bytes))
+    work = bounds.grouped_gemm(case.num_rows, k, n, hit)
+    floor_us = guessed_us(work)
+
+    @functools.cache
+    def lhs() -> jax.Array:
+        return _rows(case, k)
+
+    def weights(i: int) -> jax.Array:
+        w = case.sets[i % len(case.sets)]
+        return w.w_gate_up if name == "gate_up" else w.w_down
+
+    def entry(impl: str, call: Any, expected_us: float, refusal: str | None) -> Entry:
+        def make(count: int) -> chain.Chain:
+            sizes = [plan.group_sizes for plan in _plans(case, count)]
+            arguments = [(lhs(), weights(i), size) for i, size in enumerate(sizes)]
+            return chain.independent(call, arguments)
+
+        def check() -> float:
+            plan = _plans(case, 1)[0]
+            out = jax.jit(call)(lhs(), weights(0), plan.group_sizes)
+            at = case.sample * model.top_k
+            expert = np.searchsorted(np.asarray(plan.expert_offsets), at, side="right") - 1
+            return relative_error(out[at], _reference_rows(lhs()[at], weights(0), expert))
+
+        return Entry(
+            op, impl, work, hit, make, check, expected_us, refusal, len(case.sets), output_bytes
+        )
+
+    slow = xla_ragged_dot
+    out = [
+        entry("jaxmoe", jaxmoe.grouped_gemm, floor_us, None),
+        entry(
+            slow.NAME,
+            slow.product,
+            slow.expected_us(work.flops, model.num_experts, floor_us),
+            slow.refusal(work.flops, model.num_experts, case.num_rows, k),
+        ),
+    ]
+    if work.compute_bound(case.ceiling):
+
+        def make(count: int) -> chain.Chain:
+            return dense.products(lhs(), k, n, count, case.seed)
+
+        args = (op, dense.NAME, work, None, make, None, floor_us)
+        out.append(Entry(*args, output_bytes=output_bytes))
+    return out
+
+
+@jax.jit
+def _reference_rows(rows: jax.Array, w: jax.Array, expert: jax.Array) -> jax.Array:
+    def one(item: tuple[jax.Array, jax.Array]) -> jax.Array:
+        row, e = item
+        w32 = w[e].astype(jnp.float32)
+        return jnp.matmul(row.astype(jnp.float32), w32, precision=jax.lax.Precision.HIGHEST)
+
+    return jax.lax.map(one, (rows, jnp.asarray(expert)))

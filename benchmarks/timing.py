@@ -1,0 +1,174 @@
+"""Timers: bursts in rotated order, and sustained load (any framework: launch, then wait)."""
+
+import dataclasses
+import math
+import subprocess
+import threading
+import time
+from collections.abc import Mapping
+from typing import Protocol
+
+_CHAIN_US = 2000.0  # a memory-bound chain lasts at least this long: launching it takes far less
+_BURST_US = 25000.0  # a compute-bound chain at most: the card slows down under longer load
+
+
+def chain_length(expected_us: float, fitting: int = 64) -> int:
+    """Returns 8 layers; more where they are short, fewer where they are long or do not fit."""
+    expected_us = max(expected_us, 1.0)
+    wanted = max(8, math.ceil(_CHAIN_US / expected_us))
+    return max(1, min(wanted, round(_BURST_US / expected_us), fitting, 64))
+
+
+class Timed(Protocol):
+    """Something that can be started many times before anyone waits for it."""
+
+    layers: int
+
+    def launch(self, count: int) -> None:
+        """Enqueues `count` executions."""
+
+    def wait(self) -> None:
+        """Returns when all of them have finished."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """Microseconds per layer over several batches, and what the card did meanwhile."""
+
+    us: float
+    us_p10: float
+    us_p90: float
+    dispatch_us: float = 0.0
+    sm_clock_mhz: float | None = None
+    power_w: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Pace:
+    """How long and how often.
+
+    Attributes:
+      repeats: batches per row.
+      idle_s: pause before each batch, so that every batch starts from the same power state.
+      batch_s: wanted length of a batch.
+      cap_s: time one implementation may take for all its batches (never fewer than 3).
+    """
+
+    repeats: int
+    idle_s: float
+    batch_s: float
+    cap_s: float
+
+
+def percentile(values: list[float], q: float) -> float:
+    """Linear interpolation between order statistics."""
+    ordered = sorted(values)
+    at = q * (len(ordered) - 1)
+    low, high = ordered[math.floor(at)], ordered[math.ceil(at)]
+    return low + (high - low) * (at - math.floor(at))
+
+
+def execution_s(timed: Timed, warm_up: int = 3) -> float:
+    """Warms up, then returns the seconds of one execution."""
+    timed.launch(1)
+    timed.wait()
+    start = time.perf_counter()
+    timed.launch(1)
+    timed.wait()
+    once = time.perf_counter() - start
+    if once > 0.5:  # compiled and warm: more executions would only cost time
+        return once
+    timed.launch(warm_up)
+    timed.wait()
+    start = time.perf_counter()
+    timed.launch(2)
+    timed.wait()
+    return (time.perf_counter() - start) / 2
+
+
+def bursts(timed: Mapping[str, Timed], protocol: Pace) -> dict[str, Measured]:
+    """Times every implementation in short bursts: idle, one warm-up execution, a few timed ones.
+
+    The order rotates from batch to batch, so that none always runs behind the same neighbour.
+    """
+    counts: dict[str, int] = {}
+    repeats: dict[str, int] = {}
+    for name, item in timed.items():
+        once = execution_s(item)
+        counts[name] = max(1, min(200, math.ceil(protocol.batch_s / once)))
+        batch = (counts[name] + 1) * once + protocol.idle_s
+        repeats[name] = min(protocol.repeats, max(3, int(protocol.cap_s / batch)))
+    names = list(timed)
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    dispatch: dict[str, list[float]] = {name: [] for name in names}
+    for repeat in range(max(repeats.values(), default=0)):
+        shift = repeat % len(names)
+        for name in names[shift:] + names[:shift]:
+            if repeat >= repeats[name]:
+                continue
+            item, count = timed[name], counts[name]
+            time.sleep(protocol.idle_s)
+            start = time.perf_counter()
+            item.launch(1)
+            dispatch[name].append((time.perf_counter() - start) / item.layers * 1e6)
+            item.wait()
+            start = time.perf_counter()
+            item.launch(count)
+            item.wait()
+            samples[name].append((time.perf_counter() - start) / (count * item.layers) * 1e6)
+    return {
+        name: dataclasses.replace(
+            _summary(samples[name]), dispatch_us=percentile(dispatch[name], 0.5)
+        )
+        for name in names
+    }
+
+
+def sustained(timed: Timed, seconds: float = 1.0) -> Measured:
+    """Times about a second of back-to-back load, in segments, and reads clock and power in it."""
+    once = execution_s(timed)
+    count = max(1, round(0.05 / once))
+    segments = max(3, round(seconds / (once * count)))
+    readings: list[tuple[float | None, float | None]] = []
+    reader = threading.Timer(0.6 * seconds, lambda: readings.append(clock_and_power()))
+    reader.start()
+    samples: list[float] = []
+    for _ in range(segments):
+        start = time.perf_counter()
+        timed.launch(count)
+        timed.wait()
+        samples.append((time.perf_counter() - start) / (count * timed.layers) * 1e6)
+    reader.cancel()
+    reader.join()
+    clock, power = readings[0] if readings else (None, None)
+    return dataclasses.replace(_summary(samples), sm_clock_mhz=clock, power_w=power)
+
+
+def nvidia_smi(fields: str) -> list[str] | None:
+    """Returns the values of a query for the first GPU, None where there is no nvidia-smi."""
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits", "--id=0"]
+    try:
+        out = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return [value.strip() for value in out.stdout.strip().split(",")]
+
+
+def clock_and_power() -> tuple[float | None, float | None]:
+    """Returns SM clock in MHz and power in W right now."""
+    values = nvidia_smi("clocks.sm,power.draw")
+    if values is None or len(values) != 2:
+        return None, None
+    return _number(values[0]), _number(values[1])
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _summary(samples: list[float]) -> Measured:
+    quantiles = (percentile(samples, q) for q in (0.5, 0.1, 0.9))
+    return Measured(*quantiles)
