@@ -1,0 +1,60 @@
+// Device forms of the activations defined in jaxmoe/activation.py; float32 in, float32 out.
+#pragma once
+
+#include "csrc/moe_gemm/moe_gemm.h"
+
+namespace jaxmoe {
+
+// min.NaN / max.NaN: a NaN must stay visible, fminf would hide it.
+__device__ __forceinline__ float MinPropagateNan(float a, float b) {
+  float r;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+  return r;
+}
+
+__device__ __forceinline__ float MaxPropagateNan(float a, float b) {
+  float r;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+  return r;
+}
+
+// Each form maps (gate, up) to the output; ungated callers pass up = 1, for which the sigmoid form
+// needs beta = 0 and a limit of infinity.
+
+// g * sigmoid(g * (c1 + c3 g^2)) * (u + beta) after clamping: silu, tanh-gelu, clamped swiglu.
+struct SigmoidForm {
+  static __device__ __forceinline__ float Apply(const ActivationParams& p, float gate, float up) {
+    const float g = MinPropagateNan(gate, p.limit);
+    const float u = MaxPropagateNan(MinPropagateNan(up, p.limit), -p.limit);
+    const float z = g * fmaf(p.c3 * g, g, p.c1);
+    // exp(-z) overflows to infinity for very negative z, where the quotient is 0 as it should be.
+    return __fdividef(g, 1.0f + __expf(-z)) * (u + p.beta);
+  }
+};
+
+struct OtherForm {
+  static __device__ __forceinline__ float Apply(const ActivationParams& p, float gate, float up) {
+    switch (p.kind) {
+      case ActivationParams::kSigmoid:
+        return SigmoidForm::Apply(p, gate, up);
+      case ActivationParams::kErf:
+        return 0.5f * gate * (1.0f + erff(gate * 0.70710678118654752f)) * up;
+      case ActivationParams::kRelu:
+        return MaxPropagateNan(gate, 0.0f) * up;
+      case ActivationParams::kRelu2: {
+        const float r = MaxPropagateNan(gate, 0.0f);
+        return r * r * up;
+      }
+      default:
+        return gate * up;
+    }
+  }
+};
+
+struct IdentityForm {
+  static __device__ __forceinline__ float Apply(const ActivationParams&, float gate, float) {
+    return gate;
+  }
+};
+
+}  // namespace jaxmoe

@@ -1,0 +1,60 @@
+// The kernel's argument block, passed by value in constant memory.
+#pragma once
+
+#include <cuda.h>
+
+#include "csrc/moe_gemm/moe_gemm.h"
+
+namespace jaxmoe {
+
+struct MoeGemmArgs {
+  CUtensorMap w_map;  // 3-D: (k, n, weight) or (n, k, weight), box 64 x 64 x 1, 128-byte swizzle
+  CUtensorMap x_map;  // 2-D: (k, row), box 64 x token_tile, or 64 x 1 when gathering
+  const int* group_starts;
+  const int* group_sizes;
+  const int* row_index;
+  int* tile_counter;
+  const void* bias;
+  void* out;
+  int num_groups;
+  int groups_per_batch;
+  int rows_per_batch;
+  int num_weights;
+  int n;             // weight rows
+  int n_out;         // output features
+  int num_k_steps;
+  int num_w_tiles;
+  int raster;        // weight tiles per panel, >= 1
+  int gate_base;     // first weight row of the gate half (halves layout)
+  int up_base;
+  bool interleaved;  // gate and up alternate by row
+  bool gather;
+  bool out_f32;
+  bool early_groups;
+  ActivationParams activation;
+};
+
+// One instantiated kernel. `launch` sets attributes and launches on `grid` CTAs.
+struct Variant {
+  DType dtype;
+  WeightLayout layout;
+  bool gated;
+  int weight_tile;
+  int token_tile;
+  bool pingpong;
+  int ctas_per_sm;
+  cudaError_t (*launch)(const MoeGemmArgs&, int grid, bool pdl, cudaStream_t);
+};
+
+struct VariantTable {
+  const Variant* rows;
+  int size;
+};
+
+// One table per translation unit (inst_*.cu); dispatch.cc searches them all.
+VariantTable Bf16KnVariants();
+VariantTable Bf16NkVariants();
+VariantTable Fp16KnVariants();
+VariantTable Fp16NkVariants();
+
+}  // namespace jaxmoe

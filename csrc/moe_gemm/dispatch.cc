@@ -1,0 +1,93 @@
+// From a problem and a tile to a launched kernel: the one table of variants, unknown rows refused.
+#include <algorithm>
+#include <cstdio>
+
+#include "csrc/common/launch.h"
+#include "csrc/moe_gemm/args.h"
+#include "csrc/moe_gemm/tensor_map.h"
+
+namespace jaxmoe {
+namespace {
+
+constexpr VariantTable (*kTables[])() = {&Bf16KnVariants, &Bf16NkVariants, &Fp16KnVariants,
+                                         &Fp16NkVariants};
+
+const Variant* FindVariant(const MoeGemmProblem& p, const TileConfig& tile) {
+  for (const auto& table_of : kTables) {
+    const VariantTable table = table_of();
+    for (int i = 0; i < table.size; ++i) {
+      const Variant& v = table.rows[i];
+      if (v.dtype == p.dtype && v.layout == p.layout && v.gated == p.gated &&
+          v.weight_tile == tile.weight_tile && v.token_tile == tile.token_tile &&
+          v.pingpong == tile.pingpong) {
+        return &v;
+      }
+    }
+  }
+  return nullptr;
+}
+
+const char* Message(const char* format, int a, int b, int c) {
+  thread_local char text[160];
+  std::snprintf(text, sizeof(text), format, a, b, c);
+  return text;
+}
+
+}  // namespace
+
+const char* LaunchMoeGemm(const MoeGemmProblem& p, const TileConfig& tile, cudaStream_t stream) {
+  const Variant* variant = FindVariant(p, tile);
+  if (variant == nullptr) {
+    return Message("no kernel with weight_tile=%d token_tile=%d pingpong=%d", tile.weight_tile,
+                   tile.token_tile, tile.pingpong);
+  }
+  if (p.num_groups == 0 || p.rows_per_batch == 0 || p.n == 0) return nullptr;
+  if (p.k % 8 != 0 || p.n % 8 != 0 || p.k == 0) {
+    return Message("k=%d and n=%d must be positive multiples of 8 (16-byte rows)%.0d", p.k, p.n, 0);
+  }
+
+  MoeGemmArgs args{};
+  if (const char* error = EncodeWeightMap(p, &args.w_map)) return error;
+  if (const char* error = EncodeTokenMap(p, tile.gather ? 1 : tile.token_tile, &args.x_map)) {
+    return error;
+  }
+  args.group_starts = p.group_starts;
+  args.group_sizes = p.group_sizes;
+  args.row_index = p.row_index;
+  args.tile_counter = p.tile_counter;
+  args.bias = p.bias;
+  args.out = p.out;
+  args.num_groups = p.num_groups;
+  args.groups_per_batch = p.groups_per_batch;
+  args.rows_per_batch = p.rows_per_batch;
+  args.num_weights = p.num_weights;
+  args.n = p.n;
+  args.n_out = p.gated ? p.n / 2 : p.n;
+  args.num_k_steps = static_cast<int>(CeilDiv(p.k, 64));
+  args.num_w_tiles = static_cast<int>(CeilDiv(p.n, tile.weight_tile));
+  args.raster = tile.raster <= 0 ? args.num_w_tiles : std::min(tile.raster, args.num_w_tiles);
+  args.gate_base = p.gate_up == GateUp::kUpGate ? args.n_out : 0;
+  args.up_base = p.gate_up == GateUp::kUpGate ? 0 : args.n_out;
+  args.interleaved = p.gate_up == GateUp::kInterleaved;
+  args.gather = tile.gather;
+  args.out_f32 = p.out_f32;
+  args.early_groups = p.early_groups;
+  args.activation = p.activation;
+
+  int sm_count = 0;
+  if (cudaError_t status = GetSmCount(&sm_count); status != cudaSuccess) {
+    return cudaGetErrorString(status);
+  }
+  // Token tiles of all groups together: at most one ragged tile a group beyond the full ones.
+  const int64_t batches = CeilDiv(p.num_groups, p.groups_per_batch);
+  const int64_t rows = batches * p.rows_per_batch;
+  const int64_t token_tiles =
+      rows / tile.token_tile + std::min<int64_t>(p.num_groups, rows);
+  const int64_t grid =
+      std::min<int64_t>(token_tiles * args.num_w_tiles,
+                        static_cast<int64_t>(sm_count) * variant->ctas_per_sm);
+  const cudaError_t status = variant->launch(args, static_cast<int>(grid), p.pdl, stream);
+  return status == cudaSuccess ? nullptr : cudaGetErrorString(status);
+}
+
+}  // namespace jaxmoe

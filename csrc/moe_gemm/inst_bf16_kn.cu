@@ -1,0 +1,10 @@
+// Kernel instances: bf16, weights [E, K, N].
+#include "csrc/moe_gemm/moe_gemm.cuh"
+
+namespace jaxmoe {
+
+VariantTable Bf16KnVariants() {
+  return MakeVariants<__nv_bfloat16, cute::SM90::GMMA::Major::MN>(DType::kBFloat16, WeightLayout::kKN);
+}
+
+}  // namespace jaxmoe

@@ -1,0 +1,10 @@
+// Kernel instances: bf16, weights [E, N, K].
+#include "csrc/moe_gemm/moe_gemm.cuh"
+
+namespace jaxmoe {
+
+VariantTable Bf16NkVariants() {
+  return MakeVariants<__nv_bfloat16, cute::SM90::GMMA::Major::K>(DType::kBFloat16, WeightLayout::kNK);
+}
+
+}  // namespace jaxmoe

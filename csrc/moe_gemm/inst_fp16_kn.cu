@@ -1,0 +1,10 @@
+// Kernel instances: fp16, weights [E, K, N].
+#include "csrc/moe_gemm/moe_gemm.cuh"
+
+namespace jaxmoe {
+
+VariantTable Fp16KnVariants() {
+  return MakeVariants<__half, cute::SM90::GMMA::Major::MN>(DType::kFloat16, WeightLayout::kKN);
+}
+
+}  // namespace jaxmoe

@@ -1,0 +1,10 @@
+// Kernel instances: fp16, weights [E, N, K].
+#include "csrc/moe_gemm/moe_gemm.cuh"
+
+namespace jaxmoe {
+
+VariantTable Fp16NkVariants() {
+  return MakeVariants<__half, cute::SM90::GMMA::Major::K>(DType::kFloat16, WeightLayout::kNK);
+}
+
+}  // namespace jaxmoe

@@ -1,0 +1,55 @@
+// One warpgroup's k loop: 128 weight rows by kTokenTile tokens accumulated in registers.
+#pragma once
+
+#include "csrc/moe_gemm/tile.cuh"
+
+namespace jaxmoe {
+
+// acc[b] is the 64 x kTokenTile block b of the warpgroup; gate and up rows when gated.
+template <class T>
+using Accumulators = float[2][T::kTokenTile / 2];
+
+template <class T>
+__device__ __forceinline__ void RunMainloop(const SharedStorage<T>& smem, int num_k_steps,
+                                            int first_block, int lane,
+                                            PipelineState<T::kStages>& stage,
+                                            Accumulators<T>& acc) {
+  // One k step is four k16 instructions. K-major: 32 bytes along the 128-byte row. MN-major: 16
+  // rows of 128 bytes.
+  constexpr uint32_t kWeightK16 = T::kMajor == cute::SM90::GMMA::Major::K ? 32 : 16 * 128;
+  int previous = -1;
+  for (int step = 0; step < num_k_steps; ++step) {
+    ptx::BarrierWait(smem.full(stage.index), stage.parity);
+    const uint32_t weights = ptx::SmemAddress(smem.weights(stage.index)) +
+                             first_block * T::kBlockBytes;
+    const uint32_t tokens = ptx::SmemAddress(smem.tokens(stage.index));
+    ptx::FenceAccumulator(acc[0]);
+    ptx::FenceAccumulator(acc[1]);
+    cute::warpgroup_arrive();
+#pragma unroll
+    for (int k16 = 0; k16 < 4; ++k16) {
+      const uint64_t b = ptx::Swizzle128Descriptor(tokens + k16 * 32);
+#pragma unroll
+      for (int block = 0; block < 2; ++block) {
+        const uint64_t a = ptx::Swizzle128Descriptor(weights + block * T::kBlockBytes +
+                                                     k16 * kWeightK16);
+        ptx::Wgmma<typename T::Element, T::kTokenTile, T::kMajor>(a, b, acc[block],
+                                                                  step > 0 || k16 > 0);
+      }
+    }
+    cute::warpgroup_commit_batch();
+    ptx::FenceAccumulator(acc[0]);
+    ptx::FenceAccumulator(acc[1]);
+    // The step before this one has been read: its stage goes back to the producers.
+    cute::warpgroup_wait<1>();
+    if (previous >= 0 && lane == 0) ptx::BarrierArrive(smem.empty(previous));
+    previous = stage.index;
+    stage.Advance();
+  }
+  cute::warpgroup_wait<0>();
+  ptx::FenceAccumulator(acc[0]);
+  ptx::FenceAccumulator(acc[1]);
+  if (lane == 0) ptx::BarrierArrive(smem.empty(previous));
+}
+
+}  // namespace jaxmoe

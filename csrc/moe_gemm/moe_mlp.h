@@ -1,0 +1,68 @@
+// Host contract of the fused layer: one call launches plan, both GEMMs and finalize.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "csrc/kernels/plan.h"
+#include "csrc/moe_gemm/moe_gemm.h"
+
+namespace jaxmoe {
+
+// Sub-arrays of the int32 scratch; each starts on 16 bytes. The same sum is mlp_index_size in
+// jaxmoe/_heuristics.py.
+struct MlpIndex {
+  static constexpr int64_t kCounters = 4;  // tile counters of the two GEMMs
+  int64_t expert_offsets;                  // [E_l + 1]
+  int64_t row_to_token;                    // [R]
+  int64_t slot_to_row;                     // [T, K]
+  int64_t plan_scratch;
+  int64_t size;
+
+  MlpIndex(int64_t rows, int64_t local_experts) {
+    expert_offsets = kCounters;
+    row_to_token = expert_offsets + RoundUp(local_experts + 1, 4);
+    slot_to_row = row_to_token + RoundUp(rows, 4);
+    plan_scratch = slot_to_row + RoundUp(rows, 4);
+    size = plan_scratch + PlanScratchInts(1, rows, local_experts);
+  }
+};
+
+// T tokens, K choices, R = T * K rows, H hidden, I intermediate, E experts of which E_l are local.
+struct MoeMlpParams {
+  DType dtype = DType::kBFloat16;      // of every float array but `weights`
+  const void* x = nullptr;             // [T, H]
+  const int32_t* expert_ids = nullptr; // [T, K]
+  const float* weights = nullptr;      // [T, K]
+  const void* w_gate_up = nullptr;     // [E1, H, N1] or [E1, N1, H], N1 = 2 I when gated, else I
+  const void* w_down = nullptr;        // [E2, I, H] or [E2, H, I]
+  const void* b_gate_up = nullptr;     // [E1, N1] or null
+  const void* b_down = nullptr;        // [E2, H] or null
+  const int32_t* expert_map = nullptr; // [E] or null
+  const void* residual = nullptr;      // [T, H] or null
+  void* y = nullptr;                   // [T, H]
+  void* rows = nullptr;                // [R, H] scratch
+  void* act = nullptr;                 // [R, I] scratch
+  int32_t* index = nullptr;            // [MlpIndex::size] scratch
+  int64_t num_tokens = 0;
+  int64_t top_k = 0;
+  int64_t hidden = 0;
+  int64_t intermediate = 0;
+  int64_t num_experts = 0;
+  int64_t num_local_experts = 0;
+  int64_t expert_offset = 0;
+  int64_t num_gate_up_weights = 0;     // E1: group g uses weight g % E1
+  int64_t num_down_weights = 0;        // E2
+  WeightLayout layout = WeightLayout::kKN;
+  bool gated = true;
+  GateUp gate_up = GateUp::kGateUp;
+  ActivationParams activation;
+  TileConfig gemm1;
+  TileConfig gemm2;
+};
+
+// Returns null when everything was launched, otherwise the reason.
+const char* LaunchMoeMlp(const MoeMlpParams& params, cudaStream_t stream);
+
+}  // namespace jaxmoe

@@ -1,0 +1,107 @@
+// Fills the pipeline: one thread loads weights, one warp loads rows of X.
+//
+// Both wait for the same empty slot and complete on the same full barrier. Its single arrival is
+// the weight thread's, which announces the bytes of both, so weights can start streaming while X
+// is still being written by the previous kernel (programmatic dependent launch).
+#pragma once
+
+#include "csrc/common/launch.h"
+#include "csrc/moe_gemm/tile.cuh"
+
+namespace jaxmoe {
+
+// First weight row of 64-row block `block` of weight tile `w_tile`.
+template <class T>
+__device__ __forceinline__ int WeightRow(const MoeGemmArgs& args, int w_tile, int block) {
+  if constexpr (T::kGated) {
+    if (!args.interleaved) {
+      const int feature = w_tile * (T::kWeightTile / 2) + (block / 2) * 64;
+      return feature + (block % 2 == 0 ? args.gate_base : args.up_base);
+    }
+  }
+  return w_tile * T::kWeightTile + block * 64;
+}
+
+template <class T>
+__device__ void RunWeightProducer(const MoeGemmArgs& args, const SharedStorage<T>& smem) {
+  // Decode reads each weight once; prefill tiles of one expert share them through L2.
+  const uint64_t policy = ptx::CreatePolicy<T::kDecode ? ptx::CachePolicy::kEvictFirst
+                                                       : ptx::CachePolicy::kEvictNormal>();
+  PipelineState<T::kStages> stage;
+  PipelineState<T::kRing> slot;
+  while (true) {
+    ptx::BarrierWait(smem.ring_full(slot.index), slot.parity);
+    const TileInfo info = smem.ring()[slot.index];
+    ptx::BarrierArrive(smem.ring_empty(slot.index));
+    slot.Advance();
+    if (info.rows == 0) break;
+
+    const uint32_t token_bytes = args.gather ? info.rows * T::kStepBytes : T::kTokenBytes;
+    int row[T::kWeightBlocks];
+#pragma unroll
+    for (int b = 0; b < T::kWeightBlocks; ++b) row[b] = WeightRow<T>(args, info.w_tile, b);
+
+    for (int step = 0; step < args.num_k_steps; ++step) {
+      uint64_t* full = smem.full(stage.index);
+      ptx::BarrierWait(smem.empty(stage.index), stage.parity ^ 1);
+      ptx::BarrierArriveExpectTx(full, T::kWeightBytes + token_bytes);
+      const int k = step * T::kStepK;
+      uint8_t* dst = smem.weights(stage.index);
+#pragma unroll
+      for (int b = 0; b < T::kWeightBlocks; ++b) {
+        const bool k_major = T::kMajor == cute::SM90::GMMA::Major::K;
+        ptx::TmaLoad3D(dst + b * T::kBlockBytes, &args.w_map, full, k_major ? k : row[b],
+                       k_major ? row[b] : k, info.weight, policy);
+      }
+      stage.Advance();
+    }
+  }
+}
+
+// Rows past the group's end need neither loading nor zeroing: a garbage column of X changes only
+// its own column of the accumulators, which is never stored.
+template <class T>
+__device__ void RunTokenProducer(const MoeGemmArgs& args, const SharedStorage<T>& smem, int lane) {
+  constexpr int kRowsPerLane = (T::kTokenTile + 31) / 32;
+  const uint64_t policy = ptx::CreatePolicy<T::kDecode ? ptx::CachePolicy::kEvictLast
+                                                       : ptx::CachePolicy::kEvictNormal>();
+  GridDependencyWait();  // X is the previous kernel's output
+  PipelineState<T::kStages> stage;
+  PipelineState<T::kRing> slot;
+  while (true) {
+    ptx::BarrierWait(smem.ring_full(slot.index), slot.parity);
+    const TileInfo info = smem.ring()[slot.index];
+    __syncwarp();
+    if (lane == 0) ptx::BarrierArrive(smem.ring_empty(slot.index));
+    slot.Advance();
+    if (info.rows == 0) break;
+
+    int source[kRowsPerLane];
+#pragma unroll
+    for (int i = 0; i < kRowsPerLane; ++i) {
+      const int r = lane + 32 * i;
+      source[i] = args.gather && r < info.rows ? args.row_index[info.row + r] : 0;
+    }
+    for (int step = 0; step < args.num_k_steps; ++step) {
+      ptx::BarrierWait(smem.empty(stage.index), stage.parity ^ 1);
+      uint64_t* full = smem.full(stage.index);
+      uint8_t* dst = smem.tokens(stage.index);
+      const int k = step * T::kStepK;
+      if (args.gather) {
+#pragma unroll
+        for (int i = 0; i < kRowsPerLane; ++i) {
+          const int r = lane + 32 * i;
+          // The swizzle follows the shared-memory address, so one-row boxes assemble a tile.
+          if (r < info.rows) {
+            ptx::TmaLoad2D(dst + r * T::kStepBytes, &args.x_map, full, k, source[i], policy);
+          }
+        }
+      } else if (lane == 0) {
+        ptx::TmaLoad2D(dst, &args.x_map, full, k, info.row, policy);
+      }
+      stage.Advance();
+    }
+  }
+}
+
+}  // namespace jaxmoe

@@ -1,0 +1,197 @@
+// Barriers, bulk tensor copies, wgmma, stmatrix: the Hopper instructions the kernel is made of.
+//
+// wgmma comes from CUTLASS's architecture atoms (light headers: no cute tensors, no collectives).
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <cute/arch/mma_sm90_gmma.hpp>
+#include <cutlass/arch/reg_reconfig.h>
+#include <utility>
+
+#include "csrc/moe_gemm/moe_gemm.h"
+
+namespace jaxmoe::ptx {
+
+__device__ __forceinline__ uint32_t SmemAddress(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+// ---- mbarrier -------------------------------------------------------------------------------
+
+__device__ __forceinline__ void BarrierInit(uint64_t* bar, uint32_t count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(SmemAddress(bar)), "r"(count));
+}
+
+__device__ __forceinline__ void BarrierInitFence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void BarrierArrive(uint64_t* bar) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(SmemAddress(bar)) : "memory");
+}
+
+__device__ __forceinline__ void BarrierArriveExpectTx(uint64_t* bar, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(SmemAddress(bar)),
+               "r"(bytes)
+               : "memory");
+}
+
+__device__ __forceinline__ void BarrierWait(uint64_t* bar, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "WAIT_%=:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra WAIT_%=;\n"
+      "}\n" ::"r"(SmemAddress(bar)),
+      "r"(parity)
+      : "memory");
+}
+
+__device__ __forceinline__ void NamedBarrierSync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ void NamedBarrierArrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// ---- bulk tensor copies ---------------------------------------------------------------------
+
+__device__ __forceinline__ void PrefetchTensorMap(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(reinterpret_cast<uint64_t>(map)) : "memory");
+}
+
+enum class CachePolicy { kEvictFirst, kEvictNormal, kEvictLast };
+
+template <CachePolicy kPolicy>
+__device__ __forceinline__ uint64_t CreatePolicy() {
+  uint64_t policy;
+  if constexpr (kPolicy == CachePolicy::kEvictFirst) {
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  } else if constexpr (kPolicy == CachePolicy::kEvictNormal) {
+    asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+  } else {
+    asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  }
+  return policy;
+}
+
+__device__ __forceinline__ void TmaLoad2D(void* dst, const CUtensorMap* map, uint64_t* bar, int c0,
+                                          int c1, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(SmemAddress(dst)),
+      "l"(reinterpret_cast<uint64_t>(map)), "r"(SmemAddress(bar)), "r"(c0), "r"(c1), "l"(policy)
+      : "memory");
+}
+
+__device__ __forceinline__ void TmaLoad3D(void* dst, const CUtensorMap* map, uint64_t* bar, int c0,
+                                          int c1, int c2, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(SmemAddress(dst)),
+      "l"(reinterpret_cast<uint64_t>(map)), "r"(SmemAddress(bar)), "r"(c0), "r"(c1), "r"(c2),
+      "l"(policy)
+      : "memory");
+}
+
+// ---- wgmma ----------------------------------------------------------------------------------
+
+// Descriptor of a 128-byte-swizzled operand whose 8-row (or 8-k) groups are 1024 bytes apart.
+__device__ __forceinline__ uint64_t Swizzle128Descriptor(uint32_t smem_address) {
+  constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
+  constexpr uint64_t kStride = uint64_t{1024 >> 4} << 32;
+  constexpr uint64_t kLeading = uint64_t{1} << 16;  // unused by a 64-wide operand
+  return kSwizzle128 | kStride | kLeading | ((smem_address & 0x3FFFF) >> 4);
+}
+
+template <class Atom, int... kIs>
+__device__ __forceinline__ void WgmmaCall(uint64_t a, uint64_t b, float (&acc)[sizeof...(kIs)],
+                                          bool accumulate, std::integer_sequence<int, kIs...>) {
+  Atom::fma(a, b, acc[kIs]...,
+            accumulate ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
+}
+
+template <class Element, int kN, cute::SM90::GMMA::Major kMajorA>
+struct WgmmaAtom;
+
+#define JAXMOE_WGMMA_ATOM(N)                                                                  \
+  template <cute::SM90::GMMA::Major kMajorA>                                                        \
+  struct WgmmaAtom<__nv_bfloat16, N, kMajorA> {                                               \
+    using type = cute::SM90::GMMA::MMA_64x##N##x16_F32BF16BF16_SS<kMajorA,                    \
+                                                                  cute::SM90::GMMA::Major::K>;      \
+  };                                                                                          \
+  template <cute::SM90::GMMA::Major kMajorA>                                                        \
+  struct WgmmaAtom<__half, N, kMajorA> {                                                      \
+    using type =                                                                              \
+        cute::SM90::GMMA::MMA_64x##N##x16_F32F16F16_SS<kMajorA, cute::SM90::GMMA::Major::K>;        \
+  }
+JAXMOE_WGMMA_ATOM(8);
+JAXMOE_WGMMA_ATOM(16);
+JAXMOE_WGMMA_ATOM(32);
+JAXMOE_WGMMA_ATOM(64);
+JAXMOE_WGMMA_ATOM(96);
+JAXMOE_WGMMA_ATOM(128);
+#undef JAXMOE_WGMMA_ATOM
+
+// acc[64 x kN] (+)= A[64 x 16] * B[kN x 16]^T, both operands in shared memory.
+template <class Element, int kN, cute::SM90::GMMA::Major kMajorA>
+__device__ __forceinline__ void Wgmma(uint64_t a, uint64_t b, float (&acc)[kN / 2],
+                                      bool accumulate) {
+  using Atom = typename WgmmaAtom<Element, kN, kMajorA>::type;
+  WgmmaCall<Atom>(a, b, acc, accumulate, std::make_integer_sequence<int, kN / 2>{});
+}
+
+template <int kSize>
+__device__ __forceinline__ void FenceAccumulator(float (&acc)[kSize]) {
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) {
+    asm volatile("" : "+f"(acc[i])::"memory");
+  }
+}
+
+// ---- stores ---------------------------------------------------------------------------------
+
+// Stores two 8x8 matrices of 16-bit elements, each transposed: lane i of the first 8 gives the
+// address of row i of the first matrix, lanes 8-15 those of the second.
+__device__ __forceinline__ void StoreMatrix2Transposed(void* row, uint32_t a, uint32_t b) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(
+                   SmemAddress(row)),
+               "r"(a), "r"(b)
+               : "memory");
+}
+
+template <class Element>
+__device__ __forceinline__ uint32_t Pack2(float lo, float hi);
+
+template <>
+__device__ __forceinline__ uint32_t Pack2<__nv_bfloat16>(float lo, float hi) {
+  __nv_bfloat162 v = __floats2bfloat162_rn(lo, hi);
+  return reinterpret_cast<uint32_t&>(v);
+}
+
+template <>
+__device__ __forceinline__ uint32_t Pack2<__half>(float lo, float hi) {
+  __half2 v = __floats2half2_rn(lo, hi);
+  return reinterpret_cast<uint32_t&>(v);
+}
+
+__device__ __forceinline__ float ToFloat(__nv_bfloat16 v) { return __bfloat162float(v); }
+__device__ __forceinline__ float ToFloat(__half v) { return __half2float(v); }
+
+template <class Element>
+__device__ __forceinline__ Element FromFloat(float v);
+template <>
+__device__ __forceinline__ __nv_bfloat16 FromFloat<__nv_bfloat16>(float v) {
+  return __float2bfloat16_rn(v);
+}
+template <>
+__device__ __forceinline__ __half FromFloat<__half>(float v) {
+  return __float2half_rn(v);
+}
+
+}  // namespace jaxmoe::ptx

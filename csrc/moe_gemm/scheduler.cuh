@@ -1,0 +1,122 @@
+// Which tile comes next: group offsets on the device become a stream of TileInfo.
+//
+// One warp of each CTA draws tile numbers from a global counter, so that a CTA that was given
+// short tiles takes more of them, and finds each number's group by a warp scan over 32 groups at
+// a time. Numbers only grow, so the scan only moves forward: the whole search costs num_groups/32
+// scans per CTA. Groups without rows cost a lane. Nothing is read on the host.
+//
+// The ring holds kRing = 2 tiles and consumers release a slot when their k loop ends, so a CTA
+// commits to at most one tile beyond the one its producers are loading (a deeper ring would take
+// tiles from CTAs that are about to run dry).
+#pragma once
+
+#include "csrc/moe_gemm/tile.cuh"
+
+namespace jaxmoe {
+
+template <class T>
+class TileScheduler {
+ public:
+  __device__ TileScheduler(const MoeGemmArgs& args, int lane) : args_(args), lane_(lane) {
+    LoadWindow();
+  }
+
+  // Finds tile number `tile`; false when there is none. All lanes return the same.
+  __device__ bool Find(int tile, TileInfo* info) {
+    constexpr unsigned kAll = 0xffffffffu;
+    int window_tiles = __shfl_sync(kAll, inclusive_, 31);
+    while (tile >= base_ + window_tiles) {
+      base_ += window_tiles;
+      window_ += 32;
+      LoadWindow();  // past the last group: no tiles
+      if (window_ >= args_.num_groups) return false;
+      window_tiles = __shfl_sync(kAll, inclusive_, 31);
+    }
+    const int local = tile - base_;
+    const int owner = __ffs(__ballot_sync(kAll, inclusive_ > local)) - 1;
+    const int start = __shfl_sync(kAll, start_, owner);
+    const int size = __shfl_sync(kAll, size_, owner);
+    const int index = local - __shfl_sync(kAll, inclusive_ - tiles_, owner);
+
+    // Raster inside a group: panels of `raster` weight tiles; inside a panel the weight tile runs
+    // fastest. raster = 1 keeps the token tiles that share a weight tile adjacent in time.
+    const int token_tiles = (size + T::kTokenTile - 1) / T::kTokenTile;
+    const int panel_tiles = args_.raster * token_tiles;
+    const int panel = index / panel_tiles;
+    const int in_panel = index - panel * panel_tiles;
+    const int width = min(args_.raster, args_.num_w_tiles - panel * args_.raster);
+    const int token_tile = in_panel / width;
+    info->w_tile = panel * args_.raster + in_panel - token_tile * width;
+    info->weight = (window_ + owner) % args_.num_weights;
+    info->row = start + token_tile * T::kTokenTile;
+    info->rows = min(size - token_tile * T::kTokenTile, T::kTokenTile);
+    return true;
+  }
+
+ private:
+  // Reads the next 32 groups. Starts and sizes come from the caller's device memory: they are
+  // clamped to the rows that exist, so that garbage reads and writes nothing out of bounds.
+  __device__ void LoadWindow() {
+    const int g = window_ + lane_;
+    start_ = 0;
+    size_ = 0;
+    if (g < args_.num_groups) {
+      const int rows = args_.rows_per_batch;
+      const int begin = args_.group_starts[g];
+      const int64_t end =
+          args_.group_sizes != nullptr
+              ? static_cast<int64_t>(begin) + max(args_.group_sizes[g], 0)
+              : static_cast<int64_t>(args_.group_starts[g + 1]);
+      const int first = min(max(begin, 0), rows);
+      const int last = static_cast<int>(min(max(end, int64_t{0}), static_cast<int64_t>(rows)));
+      start_ = (g / args_.groups_per_batch) * rows + first;
+      size_ = max(last - first, 0);
+    }
+    tiles_ = (size_ + T::kTokenTile - 1) / T::kTokenTile * args_.num_w_tiles;
+    inclusive_ = tiles_;
+#pragma unroll
+    for (int offset = 1; offset < 32; offset *= 2) {
+      const int below = __shfl_up_sync(0xffffffffu, inclusive_, offset);
+      if (lane_ >= offset) inclusive_ += below;
+    }
+  }
+
+  const MoeGemmArgs& args_;
+  const int lane_;
+  int window_ = 0;  // group of lane 0
+  int base_ = 0;    // tiles of all groups before the window
+  int start_ = 0;
+  int size_ = 0;
+  int tiles_ = 0;
+  int inclusive_ = 0;
+};
+
+// The scheduler warp's whole life.
+template <class T>
+__device__ void RunScheduler(const MoeGemmArgs& args, const SharedStorage<T>& smem, int lane) {
+  TileScheduler<T> scheduler(args, lane);
+  PipelineState<T::kRing> slot;
+  int tile = blockIdx.x;
+  // Ping-pong consumers see alternate slots, so each needs an end mark of its own.
+  int end_marks = T::kPingpong ? 2 : 1;
+  while (end_marks > 0) {
+    TileInfo info{0, 0, 0, 0};
+    if (!scheduler.Find(tile, &info)) {
+      info.rows = 0;
+      --end_marks;
+    }
+    ptx::BarrierWait(smem.ring_empty(slot.index), slot.parity ^ 1);
+    if (lane == 0) {
+      smem.ring()[slot.index] = info;
+      ptx::BarrierArrive(smem.ring_full(slot.index));
+    }
+    slot.Advance();
+    if (info.rows != 0) {
+      int drawn = 0;
+      if (lane == 0) drawn = atomicAdd(args.tile_counter, 1);
+      tile = gridDim.x + __shfl_sync(0xffffffffu, drawn, 0);
+    }
+  }
+}
+
+}  // namespace jaxmoe

@@ -1,0 +1,117 @@
+// Compile-time shape of one kernel variant: tile sizes, stages, roles, shared-memory map.
+#pragma once
+
+#include <cute/arch/mma_sm90_gmma.hpp>
+
+#include "csrc/moe_gemm/args.h"
+#include "csrc/moe_gemm/ptx.cuh"
+
+namespace jaxmoe {
+
+// What the scheduler hands to producers and consumers. rows == 0 ends the kernel.
+struct alignas(16) TileInfo {
+  int weight;  // index of the weight matrix
+  int row;     // first row of the tile
+  int rows;    // rows of the group in this tile, 1..kTokenTile
+  int w_tile;  // weight tile index
+};
+
+template <class Element_, cute::SM90::GMMA::Major kMajor_, bool kGated_, int kWeightTile_,
+          int kTokenTile_, int kStages_, bool kPingpong_, int kCtasPerSm_>
+struct Tile {
+  using Element = Element_;
+  static constexpr cute::SM90::GMMA::Major kMajor = kMajor_;
+  static constexpr bool kGated = kGated_;
+  static constexpr int kWeightTile = kWeightTile_;
+  static constexpr int kTokenTile = kTokenTile_;
+  static constexpr int kStages = kStages_;
+  static constexpr bool kPingpong = kPingpong_;
+  static constexpr int kCtasPerSm = kCtasPerSm_;
+  static constexpr bool kDecode = kCtasPerSm == 2;  // bound by reading weights, not by wgmma
+
+  // A consumer warpgroup always owns 128 weight rows (two wgmma M blocks: when gated, one of gate
+  // rows and one of the matching up rows) by kTokenTile tokens.
+  static constexpr int kWarpgroupRows = 128;
+  static constexpr int kConsumers = kPingpong ? 2 : kWeightTile / kWarpgroupRows;
+  static constexpr int kThreads = 128 * (kConsumers + 1);
+  static constexpr int kWeightBlocks = kWeightTile / 64;
+  static_assert(kWeightTile % kWarpgroupRows == 0, "a warpgroup owns 128 weight rows");
+  static_assert(!kPingpong || kWeightTile == kWarpgroupRows, "a ping-pong tile is one warpgroup's");
+
+  static constexpr int kStepBytes = 128;                // bytes of k in a pipeline step
+  static constexpr int kStepK = kStepBytes / sizeof(Element);
+  static constexpr int kBlockBytes = 64 * kStepBytes;   // one 64-row weight block
+  static constexpr int kWeightBytes = kWeightTile * kStepBytes;
+  static constexpr int kTokenBytes = kTokenTile * kStepBytes;
+  static constexpr int kStageBytes = kWeightBytes + kTokenBytes;
+
+  // The epilogue goes through shared memory a chunk of tokens at a time. Rows are padded by 16
+  // bytes so that the 8 rows of a transposed stmatrix fall into different banks.
+  static constexpr int kOutFeatures = kGated ? 64 : 128;  // of one warpgroup
+  static constexpr int kChunkTokens = kTokenTile < (kGated ? 64 : 32) ? kTokenTile
+                                                                      : (kGated ? 64 : 32);
+  static constexpr int kStagingPitch = kOutFeatures * 2 + 16;
+  static constexpr int kStagingBytes = kChunkTokens * kStagingPitch;
+
+  static constexpr int kRing = 2;  // tiles known ahead, see scheduler.cuh
+
+  static constexpr int kStagingOffset = kStages * kStageBytes;
+  static constexpr int kRingOffset = kStagingOffset + kConsumers * kStagingBytes;
+  static constexpr int kBarrierOffset = kRingOffset + kRing * static_cast<int>(sizeof(TileInfo));
+  static constexpr int kSharedBytes = kBarrierOffset + (2 * kStages + 2 * kRing) * 8;
+  static constexpr int kAlignment = 1024;  // of the swizzle pattern
+  static constexpr int kDynamicBytes = kSharedBytes + kAlignment;
+  static_assert(kDynamicBytes <= 227 * 1024 / kCtasPerSm - (kCtasPerSm - 1) * 1024,
+                "tile does not fit the shared memory of an SM");
+
+  // setmaxnreg budgets: only where the launch bound leaves fewer registers than the accumulators
+  // need (64512 registers at 384 threads; 40 * 128 + 232 * 256 fit).
+  static constexpr bool kReconfigureRegisters = kConsumers == 2;
+  static constexpr int kProducerRegisters = 40;
+  static constexpr int kConsumerRegisters = 232;
+};
+
+// Views of the dynamic shared memory.
+template <class T>
+struct SharedStorage {
+  uint8_t* base;
+
+  __device__ explicit SharedStorage(uint8_t* raw) {
+    const uint32_t address = ptx::SmemAddress(raw);
+    base = raw + ((T::kAlignment - address % T::kAlignment) % T::kAlignment);
+  }
+  __device__ uint8_t* weights(int stage) const { return base + stage * T::kStageBytes; }
+  __device__ uint8_t* tokens(int stage) const { return weights(stage) + T::kWeightBytes; }
+  __device__ uint8_t* staging(int consumer) const {
+    return base + T::kStagingOffset + consumer * T::kStagingBytes;
+  }
+  __device__ TileInfo* ring() const { return reinterpret_cast<TileInfo*>(base + T::kRingOffset); }
+  __device__ uint64_t* barriers() const {
+    return reinterpret_cast<uint64_t*>(base + T::kBarrierOffset);
+  }
+  __device__ uint64_t* full(int stage) const { return barriers() + stage; }
+  __device__ uint64_t* empty(int stage) const { return barriers() + T::kStages + stage; }
+  __device__ uint64_t* ring_full(int slot) const { return barriers() + 2 * T::kStages + slot; }
+  __device__ uint64_t* ring_empty(int slot) const { return ring_full(slot) + T::kRing; }
+};
+
+// Position in a circular buffer of kSize slots; `parity` flips at each wrap.
+template <int kSize>
+struct PipelineState {
+  int index = 0;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ void Advance() {
+    if (++index == kSize) {
+      index = 0;
+      parity ^= 1;
+    }
+  }
+  __device__ __forceinline__ void Advance(int steps) {
+    const int sum = index + steps;
+    parity ^= (sum / kSize) & 1;
+    index = sum % kSize;
+  }
+};
+
+}  // namespace jaxmoe
