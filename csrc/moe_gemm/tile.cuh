@@ -48,8 +48,9 @@ struct Tile {
   // The epilogue goes through shared memory a chunk of tokens at a time. Rows are padded by 16
   // bytes so that the 8 rows of a transposed stmatrix fall into different banks.
   static constexpr int kOutFeatures = kGated ? 64 : 128;  // of one warpgroup
-  static constexpr int kChunkTokens = kTokenTile < (kGated ? 64 : 32) ? kTokenTile
-                                                                      : (kGated ? 64 : 32);
+  static constexpr int kMaxChunk = kGated && kTokenTile % 64 == 0 ? 64 : 32;
+  static constexpr int kChunkTokens = kTokenTile < kMaxChunk ? kTokenTile : kMaxChunk;
+  static_assert(kTokenTile % kChunkTokens == 0, "chunks cover the tile exactly");
   static constexpr int kStagingPitch = kOutFeatures * 2 + 16;
   static constexpr int kStagingBytes = kChunkTokens * kStagingPitch;
 

@@ -1,0 +1,106 @@
+"""Chooses the tile of each grouped GEMM from shapes alone.
+
+A pure function of the problem, so that every process lowers the same program. The host knows only
+the mean number of rows a group gets; ragged tails and skew are absorbed on the device, where tiles
+are drawn from a counter. Measurements behind the rules are in docs/notes.md.
+"""
+
+import dataclasses
+import math
+
+# (weight_tile, token_tile, pingpong) of every kernel in csrc/moe_gemm/moe_gemm.cuh, with the CTAs
+# that share an SM. Tiles of 128 weight rows by up to 64 tokens are for reading weights (two CTAs
+# an SM); the others hold a whole SM's registers in accumulators.
+TILES: dict[tuple[int, int, bool], int] = {
+    (128, 8, False): 2,
+    (128, 16, False): 2,
+    (128, 32, False): 2,
+    (128, 64, False): 2,
+    (256, 64, False): 1,
+    (256, 96, False): 1,
+    (128, 128, True): 1,
+    (256, 128, False): 1,
+}
+
+# A one-row bulk copy takes about 20 clocks to issue: fetching rows of X through the index beats a
+# copy into expert order only while a tile has few of them.
+_MAX_GATHER_TILE = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class GemmConfig:
+    """The tile of one grouped GEMM; an explicit choice overrides the heuristics.
+
+    Args:
+      weight_tile: Weight rows (output features, gate and up counted separately) per tile.
+      token_tile: Rows of one group per tile.
+      pingpong: Two consumer warpgroups work on alternate tiles instead of on one.
+      raster: Weight tiles per panel of the tile order, 0 for all. 1 keeps the token tiles that
+        share a weight tile adjacent in time; larger panels let many token tiles share X.
+      gather: The gate-up GEMM fetches rows of x by index instead of reading a permuted copy.
+
+    Raises:
+      ValueError: no kernel has this tile.
+    """
+
+    weight_tile: int
+    token_tile: int
+    pingpong: bool = False
+    raster: int = 1
+    gather: bool = False
+
+    def __post_init__(self) -> None:
+        tile = (self.weight_tile, self.token_tile, self.pingpong)
+        if tile not in TILES:
+            allowed = ", ".join(map(str, TILES))
+            raise ValueError(
+                f"jaxmoe.GemmConfig: (weight_tile, token_tile, pingpong)={tile} must be one of "
+                f"{allowed}."
+            )
+        if self.raster < 0:
+            raise ValueError(f"jaxmoe.GemmConfig: raster={self.raster} must be 0 or positive.")
+
+    def attrs(self) -> dict[str, int]:
+        """FFI attributes, see csrc/ffi/gemm_attrs.h."""
+        return {name: int(value) for name, value in dataclasses.asdict(self).items()}
+
+
+def gmm_config(num_rows: int, num_groups: int, k: int, n: int) -> GemmConfig:
+    """The tile for `num_rows` rows spread over `num_groups` groups of a [n, k] weight each."""
+    del k, n
+    mean = num_rows / max(num_groups, 1)
+    # Most groups fit one tile, so that each weight is read from memory once.
+    usual = mean + 2.0 * math.sqrt(mean)
+    for token_tile in (8, 16, 32, 64):
+        if usual <= token_tile:
+            return GemmConfig(128, token_tile)
+    if usual <= 96:
+        return GemmConfig(256, 96)
+    # With many token tiles a group no longer fits L2 in one pass over a weight tile.
+    return GemmConfig(256, 128, raster=8 if mean >= 16 * 128 else 1)
+
+
+def mlp_configs(
+    num_rows: int, num_experts: int, hidden: int, gate_up_rows: int, intermediate: int
+) -> tuple[GemmConfig, GemmConfig]:
+    """Tiles of the gate-up and down GEMMs of the fused layer.
+
+    `num_experts` is the number of experts that the rows are routed over, local or not.
+    """
+    up = gmm_config(num_rows, num_experts, hidden, gate_up_rows)
+    down = gmm_config(num_rows, num_experts, intermediate, hidden)
+    return dataclasses.replace(up, gather=up.token_tile <= _MAX_GATHER_TILE), down
+
+
+def gmm_scratch_size() -> int:
+    """int32 elements of scratch of one grouped GEMM: its tile counter, padded to 16 bytes."""
+    return 4
+
+
+def mlp_index_size(num_rows: int, num_local_experts: int, plan_scratch: int) -> int:
+    """int32 elements of the fused layer's index scratch; MlpIndex in csrc/moe_gemm/moe_mlp.h."""
+
+    def pad(count: int) -> int:
+        return -(-count // 4) * 4
+
+    return 4 + pad(num_local_experts + 1) + 2 * pad(num_rows) + plan_scratch
