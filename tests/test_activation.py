@@ -1,0 +1,211 @@
+"""Activations: numbers, names, constants for the kernels, special values, refusals."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+
+from jaxmoe.activation import (
+    ACTIVATIONS,
+    ERF,
+    IDENTITY,
+    RELU,
+    RELU2,
+    SIGMOID,
+    Activation,
+    Swiglu,
+    resolve,
+    split_gate_up,
+)
+
+GPT_OSS = Swiglu(alpha=1.702, beta=1.0, limit=7.0)
+ALL = {**ACTIVATIONS, "gpt_oss": GPT_OSS}
+
+
+def _apply(activation, gate, up=3.0):
+    gate = jnp.asarray(gate, jnp.float32)
+    if not activation.gated:
+        return activation(gate)
+    return activation(gate, jnp.broadcast_to(jnp.asarray(up, jnp.float32), gate.shape))
+
+
+@pytest.mark.parametrize(
+    ("name", "at_1", "at_minus_2"),
+    [
+        # sigmoid(1) = 0.7310586, sigmoid(-2) = 0.1192029; Phi(1) = 0.8413447, Phi(-2) = 0.0227501
+        ("silu", 0.7310586, -0.2384058),
+        ("gelu", 0.8413447, -0.0455003),
+        # (1 + tanh(0.7978846 * 1.044715)) / 2; -(1 + tanh(-0.7978846 * 2.35772))
+        ("gelu_tanh", 0.8411920, -0.0454023),
+        ("relu", 1.0, 0.0),
+        ("relu2", 1.0, 0.0),
+        ("identity", 1.0, -2.0),
+        ("swiglu", 3 * 0.7310586, 3 * -0.2384058),
+        ("geglu", 3 * 0.8413447, 3 * -0.0455003),
+        ("geglu_tanh", 3 * 0.8411920, 3 * -0.0454023),
+        # 1 / (1 + exp(-1.702)) * (3 + 1); -2 / (1 + exp(3.404)) * (3 + 1)
+        ("gpt_oss", 4 * 0.8457959, 4 * -0.0643414),
+    ],
+)
+def test_numbers(name, at_1, at_minus_2):
+    np.testing.assert_allclose(_apply(ALL[name], [1.0, -2.0]), [at_1, at_minus_2], rtol=1e-5)
+
+
+def test_relu2_squares():
+    np.testing.assert_array_equal(_apply(resolve("relu2"), [3.0, -3.0]), [9.0, 0.0])
+
+
+def test_clamp():
+    # g = min(10, 7), u = max(-10, -7): 7 * sigmoid(1.702 * 7) * (-7 + 1); a low gate is not clamped
+    y = GPT_OSS(jnp.array([10.0, -10.0]), jnp.array([-10.0, 10.0]))
+    low = -10 / (1 + math.exp(17.02)) * 8
+    np.testing.assert_allclose(y, [-42 / (1 + math.exp(-11.914)), low], rtol=1e-5)
+
+
+def test_plain_swiglu_is_the_named_one():
+    assert Swiglu().kernel_params() == resolve("swiglu").kernel_params()
+    assert Swiglu(1.702, 1.0, 7.0) == GPT_OSS
+    assert hash(Swiglu(1.702, 1.0, 7.0)) == hash(GPT_OSS)
+    assert Swiglu(1.702, 1.0, 8.0) != GPT_OSS
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_kernel_constants_give_the_same_function(name):
+    """Recomputes the activation in float64 from what a kernel is given."""
+    params = ALL[name].kernel_params()
+    assert {k: type(v) for k, v in params.items()} == {
+        "kind": int,
+        **dict.fromkeys(("c1", "c3", "limit", "beta"), np.float32),
+    }
+    c1, c3, limit, beta = (float(params[k]) for k in ("c1", "c3", "limit", "beta"))
+    g = np.linspace(-9, 9, 37)
+    u = np.linspace(12, -12, 37)
+    x = np.minimum(g, limit)
+    f = {
+        SIGMOID: lambda: x / (1 + np.exp(-x * (c1 + c3 * x * x))),
+        ERF: lambda: x * 0.5 * (1 + np.array([math.erf(v / math.sqrt(2)) for v in x])),
+        RELU: lambda: np.maximum(x, 0),
+        RELU2: lambda: np.maximum(x, 0) ** 2,
+        IDENTITY: lambda: x,
+    }[params["kind"]]()
+    want = f * (np.clip(u, -limit, limit) + beta) if ALL[name].gated else f
+    np.testing.assert_allclose(_apply(ALL[name], g, u), want, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "reference"),
+    [
+        ("silu", jax.nn.silu),
+        ("gelu", lambda x: jax.nn.gelu(x, approximate=False)),
+        ("gelu_tanh", lambda x: jax.nn.gelu(x, approximate=True)),
+        ("relu", jax.nn.relu),
+    ],
+)
+def test_same_as_jax(name, reference):
+    x = jnp.linspace(-20.0, 20.0, 401)
+    np.testing.assert_allclose(_apply(resolve(name), x), reference(x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_nan_stays_nan_and_stays_alone(name):
+    activation = ALL[name]
+    assert np.array_equal(np.isnan(_apply(activation, [1.0, np.nan])), [False, True])
+    if activation.gated:
+        assert np.array_equal(
+            np.isnan(_apply(activation, [1.0, 1.0], [np.nan, 1.0])), [True, False]
+        )
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_large_gates_are_finite(name):
+    """|g| > 1.8e19 squares to infinity, which must not meet a coefficient of 0."""
+    y = _apply(ALL[name], [1e20, -1e20], 1e-3)
+    if ALL[name].kind == RELU2:  # the exact value is infinite
+        np.testing.assert_array_equal(y, [np.inf, 0.0])
+    else:
+        assert np.isfinite(y).all()
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_keeps_the_dtype(name, dtype):
+    gate = jnp.linspace(-3, 3, 8, dtype=dtype)
+    y = ALL[name](gate, gate) if ALL[name].gated else ALL[name](gate)
+    assert y.dtype == dtype
+    np.testing.assert_allclose(
+        y.astype(jnp.float32),
+        _apply(ALL[name], gate.astype(jnp.float32), gate.astype(jnp.float32)),
+        rtol=0.05,
+        atol=0.02,  # bfloat16 has 8 bits, and a formula rounds up to six times
+    )
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_gradients(name):
+    gate = jnp.array([-3.0, -0.7, 0.4, 2.5])  # away from the corners of relu and of the clamp
+    args = (gate, gate[::-1] + 0.1) if ALL[name].gated else (gate,)
+    check_grads(ALL[name], args, order=2, atol=2e-2, rtol=2e-2, eps=1e-2)
+
+
+def test_split_gate_up():
+    h = jnp.arange(12.0).reshape(2, 6)
+    for order, gate, up in (
+        ("gate_up", [0, 1, 2], [3, 4, 5]),
+        ("up_gate", [3, 4, 5], [0, 1, 2]),
+        ("interleaved", [0, 2, 4], [1, 3, 5]),
+    ):
+        got = split_gate_up(h, order)
+        np.testing.assert_array_equal(got[0][0], gate)
+        np.testing.assert_array_equal(got[1][0], up)
+
+
+def test_resolve_takes_names_and_instances():
+    assert resolve("geglu").name == "geglu"
+    assert resolve(GPT_OSS) is GPT_OSS
+    assert isinstance(GPT_OSS, Activation)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda: resolve("swish"),
+            ValueError,
+            r"jaxmoe\.moe_mlp: activation='swish' must be one of swiglu, .*, Swiglu\(alpha",
+        ),
+        (
+            lambda: resolve(7),
+            TypeError,
+            r"activation must be one of swiglu, .*\. Got activation: 7\.",
+        ),
+        (
+            lambda: resolve("swiglu")(jnp.ones(2)),
+            TypeError,
+            r"swiglu needs up\. Got up: None",
+        ),
+        (
+            lambda: resolve("silu")(jnp.ones(2), jnp.ones(2)),
+            TypeError,
+            r"silu does not take up\. Got up: f32\[2\]",
+        ),
+        (
+            lambda: split_gate_up(jnp.ones((1, 2)), "gateup"),
+            ValueError,
+            r"gate_up='gateup' must be one of gate_up, up_gate, interleaved",
+        ),
+        (lambda: Swiglu(alpha=math.inf), ValueError, r"jaxmoe\.Swiglu: alpha=inf must be finite"),
+        (lambda: Swiglu(limit=math.nan), ValueError, r"limit=nan must be finite"),
+        (lambda: Swiglu(limit=0.0), ValueError, r"limit=0\.0 must be positive"),
+        (
+            lambda: jax.jit(lambda a: Swiglu(alpha=a)(a, a))(jnp.ones(())),
+            TypeError,
+            r"alpha must be a Python number known at trace time\. Got alpha: f32\[\]",
+        ),
+    ],
+)
+def test_refusals(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
