@@ -1,5 +1,6 @@
 """JAX programs built for timing: many layers in one execution, outputs written in place."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,11 +29,9 @@ class Chain:
         state: Any,
         inputs: Any,
         layers: int,
-        options: dict[str, Any] | None = None,
     ):
         self.layers = layers
-        options = options if jax.default_backend() == "gpu" else None
-        self._run = jax.jit(run, donate_argnums=0, keep_unused=True, compiler_options=options)
+        self._run = run
         self._state = state
         self._inputs = inputs
 
@@ -44,6 +43,16 @@ class Chain:
     def wait(self) -> None:
         """Returns when the last one has finished."""
         jax.block_until_ready(self._state)
+
+
+def compiled(
+    run: Callable[[Any, Any], Any], options: dict[str, Any] = GRAPHS
+) -> Callable[[Any, Any], Any]:
+    """Returns `run` jitted as a `Chain` wants it."""
+    gpu = jax.default_backend() == "gpu"
+    return jax.jit(
+        run, donate_argnums=0, keep_unused=True, compiler_options=options if gpu else None
+    )
 
 
 def dependent(
@@ -58,15 +67,19 @@ def dependent(
     The residual makes each layer wait for the one before without a kernel of its own, while x
     stays the same, so the routing stays what the caller asked for.
     """
+    inputs = (x, tuple(per_layer), tuple(weights))
+    return Chain(_dependent(layer), residual, inputs, len(per_layer))
 
+
+@functools.cache  # cases that differ in their data only share one executable
+def _dependent(layer: Callable[..., jax.Array]) -> Callable[[Any, Any], Any]:
     def run(y: jax.Array, inputs: Any) -> jax.Array:
         x, per_layer, weights = inputs
         for i, item in enumerate(per_layer):
             y = layer(x, item, weights[i % len(weights)], y)
         return y
 
-    inputs = (x, tuple(per_layer), tuple(weights))
-    return Chain(run, residual, inputs, len(per_layer), GRAPHS)
+    return compiled(run)
 
 
 def independent(call: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> Chain:
@@ -74,11 +87,21 @@ def independent(call: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) 
 
     The arguments must differ, or XLA computes equal calls once.
     """
-
-    def run(_: Any, inputs: Any) -> Any:
-        return tuple(call(*item) for item in inputs)
-
     inputs = tuple(arguments)
     shapes = tuple(jax.eval_shape(call, *item) for item in inputs)
     state = jax.tree.map(lambda s: jax.numpy.zeros(s.shape, s.dtype), shapes)
-    return Chain(run, state, inputs, len(inputs), SERIAL_GRAPHS)
+    return Chain(_independent(call), state, inputs, len(inputs))
+
+
+@functools.cache
+def _independent(call: Callable[..., Any]) -> Callable[[Any, Any], Any]:
+    def run(_: Any, inputs: Any) -> Any:
+        return tuple(call(*item) for item in inputs)
+
+    return compiled(run, SERIAL_GRAPHS)
+
+
+@functools.cache
+def single(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `call` jitted, the same object every time."""
+    return jax.jit(call)

@@ -33,7 +33,7 @@ class Report:
     peers: dict[str, Any]
 
     def find(self, model: str, tokens: int, impl: str, **fields: Any) -> Row | None:
-        """Returns the timed row of the whole layer, uniform and in a burst unless told otherwise."""
+        """Returns the row of the whole layer: timed, uniform, in a burst unless told otherwise."""
         wanted = {"suite": "layer", "op": "moe_mlp", "skew": "uniform", "regime": "burst"} | fields
         for row in self.rows:
             same = (row.model, row.tokens, row.impl) == (model, tokens, impl)

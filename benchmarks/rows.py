@@ -130,7 +130,7 @@ def _output(*command: str) -> str:
 
 
 def _git_commit() -> str | None:
-    return _output("git", "rev-parse", "--short=12", "HEAD").strip() or None
+    return _output("git", "describe", "--always", "--dirty", "--abbrev=12").strip() or None
 
 
 def _cuda_version() -> str | None:

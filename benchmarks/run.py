@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
         repeats=args.repeats or (5 if args.quick else 20),
         impls=frozenset(args.impl) if args.impl else None,
         sustained=not args.quick,
-        cap_s=1.0 if args.quick else 3.0,
+        cap_s=1.0 if args.quick else 2.0,
     )
     grid = list(itertools.product(args.suite, tokens, skews))
     total, done, not_run = len(models) * len(grid), 0, []

@@ -3,12 +3,13 @@
 import dataclasses
 import math
 import subprocess
-import threading
 import time
 from collections.abc import Mapping
 from typing import Protocol
 
 _CHAIN_US = 2000.0  # a memory-bound chain lasts at least this long: launching it takes far less
+_LOAD = "clocks.sm,power.draw"
+_PLAIN = ("--format=csv,noheader,nounits", "--id=0")
 _BURST_US = 25000.0  # a compute-bound chain at most: the card slows down under longer load
 
 
@@ -129,24 +130,50 @@ def sustained(timed: Timed, seconds: float = 1.0) -> Measured:
     once = execution_s(timed)
     count = max(1, round(0.05 / once))
     segments = max(3, round(seconds / (once * count)))
-    readings: list[tuple[float | None, float | None]] = []
-    reader = threading.Timer(0.6 * seconds, lambda: readings.append(clock_and_power()))
-    reader.start()
     samples: list[float] = []
-    for _ in range(segments):
-        start = time.perf_counter()
-        timed.launch(count)
-        timed.wait()
-        samples.append((time.perf_counter() - start) / (count * timed.layers) * 1e6)
-    reader.cancel()
-    reader.join()
-    clock, power = readings[0] if readings else (None, None)
-    return dataclasses.replace(_summary(samples), sm_clock_mhz=clock, power_w=power)
+    with _Monitor() as monitor:
+        for _ in range(segments):
+            start = time.perf_counter()
+            timed.launch(count)
+            timed.wait()
+            samples.append((time.perf_counter() - start) / (count * timed.layers) * 1e6)
+    return dataclasses.replace(
+        _summary(samples), sm_clock_mhz=monitor.clock_mhz, power_w=monitor.power_w
+    )
+
+
+class _Monitor:
+    """Reads SM clock and power ten times a second; afterwards holds their medians."""
+
+    clock_mhz: float | None = None
+    power_w: float | None = None
+
+    def __enter__(self) -> "_Monitor":
+        command = ["nvidia-smi", f"--query-gpu={_LOAD}", *_PLAIN, "-lms", "100"]
+        try:
+            self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        except OSError:
+            self._process = None
+        else:
+            assert self._process.stdout is not None
+            self._process.stdout.readline()  # it runs: what follows is read under load
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is None:
+            return
+        self._process.terminate()
+        text, _ = self._process.communicate()
+        readings = [[_number(v) for v in line.split(",")] for line in text.splitlines()]
+        pairs = [(r[0], r[1]) for r in readings if len(r) == 2 and r[0] and r[1]]
+        if pairs:
+            self.clock_mhz = percentile([clock for clock, _ in pairs], 0.5)
+            self.power_w = percentile([power for _, power in pairs], 0.5)
 
 
 def nvidia_smi(fields: str) -> list[str] | None:
     """Returns the values of a query for the first GPU, None where there is no nvidia-smi."""
-    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits", "--id=0"]
+    command = ["nvidia-smi", f"--query-gpu={fields}", *_PLAIN]
     try:
         out = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -156,7 +183,7 @@ def nvidia_smi(fields: str) -> list[str] | None:
 
 def clock_and_power() -> tuple[float | None, float | None]:
     """Returns SM clock in MHz and power in W right now."""
-    values = nvidia_smi("clocks.sm,power.draw")
+    values = nvidia_smi(_LOAD)
     if values is None or len(values) != 2:
         return None, None
     return _number(values[0]), _number(values[1])

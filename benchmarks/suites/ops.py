@@ -48,15 +48,14 @@ def _route(case: Case) -> Entry:
     model = case.model
     work = bounds.route(case.num_tokens, model.num_experts, model.top_k)
 
-    def call(logits: jax.Array) -> jaxmoe.Routing:
-        return jaxmoe.route(logits, top_k=model.top_k)
+    call = _keyword(jaxmoe.route, "top_k", model.top_k)
 
     def arguments(count: int) -> list[tuple[Any, ...]]:
         return [(r.logits,) for r in case.routings(count)]
 
     def check() -> float:
         _, r = case.fresh
-        routing = jax.jit(call)(r.logits)
+        routing = chain.single(call)(r.logits)
         if not np.array_equal(routing.expert_ids, r.expert_ids):
             return float("inf")
         return relative_error(routing.weights, r.weights)
@@ -68,15 +67,14 @@ def _plan(case: Case) -> Entry:
     model = case.model
     work = bounds.plan(case.num_tokens, model.top_k, model.num_experts)
 
-    def call(expert_ids: jax.Array) -> jaxmoe.Plan:
-        return jaxmoe.plan(expert_ids, model.num_experts)
+    call = _keyword(jaxmoe.plan, "num_experts", model.num_experts)
 
     def arguments(count: int) -> list[tuple[Any, ...]]:
         return [(r.expert_ids,) for r in case.routings(count)]
 
     def check() -> float:
         _, r = case.fresh
-        plan = jax.jit(call)(r.expert_ids)
+        plan = chain.single(call)(r.expert_ids)
         ids = np.asarray(r.expert_ids).reshape(-1)
         order = np.argsort(ids, kind="stable")
         slot_to_row = np.empty_like(order)
@@ -92,8 +90,13 @@ def _plan(case: Case) -> Entry:
     return _entry("plan", work, call, arguments, check, work.activation_bytes)
 
 
+@functools.cache
+def _keyword(op: Callable[..., Any], name: str, value: int) -> Callable[..., Any]:
+    return functools.partial(op, **{name: value})
+
+
 def _plans(case: Case, count: int) -> list[jaxmoe.Plan]:
-    make = jax.jit(functools.partial(jaxmoe.plan, num_experts=case.model.num_experts))
+    make = chain.single(_keyword(jaxmoe.plan, "num_experts", case.model.num_experts))
     return [make(r.expert_ids) for r in case.routings(count)]
 
 
@@ -107,7 +110,7 @@ def _permute(case: Case) -> Entry:
     def check() -> float:
         x, _ = case.fresh
         plan = _plans(case, 1)[0]
-        rows = jax.jit(jaxmoe.permute)(x, plan)
+        rows = chain.single(jaxmoe.permute)(x, plan)
         equal = np.array_equal(rows, np.asarray(x)[np.asarray(plan.row_to_token)])
         return 0.0 if equal else float("inf")
 
@@ -130,7 +133,7 @@ def _finalize(case: Case) -> Entry:
 
     def check() -> float:
         plan, weights = _plans(case, 1)[0], case.routings(1)[0].weights
-        y = jax.jit(jaxmoe.finalize)(rows(), plan, weights)
+        y = chain.single(jaxmoe.finalize)(rows(), plan, weights)
         at = case.sample
         mine = np.asarray(rows()[plan.slot_to_row[at]], np.float32)
         expected = np.einsum("tkh,tk->th", mine, np.asarray(weights[at]))
@@ -149,10 +152,10 @@ def _rows(case: Case, width: int) -> jax.Array:
 def _grouped_gemm(case: Case, name: str, k: int, n: int) -> list[Entry]:
     model, op = case.model, f"grouped_gemm/{name}"
     output_bytes = case.num_rows * n * BYTES
-    guess = guessed_us(bounds.grouped_gemm(case.num_rows, k, n, model.top_k))
-    hit = case.hit(chain_length(guess, output_bytes))
+    even = bounds.expected_hit(model, case.num_tokens)
+    floor_us = guessed_us(bounds.grouped_gemm(case.num_rows, k, n, even))
+    hit = case.hit(chain_length(floor_us, output_bytes))
     work = bounds.grouped_gemm(case.num_rows, k, n, hit)
-    floor_us = guessed_us(work)
 
     @functools.cache
     def lhs() -> jax.Array:
@@ -170,7 +173,7 @@ def _grouped_gemm(case: Case, name: str, k: int, n: int) -> list[Entry]:
 
         def check() -> float:
             plan = _plans(case, 1)[0]
-            out = jax.jit(call)(lhs(), weights(0), plan.group_sizes)
+            out = chain.single(call)(lhs(), weights(0), plan.group_sizes)
             at = case.sample * model.top_k
             expert = np.searchsorted(np.asarray(plan.expert_offsets), at, side="right") - 1
             return relative_error(out[at], _reference_rows(lhs()[at], weights(0), expert))
