@@ -45,7 +45,7 @@ struct PlanParams {
   int64_t num_experts;
   int64_t expert_offset;
   int64_t num_local_experts;
-  int32_t* zero_counters;  // nullable; [num_zero_counters] set to 0
+  int32_t* zero_counters;  // nullable; [num_zero_counters] set to 0 if B > 0
   int64_t num_zero_counters;
   bool pdl;
 };
