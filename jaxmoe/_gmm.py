@@ -69,13 +69,15 @@ def _tgmm_out(x: Any, dy: Any, *_: Any, weight_shape: Any, out_dtype: Any, **_pa
 def _fold(a: jax.Array, dim: int | None, size: int, inner: int) -> jax.Array:
     """[V,B,...] -> [V*B,...] in the order (B / inner, V, inner)."""
     a = _primitive.move_batch_to_front(a, dim, size)
-    a = a.reshape(size, a.shape[1] // inner, inner, *a.shape[2:])
-    return jnp.moveaxis(a, 0, 1).reshape(-1, *a.shape[3:])
+    batch, rest = a.shape[1], a.shape[2:]
+    a = jnp.moveaxis(a.reshape(size, batch // inner, inner, *rest), 0, 1)
+    return a.reshape(size * batch, *rest)
 
 
 def _unfold(a: jax.Array, size: int, inner: int) -> jax.Array:
-    a = a.reshape(-1, size, inner, *a.shape[1:])
-    return jnp.moveaxis(a, 1, 0).reshape(size, -1, *a.shape[3:])
+    batch, rest = a.shape[0] // size, a.shape[1:]
+    a = jnp.moveaxis(a.reshape(batch // inner, size, inner, *rest), 1, 0)
+    return a.reshape(size, batch, *rest)
 
 
 def _gmm_batch(args: Any, dims: Any, **params: Any) -> Any:
@@ -87,11 +89,9 @@ def _gmm_batch(args: Any, dims: Any, **params: Any) -> Any:
         inner = -1  # any w serves all examples: they are more batches
     elif dims[1] is not None and _lead(starts, dims[2])[1] == _lead(w, dims[1])[1]:
         inner = _lead(w, dims[1])[0]
-        w = _primitive.move_batch_to_front(w, dims[1])
-        w = w.reshape(-1, *w.shape[2:])
+        w = _merge(_primitive.move_batch_to_front(w, dims[1]))
         if bias.size:
-            bias = _primitive.move_batch_to_front(bias, dims[4], size)
-            bias = bias.reshape(-1, *bias.shape[2:])
+            bias = _merge(_primitive.move_batch_to_front(bias, dims[4], size))
     else:  # a fold would have to copy weights
         return _primitive.one_by_one(gmm, (x, w, starts, sizes, bias), dims, **params)
     inner = _lead(starts, dims[2])[0] if inner < 0 else inner
@@ -114,6 +114,10 @@ def _tgmm_batch(args: Any, dims: Any, *, weight_shape: tuple[int, int], **params
     folded = (_fold(a, d, size, inner) for a, d in zip(args, dims, strict=True))
     (dw,) = tgmm(*folded, weight_shape=(size * inner, num_experts), **params)
     return (dw.reshape(size, inner, *dw.shape[1:]),), (0,)
+
+
+def _merge(a: jax.Array) -> jax.Array:
+    return a.reshape(a.shape[0] * a.shape[1], *a.shape[2:])
 
 
 def _lead(a: Any, dim: int | None) -> tuple[int, int]:
@@ -209,26 +213,16 @@ def _tgmm_transpose(
     return (ct, None, None, None) if x_is_linear else (None, ct, None, None)
 
 
-def gmm_config(x: Any, w: Any, starts: Any, weight_layout: str) -> _heuristics.GemmConfig:
-    """Chooses the tile of a `gmm` from its shapes."""
-    n = w.shape[3 if weight_layout == "kn" else 2]
-    batch, num_rows, k = x.shape
-    return _heuristics.gmm_config(batch * num_rows, batch * starts.shape[1], k, n, x.dtype)
-
-
 def _gmm_attrs(avals: Any, *, weight_layout: str, config: Any, **_params: Any) -> dict[str, Any]:
-    x, w, starts, _, _ = avals
-    config = config or gmm_config(x, w, starts, weight_layout)
-    attrs = config.attrs()
-    del attrs["gather"]  # the rows are there already
-    return {"weight_layout": WEIGHT_LAYOUTS.index(weight_layout), "config": attrs}
+    x, _, starts, _, _ = avals
+    config = config or _heuristics.gmm_config(x.shape[0] * x.shape[1], starts.size)
+    # Rows are in group order already, whatever the configuration of a fused layer says.
+    tile = {**config.attrs(), "gather": 0}
+    return {"weight_layout": WEIGHT_LAYOUTS.index(weight_layout), "config": tile}
 
 
-def _gmm_scratch(avals: Any, *, weight_layout: str, **_params: Any) -> list[_primitive.Spec]:
-    x, w, starts, _, _ = avals
-    n = w.shape[3 if weight_layout == "kn" else 2]
-    size = _heuristics.gmm_scratch_size(x.shape[0], x.shape[1], starts.shape[1], n)
-    return [((size,), jnp.int32)]
+def _gmm_scratch(_avals: Any, **_params: Any) -> list[_primitive.Spec]:
+    return [((_heuristics.gmm_scratch_size(),), jnp.int32)]
 
 
 def _gmm_reason(avals: Any, *, out_dtype: Any, **_params: Any) -> str | None:

@@ -41,9 +41,9 @@ def gmm_xla(
     out = jnp.zeros((num_rows, n), out_dtype)
     if out.size and starts.size:
         x = x.reshape(num_rows, k)
-        w = w.reshape(-1, *w.shape[2:])
-        bias = bias.reshape(-1, n)
-        common, acc = _dtypes(x, w)
+        w = w.reshape(w.shape[0] * w.shape[1], *w.shape[2:])
+        bias = bias.reshape(bias.shape[0] * bias.shape[1], bias.shape[2])
+        common = _common(x, w)
         contract = ((1,), (0 if weight_layout == "kn" else 1,))
 
         def step(out: jax.Array, first: jax.Array, mask: jax.Array, group: jax.Array) -> jax.Array:
@@ -54,10 +54,10 @@ def gmm_xla(
                 jax.lax.dynamic_index_in_dim(w, weight, keepdims=False).astype(common),
                 (contract, ((), ())),
                 precision=precision,
-                preferred_element_type=acc,
+                preferred_element_type=jnp.float32,
             )
             if bias.size:
-                y += jax.lax.dynamic_slice_in_dim(bias, weight, 1).astype(acc)
+                y += jax.lax.dynamic_slice_in_dim(bias, weight, 1).astype(jnp.float32)
             old = jax.lax.dynamic_slice_in_dim(out, first, mask.shape[0])
             new = jnp.where(mask[:, None], y.astype(out_dtype), old)
             return jax.lax.dynamic_update_slice_in_dim(out, new, first, 0)
@@ -80,11 +80,11 @@ def tgmm_xla(
     batch, rows_per_batch, k = x.shape
     n = dy.shape[2]
     num_weights = weight_shape[0] * weight_shape[1]
-    common, acc = _dtypes(x, dy)
-    dw = jnp.zeros((num_weights, k, n), acc)
+    common = _common(x, dy)
+    dw = jnp.zeros((num_weights, k, n), jnp.float32)
     if dw.size and starts.size and batch * rows_per_batch:
-        x = x.reshape(-1, k)
-        dy = dy.reshape(-1, n)
+        x = x.reshape(batch * rows_per_batch, k)
+        dy = dy.reshape(batch * rows_per_batch, n)
 
         def step(dw: jax.Array, first: jax.Array, mask: jax.Array, group: jax.Array) -> jax.Array:
             # Both are masked: 0 * NaN of another group's row would be NaN.
@@ -99,7 +99,7 @@ def tgmm_xla(
                 dy_rows,
                 (((0,), (0,)), ((), ())),
                 precision=precision,
-                preferred_element_type=acc,
+                preferred_element_type=jnp.float32,
             )
             weight = group % num_weights
             part += jax.lax.dynamic_index_in_dim(dw, weight, keepdims=False)
@@ -109,10 +109,9 @@ def tgmm_xla(
     return (dw.reshape(*weight_shape, k, n).astype(out_dtype),)
 
 
-def _dtypes(a: jax.Array, b: jax.Array) -> tuple[Any, Any]:
-    """The dtype both factors are converted to, and the accumulator's."""
-    common = jnp.promote_types(a.dtype, b.dtype)
-    return common, jnp.promote_types(common, jnp.float32)
+def _common(a: jax.Array, b: jax.Array) -> Any:
+    """The dtype that both factors are multiplied in."""
+    return a.dtype if a.dtype == b.dtype else jnp.dtype(jnp.float32)
 
 
 def _for_each_block(

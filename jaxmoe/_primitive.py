@@ -163,6 +163,12 @@ def one_by_one(op: Op, args: Sequence[Any], dims: Sequence[int | None], **params
     return outs, (0,) * len(outs)
 
 
+def lowers_to_cuda(op: Op) -> bool:
+    """Whether `op` becomes its FFI call on CUDA: the handlers are loaded, or a test says so."""
+    usable = _targets.cuda_available() or _targets.cuda_lowering_forced()
+    return op.cuda is not None and usable
+
+
 def scratch_bytes(specs: Sequence[Spec]) -> int:
     """Bytes of the scratch results `specs`."""
     total = 0
@@ -271,7 +277,7 @@ def _lower_xla(rule: Any, ctx: Any, *operands: Any, **params: Any) -> Any:
 
 
 def _lower_cuda(op: Op, xla_rule: Any, ctx: Any, *operands: Any, **params: Any) -> Any:
-    if op.cuda is None or not (_targets.cuda_available() or _targets.cuda_lowering_forced()):
+    if op.cuda is None or not lowers_to_cuda(op):
         return xla_rule(ctx, *operands, **params)
     reason = op.cuda.reason(ctx.avals_in, **params)
     if reason is not None:

@@ -70,6 +70,9 @@ def grouped_gemm(
     check_float(op, "lhs", lhs)
     check_float(op, "rhs", rhs)
     _checks.check_same_dtype(op, "rhs", rhs, "lhs", lhs)
+    if rhs.shape[0] == 0:
+        rule = "rhs.shape[0]=0 must be at least 1 (num_groups)"
+        raise ValueError(_checks.message(op, rule, rhs=rhs))
     k_axis = 1 if weight_layout == "kn" else 2
     _checks.check_same_dim(op, "rhs", rhs, k_axis, "lhs", lhs, 1, "K, the contracted axis")
     check_config(op, "config", config)
@@ -121,7 +124,7 @@ def _groups(
             f"rhs.shape[0]={num_groups} (num_groups)"
         )
         raise ValueError(_checks.message(op, rule, group_sizes=group_sizes, rhs=rhs))
-    sizes = jnp.clip(group_sizes, 0, lhs.shape[0]).astype(jnp.int32)
+    sizes = jnp.clip(jnp.asarray(group_sizes).astype(jnp.int32), 0, lhs.shape[0])
     starts = jnp.cumsum(sizes) - sizes
     if group_offset is None:
         return starts, sizes

@@ -1,0 +1,160 @@
+"""Says, for every jaxmoe op in a function, what runs where and why not."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxmoe import _checks, _primitive, _targets
+
+
+@dataclasses.dataclass(frozen=True)
+class Scratch:
+    """One buffer that an op needs on CUDA beyond its arguments and results.
+
+    Attributes:
+      shape, dtype: as XLA allocates it.
+      bytes: its size.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class OpReport:
+    """What becomes of one op.
+
+    Attributes:
+      op: name of the primitive, such as "jaxmoe_moe_mlp".
+      where: the transformations around it, such as "jit/scan"; "" at the top.
+      operands: its arguments, such as "bf16[16,2048]".
+      cuda_target: FFI target that CUDA calls, None if it cannot.
+      cuda_reason: why CUDA refuses these arguments, None if it does not.
+      cuda_attrs: attributes of the call, the tiles of the matrix products among them.
+      cuda_scratch: buffers of the call beyond arguments and results.
+      runs: what runs on the default device of this process.
+    """
+
+    op: str
+    where: str
+    operands: tuple[str, ...]
+    cuda_target: str | None
+    cuda_reason: str | None
+    cuda_attrs: dict[str, Any]
+    cuda_scratch: tuple[Scratch, ...]
+    runs: str
+
+    @property
+    def cuda_scratch_bytes(self) -> int:
+        """Bytes of all the scratch."""
+        return sum(s.bytes for s in self.cuda_scratch)
+
+    def __str__(self) -> str:
+        lines = [f"{self.op} ({', '.join(self.operands)})" + (self.where and f" in {self.where}")]
+        lines.append(f"  here: {self.runs}")
+        if self.cuda_reason is not None:
+            lines.append(f"  CUDA: refused: {self.cuda_reason}")
+            return "\n".join(lines)
+        lines.append(f"  CUDA: FFI call {self.cuda_target}")
+        lines += (f"    {name}: {_text(value)}" for name, value in self.cuda_attrs.items())
+        buffers = ", ".join(f"{s.dtype}[{','.join(map(str, s.shape))}]" for s in self.cuda_scratch)
+        lines.append(
+            f"    scratch: {self.cuda_scratch_bytes} bytes" + (buffers and f" ({buffers})")
+        )
+        return "\n".join(lines)
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What becomes of every jaxmoe op of a function; print it.
+
+    Attributes:
+      platform: of the default device of this process, such as "cpu" or "gpu".
+      why_no_cuda: why the CUDA kernels are not loaded, None if they are.
+      ops: one report for each op, in program order.
+    """
+
+    platform: str
+    why_no_cuda: str | None
+    ops: tuple[OpReport, ...]
+
+    def __str__(self) -> str:
+        loaded = "loaded" if self.why_no_cuda is None else f"not loaded: {self.why_no_cuda}"
+        head = f"default platform: {self.platform}; CUDA kernels {loaded}"
+        return "\n".join([head, *(map(str, self.ops) if self.ops else ["no jaxmoe op found"])])
+
+
+def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
+    """Traces a function and reports what every jaxmoe op in it becomes.
+
+    Nothing is compiled or run. Ops inside `jit`, `scan`, `while_loop`, `cond`, `vmap`, `grad`,
+    `shard_map` and the like are found; an op in a loop is reported once.
+
+    Args:
+      fn: any function of arrays that JAX can trace.
+      *args, **kwargs: its arguments; `jax.ShapeDtypeStruct` will do for arrays.
+
+    Returns:
+      `Report`: for each op the CUDA call with its tiles and the bytes of its scratch, or the reason
+      why CUDA refuses it, and what runs on the default device of this process.
+
+    Raises:
+      Whatever tracing `fn` raises.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxmoe
+      >>> x = jax.ShapeDtypeStruct((4, 12), jnp.bfloat16)
+      >>> w = jax.ShapeDtypeStruct((2, 12, 16), jnp.bfloat16)
+      >>> sizes = jax.ShapeDtypeStruct((2,), jnp.int32)
+      >>> report = jaxmoe.explain(jaxmoe.grouped_gemm, x, w, sizes)
+      >>> "the nearest legal: 8 and 16" in report.ops[0].cuda_reason
+      True
+    """
+    platform = jax.default_backend()
+    jaxpr = jax.make_jaxpr(fn)(*args, **kwargs).jaxpr
+    ops = tuple(_explain_op(op, eqn, where, platform) for op, eqn, where in _find_ops(jaxpr, ()))
+    return Report(platform, _targets.why_not(), ops)
+
+
+def _find_ops(jaxpr: Any, where: tuple[str, ...]) -> Iterator[tuple[_primitive.Op, Any, str]]:
+    for eqn in jaxpr.eqns:
+        op = _primitive.OPS.get(eqn.primitive.name)
+        if op is not None and op.primitive is eqn.primitive:
+            yield op, eqn, "/".join(where)
+            continue
+        for value in eqn.params.values():
+            for inner in value if isinstance(value, tuple | list) else (value,):
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    yield from _find_ops(inner, (*where, eqn.primitive.name))
+
+
+def _explain_op(op: _primitive.Op, eqn: Any, where: str, platform: str) -> OpReport:
+    avals = [v.aval for v in eqn.invars]
+    target, reason, attrs, scratch = None, None, {}, ()
+    if op.cuda is None:
+        reason = f"{op.name} has no CUDA kernel."
+    else:
+        reason = op.cuda.reason(avals, **eqn.params)
+    if op.cuda is not None and reason is None:
+        target = op.cuda.target
+        attrs = op.cuda.attrs(avals, **eqn.params)
+        scratch = tuple(
+            Scratch(shape, _checks.dtype_name(dtype), _primitive.scratch_bytes([(shape, dtype)]))
+            for shape, dtype in op.cuda.scratch(avals, **eqn.params)
+        )
+    runs = "pure XLA"
+    if platform == "gpu" and _primitive.lowers_to_cuda(op):
+        runs = f"FFI call {target}" if reason is None else "nothing: it is refused"
+    operands = tuple(_checks.describe(a) for a in avals)
+    return OpReport(op.name, where, operands, target, reason, attrs, scratch, runs)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{k} {_text(v)}" for k, v in value.items())
+    return f"{float(value):g}" if isinstance(value, np.floating) else str(value)

@@ -1,0 +1,210 @@
+"""The primitive `moe_mlp_p`: the expert layer as one CUDA call, or as the stages it is made of.
+
+x [T,H], expert_ids [T,K] int32, weights [T,K] f32, w_gate_up [E1,...], w_down [E2,...], b_gate_up
+[E1,N] or [0,0], b_down [E2,H] or [0,0], expert_map [num_experts] int32 or [0], residual [T,H] or
+[0,0] -> y [T,H]
+
+E1 and E2 divide num_local_experts and group g uses weights g mod E1 and g mod E2, so that `vmap`
+can turn examples into groups without a copy of weights that are the same for all of them.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxmoe import _gmm, _heuristics, _primitive
+from jaxmoe.activation import GATE_UP_ORDERS, Activation, split_gate_up
+from jaxmoe.finalize import finalize
+from jaxmoe.permute import permute
+from jaxmoe.plan import local_ids_xla, no_map, plan
+
+
+def no_bias(dtype: Any) -> jax.Array:
+    """Returns the empty array that stands for "no bias"."""
+    return jnp.zeros((0, 0), dtype)
+
+
+def _stages(
+    x: jax.Array,
+    expert_ids: jax.Array,
+    weights: jax.Array,
+    w_gate_up: jax.Array,
+    w_down: jax.Array,
+    b_gate_up: jax.Array,
+    b_down: jax.Array,
+    expert_map: jax.Array,
+    residual: jax.Array,
+    *,
+    activation: Activation,
+    gate_up: str,
+    weight_layout: str,
+    num_experts: int,
+    num_local_experts: int,
+    expert_offset: int,
+    config: Any,
+) -> tuple[jax.Array]:
+    """Composes the layer from the other ops, all of them differentiable."""
+    order = plan(
+        expert_ids,
+        num_experts,
+        expert_offset=expert_offset,
+        num_local_experts=num_local_experts,
+        expert_map=expert_map if expert_map.size else None,
+    )
+    starts, sizes = order.expert_offsets[None, :-1], order.group_sizes[None]
+    config = (None, None) if config is None else config
+
+    def product(rows: jax.Array, w: jax.Array, bias: jax.Array, dtype: Any, tile: Any) -> jax.Array:
+        (out,) = _gmm.gmm(
+            rows[None],
+            w[None],
+            starts,
+            sizes,
+            bias[None] if bias.size else _gmm.no_bias(bias.dtype),
+            weight_layout=weight_layout,
+            out_dtype=jnp.dtype(dtype),
+            precision=None,
+            config=tile,
+        )
+        return out[0]
+
+    z = product(permute(x, order), w_gate_up, b_gate_up, jnp.float32, config[0])
+    z = checkpoint_name(z, "jaxmoe_z")
+    h = activation(*split_gate_up(z, gate_up)) if activation.gated else activation(z)
+    h = checkpoint_name(h.astype(x.dtype), "jaxmoe_h")
+    rows = product(h, w_down, b_down, x.dtype, config[1])
+    return (finalize(rows, order, weights, residual=residual if residual.size else None),)
+
+
+def _out(x: Any, *_: Any, **_params: Any) -> list[_primitive.Spec]:
+    return [(x.shape, x.dtype)]
+
+
+def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+    moving = [i for i, t in enumerate(tangents) if t is not None]
+
+    def stages(*values: jax.Array) -> tuple[jax.Array]:
+        args = list(primals)
+        for i, value in zip(moving, values, strict=True):
+            args[i] = value
+        return _stages(*args, **params)
+
+    return jax.jvp(stages, [primals[i] for i in moving], [tangents[i] for i in moving])
+
+
+def _batch(args: Any, dims: Any, **params: Any) -> Any:
+    size = _primitive.batch_size(args, dims)
+    args, dims = _drop_empty(args, dims)
+    x, expert_ids, weights, w1, w2, b1, b2, expert_map, residual = args
+    num_local = params["num_local_experts"]
+    counts = [a.shape[1 if d == 0 else 0] for a, d in ((w1, dims[3]), (w2, dims[4]))]
+    batched = {n for n, d in zip(counts, dims[3:5], strict=True) if d is not None}
+    per_block = min(batched, default=num_local)
+    if (
+        len(batched) > 1
+        or (batched and any(per_block % n for n in counts))
+        or any(dims[i + 2] is not None and dims[i] is None for i in (3, 4))
+    ):  # a fold would have to copy weights
+        return _primitive.one_by_one(moe_mlp_p, args, dims, **params)
+    expert_ids = _primitive.move_batch_to_front(expert_ids, dims[1], size)
+    if batched or dims[7] is not None:
+        window = {k: params[k] for k in ("num_experts", "num_local_experts", "expert_offset")}
+        local = jax.vmap(
+            lambda ids, m: local_ids_xla(ids, m, **window), in_axes=(0, dims[7]), axis_size=size
+        )(expert_ids, expert_map)
+        example = jnp.arange(size, dtype=jnp.int32)[:, None, None] if batched else jnp.int32(0)
+        blocks = size if batched else 1
+        # Groups in the order (local // per_block, example, local % per_block).
+        group = (local // per_block * blocks + example) * per_block + local % per_block
+        expert_ids = jnp.where(local < num_local, group, -1)
+        expert_map = no_map()
+        groups = blocks * num_local
+        params |= {"num_experts": groups, "num_local_experts": groups, "expert_offset": 0}
+    (y,) = moe_mlp_p(
+        *(_merge(a, d, size) for a, d in ((x, dims[0]), (expert_ids, 0), (weights, dims[2]))),
+        *(
+            a if dims[3 + i % 2] is None or not a.size else _merge(a, d, size)
+            for i, (a, d) in enumerate(zip((w1, w2, b1, b2), dims[3:7], strict=True))
+        ),
+        expert_map,
+        _merge(residual, dims[8], size) if residual.size else residual,
+        **params,
+    )
+    return (y.reshape(size, y.shape[0] // size, y.shape[1]),), (0,)
+
+
+def _merge(a: jax.Array, dim: int | None, size: int) -> jax.Array:
+    """[V,A,...] -> [V*A,...], an array that is not batched being repeated."""
+    a = _primitive.move_batch_to_front(a, dim, size)
+    return a.reshape(a.shape[0] * a.shape[1], *a.shape[2:])
+
+
+def _drop_empty(args: Any, dims: Any) -> tuple[list[Any], list[int | None]]:
+    """Moves batch dimensions to 0 and takes them from the empty arrays that stand for "none"."""
+    args = [_primitive.move_batch_to_front(a, d) for a, d in zip(args, dims, strict=True)]
+    dims = [None if d is None else 0 for d in dims]
+    for i, rank in ((5, 2), (6, 2), (7, 1), (8, 2)):
+        if dims[i] is not None and not args[i].size:
+            args[i], dims[i] = jnp.zeros((0,) * rank, args[i].dtype), None
+    return args, dims
+
+
+def _configs(avals: Any, params: dict[str, Any]) -> tuple[Any, Any]:
+    """Returns the tiles of the two products: the ones asked for, else chosen from the shapes."""
+    _, expert_ids, *_ = avals
+    chosen = _heuristics.mlp_configs(expert_ids.size, params["num_experts"])
+    first, second = params["config"] or (None, None)
+    return first or chosen[0], second or chosen[1]
+
+
+def _intermediate(avals: Any, params: dict[str, Any]) -> int:
+    return avals[4].shape[1 if params["weight_layout"] == "kn" else 2]
+
+
+def _attrs(avals: Any, **params: Any) -> dict[str, Any]:
+    activation = params["activation"]
+    first, second = _configs(avals, params)
+    return {
+        "num_experts": params["num_experts"],
+        "num_local_experts": params["num_local_experts"],
+        "expert_offset": params["expert_offset"],
+        "gate_up": GATE_UP_ORDERS.index(params["gate_up"]),
+        "weight_layout": _gmm.WEIGHT_LAYOUTS.index(params["weight_layout"]),
+        "activation": {"gated": int(activation.gated), **activation.kernel_params()},
+        "gemm1": first.attrs(),
+        "gemm2": {**second.attrs(), "gather": 0},
+    }
+
+
+def _scratch(avals: Any, **params: Any) -> list[_primitive.Spec]:
+    x, expert_ids, *_ = avals
+    num_tokens, top_k = expert_ids.shape
+    num_rows = num_tokens * top_k
+    size = _heuristics.mlp_index_size(num_rows, params["num_local_experts"])
+    return [
+        ((num_rows, x.shape[1]), x.dtype),
+        ((num_rows, _intermediate(avals, params)), x.dtype),
+        ((size,), jnp.int32),
+    ]
+
+
+def _reason(avals: Any, *, weight_layout: str, **_params: Any) -> str | None:
+    x, _, _, w_gate_up, w_down, *_ = avals
+    op = "moe_mlp"
+    return (
+        _gmm.dtype_reason(op, x=x, w_gate_up=w_gate_up, w_down=w_down)
+        or _gmm.row_reason(op, "x", x, 1)
+        or _gmm.row_reason(op, "w_down", w_down, 1 if weight_layout == "kn" else 2)
+    )
+
+
+moe_mlp_p = _primitive.define(
+    "jaxmoe_moe_mlp",
+    out=_out,
+    xla=_stages,
+    batch=_batch,
+    jvp=_jvp,
+    cuda=_primitive.CudaTarget("jaxmoe_moe_mlp_v1", attrs=_attrs, scratch=_scratch, reason=_reason),
+)

@@ -1,0 +1,195 @@
+"""The fused expert layer: plan, gate and up, activation, down, finalize in one call."""
+
+from typing import Any
+
+import jax
+
+from jaxmoe import _checks
+from jaxmoe._heuristics import GemmConfig
+from jaxmoe._mlp import moe_mlp_p, no_bias
+from jaxmoe.activation import GATE_UP_ORDERS, Activation, resolve
+from jaxmoe.finalize import no_residual
+from jaxmoe.grouped_gemm import WEIGHT_LAYOUTS, check_config, check_float
+from jaxmoe.plan import check_window, no_map
+from jaxmoe.routing import Routing
+
+_OP = "moe_mlp"
+
+
+def moe_mlp(
+    x: jax.Array,
+    routing: Routing,
+    w_gate_up: jax.Array,
+    w_down: jax.Array,
+    *,
+    activation: str | Activation = "swiglu",
+    b_gate_up: jax.Array | None = None,
+    b_down: jax.Array | None = None,
+    gate_up: str = "gate_up",
+    weight_layout: str = "kn",
+    num_experts: int | None = None,
+    expert_offset: int = 0,
+    expert_map: jax.Array | None = None,
+    residual: jax.Array | None = None,
+    config: tuple[GemmConfig | None, GemmConfig | None] | None = None,
+) -> jax.Array:
+    """Runs each token through its experts and adds up the results.
+
+    y[t] = sum over k of weights[t,k] * mlp(x[t], expert_ids[t,k]) + residual[t]
+    mlp(x, e) = activation(x @ w_gate_up[e] + b_gate_up[e]) @ w_down[e] + b_down[e]
+
+    Choices whose expert does not exist or is not local (see `jaxmoe.plan`) contribute nothing.
+
+    Args:
+      x: [T, H] bfloat16, float16 or float32. Every other floating array but the routing weights has
+        this dtype.
+      routing: from `jaxmoe.route`, or your own expert_ids [T, K] int32 and weights [T, K] float32.
+      w_gate_up: [E, H, 2I], or [E, H, I] for an activation without gate. E local experts.
+      w_down: [E, I, H].
+      activation: a name ("swiglu", "geglu", "relu2", ...) or a `jaxmoe.Swiglu`.
+      b_gate_up: [E, 2I] or [E, I].
+      b_down: [E, H].
+      gate_up: the order of the 2I outputs: "gate_up" (gate first), "up_gate" or "interleaved" (gate
+        even, up odd).
+      weight_layout: "kn" for the shapes above; "nk" for w_gate_up [E, 2I, H] and w_down [E, H, I].
+      num_experts: number of global experts; by default the length of `expert_map`, or the local
+        experts and those before `expert_offset`.
+      expert_offset: global id of the first local expert.
+      expert_map: [num_experts] int32, local id of each global expert; outside [0, E) is not local.
+      residual: [T, H], added last.
+      config: tiles of the two CUDA products; chosen from the shapes by default.
+
+    Returns:
+      [T, H] in the dtype of `x`.
+
+    Raises:
+      TypeError, ValueError: an argument of the wrong kind, dtype, rank or shape, or an unknown
+        name.
+      NotImplementedError: a quantized array, or (on CUDA) a dtype or row length without a kernel,
+        or a gradient.
+
+    Numerics: float32 accumulation in both products; the activation is computed in float32 from the
+      first accumulator and rounded once, each row of the second is rounded once, and the
+      float32 sum over k once. Bitwise repeatable. NaN stays in the tokens that hold it.
+    Sharding: one device's tokens against one device's experts; use `jax.shard_map` around it.
+      Residuals of the gradient are named "jaxmoe_z" (before the activation) and "jaxmoe_h".
+    Source: https://arxiv.org/abs/2101.03961, https://arxiv.org/abs/2211.15841.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxmoe
+      >>> x = jnp.ones((1, 2))
+      >>> routing = jaxmoe.route(jnp.array([[0.0, 1.0]]), top_k=1)
+      >>> w_up, w_down = jnp.ones((2, 2, 3)), jnp.ones((2, 3, 2))
+      >>> jaxmoe.moe_mlp(x, routing, w_up, w_down, activation="relu").tolist()
+      [[6.0, 6.0]]
+    """
+    act = resolve(activation, _OP)
+    _checks.check_choice(_OP, "gate_up", gate_up, GATE_UP_ORDERS)
+    _checks.check_choice(_OP, "weight_layout", weight_layout, WEIGHT_LAYOUTS)
+    _check_tokens(x, routing, residual)
+    _check_weights(x, w_gate_up, w_down, act, weight_layout)
+    n_axis = 2 if weight_layout == "kn" else 1
+    _check_bias(x, "b_gate_up", b_gate_up, "w_gate_up", w_gate_up, n_axis)
+    _check_bias(x, "b_down", b_down, "w_down", w_down, n_axis)
+    num_local = w_gate_up.shape[0]
+    if num_experts is None:
+        if expert_map is None:
+            offset = _checks.check_int(_OP, "expert_offset", expert_offset, 0)
+            num_experts = offset + num_local
+        else:
+            _checks.check_rank(_OP, "expert_map", expert_map, "E")
+            num_experts = expert_map.shape[0]
+    num_experts, expert_offset, num_local = check_window(
+        _OP, num_experts, expert_offset, num_local, expert_map
+    )
+    top_k = routing.expert_ids.shape[1]
+    if not 1 <= top_k <= num_experts:
+        rule = (
+            f"top_k={top_k} (routing.expert_ids.shape[1]) must be in [1, {num_experts}] "
+            "(num_experts; give it if the weights hold only some of the experts)"
+        )
+        got = {"expert_ids": routing.expert_ids, "w_gate_up": w_gate_up}
+        raise ValueError(_checks.message(_OP, rule, **got))
+    if config is not None:
+        if not isinstance(config, tuple) or len(config) != 2:
+            rule = "config must be a pair of GemmConfig, one for each product"
+            raise TypeError(_checks.message(_OP, rule, config=config))
+        for i, one in enumerate(config):
+            check_config(_OP, f"config[{i}]", one)
+    (y,) = moe_mlp_p(
+        x,
+        routing.expert_ids,
+        routing.weights,
+        w_gate_up,
+        w_down,
+        no_bias(x.dtype) if b_gate_up is None else b_gate_up,
+        no_bias(x.dtype) if b_down is None else b_down,
+        no_map() if expert_map is None else expert_map,
+        no_residual(x.dtype) if residual is None else residual,
+        activation=act,
+        gate_up=gate_up,
+        weight_layout=weight_layout,
+        num_experts=num_experts,
+        num_local_experts=num_local,
+        expert_offset=expert_offset,
+        config=config,
+    )
+    return y
+
+
+def _check_tokens(x: Any, routing: Any, residual: Any) -> None:
+    check_float(_OP, "x", x)
+    _checks.check_rank(_OP, "x", x, "T,H")
+    if not isinstance(routing, Routing):
+        raise TypeError(_checks.message(_OP, "routing must be a jaxmoe.Routing", routing=routing))
+    ids, weights = routing.expert_ids, routing.weights
+    _checks.check_rank(_OP, "routing.expert_ids", ids, "T,K")
+    _checks.check_dtype(_OP, "routing.expert_ids", ids, ("int32",))
+    _checks.check_rank(_OP, "routing.weights", weights, "T,K")
+    _checks.check_dtype(_OP, "routing.weights", weights, ("float32",))
+    _checks.check_same_dim(_OP, "routing.expert_ids", ids, 0, "x", x, 0, "num_tokens")
+    for axis, meaning in ((0, "num_tokens"), (1, "top_k")):
+        _checks.check_same_dim(
+            _OP, "routing.weights", weights, axis, "routing.expert_ids", ids, axis, meaning
+        )
+    if residual is not None:
+        _checks.check_rank(_OP, "residual", residual, "T,H")
+        _checks.check_same_dtype(_OP, "residual", residual, "x", x)
+        _checks.check_same_dim(_OP, "residual", residual, 0, "x", x, 0, "num_tokens")
+        _checks.check_same_dim(_OP, "residual", residual, 1, "x", x, 1, "hidden")
+
+
+def _check_weights(x: Any, w_gate_up: Any, w_down: Any, act: Activation, layout: str) -> None:
+    check_float(_OP, "w_gate_up", w_gate_up)
+    check_float(_OP, "w_down", w_down)
+    width = "2I" if act.gated else "I"
+    kn = layout == "kn"
+    _checks.check_rank(_OP, "w_gate_up", w_gate_up, f"E,H,{width}" if kn else f"E,{width},H")
+    _checks.check_rank(_OP, "w_down", w_down, "E,I,H" if kn else "E,H,I")
+    _checks.check_same_dtype(_OP, "w_gate_up", w_gate_up, "x", x)
+    _checks.check_same_dtype(_OP, "w_down", w_down, "x", x)
+    k_axis, n_axis = (1, 2) if kn else (2, 1)
+    _checks.check_same_dim(
+        _OP, "w_down", w_down, 0, "w_gate_up", w_gate_up, 0, "num_experts of this device"
+    )
+    _checks.check_same_dim(_OP, "w_gate_up", w_gate_up, k_axis, "x", x, 1, "hidden")
+    _checks.check_same_dim(_OP, "w_down", w_down, n_axis, "x", x, 1, "hidden")
+    intermediate = w_down.shape[k_axis]
+    factor = 2 if act.gated else 1
+    if w_gate_up.shape[n_axis] != factor * intermediate:
+        kind = "gated" if act.gated else "not gated"
+        rule = (
+            f"w_gate_up.shape[{n_axis}]={w_gate_up.shape[n_axis]} must be {factor} * "
+            f"w_down.shape[{k_axis}]={factor * intermediate}, because {act.name} is {kind}"
+        )
+        raise ValueError(_checks.message(_OP, rule, w_gate_up=w_gate_up, w_down=w_down))
+
+
+def _check_bias(x: Any, name: str, bias: Any, w_name: str, w: Any, n_axis: int) -> None:
+    if bias is None:
+        return
+    check_float(_OP, name, bias)
+    _checks.check_rank(_OP, name, bias, "E,N")
+    _checks.check_same_dtype(_OP, name, bias, "x", x)
+    _checks.check_same_dim(_OP, name, bias, 0, w_name, w, 0, "num_experts of this device")
+    _checks.check_same_dim(_OP, name, bias, 1, w_name, w, n_axis, "its outputs")
