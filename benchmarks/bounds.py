@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from benchmarks.models import BYTES, Model
+from benchmarks.models import BYTES, Layer, expert_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,18 +48,18 @@ class Work:
         return self.flops / ceiling.flops[scheme] > memory_s
 
 
-def expected_hit(model: Model, num_tokens: int) -> float:
+def expected_hit(model: Layer, num_tokens: int) -> float:
     """Mean number of experts with at least one row when every token draws K of E uniformly."""
     missed = (1 - model.top_k / model.num_experts) ** num_tokens
     return model.num_experts * (1 - missed)
 
 
-def layer(model: Model, num_tokens: int, experts_hit: float) -> Work:
+def layer(model: Layer, num_tokens: int, experts_hit: float) -> Work:
     """The whole layer: x in, y out, everything between stays on the chip."""
     rows = num_tokens * model.top_k
     return Work(
-        flops=6.0 * rows * model.hidden * model.intermediate,
-        weight_bytes=experts_hit * model.expert_bytes,
+        flops=2.0 * rows * model.hidden * (model.width + model.intermediate),
+        weight_bytes=experts_hit * expert_bytes(model),
         activation_bytes=2.0 * num_tokens * model.hidden * BYTES,
     )
 

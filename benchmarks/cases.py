@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import bounds
-from benchmarks.models import Model
+from benchmarks.models import Layer, layer_bytes
 from jaxmoe import reference
-from jaxmoe.activation import Activation, Swiglu, resolve
 
 DTYPE = jnp.bfloat16
 SCHEME = "bf16"
@@ -37,27 +36,22 @@ class Routed(NamedTuple):
     logits: jax.Array
 
 
-def activation(model: Model) -> Activation:
-    """Returns the activation of the model."""
-    return resolve("swiglu") if model.clamp is None else Swiglu(*model.clamp)
-
-
-def weight_sets(model: Model, seed: int) -> list[Weights]:
+def weight_sets(model: Layer, seed: int) -> list[Weights]:
     """Returns as many distinct layers as fit in `WEIGHT_BYTES`, at most `MAX_WEIGHT_SETS`."""
-    count = max(1, min(MAX_WEIGHT_SETS, WEIGHT_BYTES // model.layer_bytes))
+    count = max(1, min(MAX_WEIGHT_SETS, WEIGHT_BYTES // layer_bytes(model)))
     return [_layer_weights(key, model) for key in jax.random.split(jax.random.key(seed), count)]
 
 
 @functools.partial(jax.jit, static_argnames="model")
-def _layer_weights(key: jax.Array, model: Model) -> Weights:
+def _layer_weights(key: jax.Array, model: Layer) -> Weights:
     hidden, intermediate = model.hidden, model.intermediate
     keys = jax.random.split(key, 4)
     b_gate_up = b_down = None
     if model.bias:
-        b_gate_up = _stack(keys[2], model.num_experts, (2 * intermediate,), 0.1)
+        b_gate_up = _stack(keys[2], model.num_experts, (model.width,), 0.1)
         b_down = _stack(keys[3], model.num_experts, (hidden,), 0.1)
     return Weights(
-        _stack(keys[0], model.num_experts, (hidden, 2 * intermediate), hidden**-0.5),
+        _stack(keys[0], model.num_experts, (hidden, model.width), hidden**-0.5),
         _stack(keys[1], model.num_experts, (intermediate, hidden), intermediate**-0.5),
         b_gate_up,
         b_down,
@@ -73,7 +67,7 @@ def _stack(key: jax.Array, count: int, shape: tuple[int, ...], scale: float) -> 
 
 
 @functools.partial(jax.jit, static_argnames=("num_tokens", "model", "skew"))
-def routed(key: jax.Array, num_tokens: int, model: Model, skew: str) -> Routed:
+def routed(key: jax.Array, num_tokens: int, model: Layer, skew: str) -> Routed:
     """Draws K distinct experts per token: uniformly, or by a Zipf law over shuffled experts.
 
     Adding Gumbel noise to log-probabilities and keeping the top K draws without replacement. The
@@ -104,7 +98,7 @@ def experts_hit(expert_ids: jax.Array) -> int:
 class Case:
     """One model, token count and skew: everything a suite needs to build its calls."""
 
-    model: Model
+    model: Layer
     num_tokens: int
     skew: str
     seed: int
@@ -172,7 +166,7 @@ class Case:
 
 @functools.partial(jax.jit, static_argnames="model")
 def _reference_layer(
-    x: jax.Array, expert_ids: jax.Array, weights: jax.Array, w: Weights, model: Model
+    x: jax.Array, expert_ids: jax.Array, weights: jax.Array, w: Weights, model: Layer
 ) -> jax.Array:
     # Token by token with copies of its own K experts: the reference computes every expert it gets.
     def one(token: Any) -> jax.Array:
@@ -186,7 +180,7 @@ def _reference_layer(
             mine.w_down,
             b_gate_up=mine.b_gate_up,
             b_down=mine.b_down,
-            activation=activation(model),
+            activation=model.activation,
             gate_up=model.gate_up,
         )[0]
 

@@ -28,7 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     device = jax.devices()[0]
     if device.platform != "gpu" and args.models is None:
-        print("No GPU: choose shapes that a CPU can hold, as --models tiny --tokens 8.")
+        print("No GPU: choose shapes that a CPU can hold, as --models odd,clamped --tokens 8.")
         return 2
     models, tokens, skews = _grid(args)
     head = rows.header(device.device_kind, args.commit)

@@ -5,9 +5,9 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from benchmarks.cases import Weights, activation
-from benchmarks.models import Model
-from jaxmoe.activation import split_gate_up
+from benchmarks.cases import Weights
+from benchmarks.models import Layer
+from jaxmoe.activation import resolve, split_gate_up
 
 # (lhs [R, K], rhs [E, K, N], group_sizes [E]) -> [R, N]
 GroupedProduct = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -15,7 +15,7 @@ GroupedProduct = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 def layer(
     product: GroupedProduct,
-    model: Model,
+    model: Layer,
     x: jax.Array,
     expert_ids: jax.Array,
     weights: jax.Array,
@@ -31,8 +31,10 @@ def layer(
     h = product(x[row_to_slot // top_k], w.w_gate_up, group_sizes)
     if w.b_gate_up is not None:
         h = h + w.b_gate_up[row_expert]
-    gate, up = split_gate_up(h.astype(jnp.float32), model.gate_up)
-    rows = product(activation(model)(gate, up).astype(x.dtype), w.w_down, group_sizes)
+    h = h.astype(jnp.float32)
+    act = resolve(model.activation)
+    h = act(*split_gate_up(h, model.gate_up)) if act.gated else act(h)
+    rows = product(h.astype(x.dtype), w.w_down, group_sizes)
     if w.b_down is not None:
         rows = rows + w.b_down[row_expert]
     slots = jnp.zeros_like(rows).at[row_to_slot].set(rows, unique_indices=True)

@@ -9,18 +9,18 @@ import jax.numpy as jnp
 
 from benchmarks import chain
 from benchmarks.cases import DTYPE
-from benchmarks.models import Model
+from benchmarks.models import Layer
 
 NAME = "dense"
 
 
-def layers(model: Model, num_rows: int, count: int, seed: int) -> chain.Chain:
-    """Builds `count` layers y = (y @ A) @ B with A [H, 1.5 I]: 6 R H I FLOPs, as a gated layer.
+def layers(model: Layer, num_rows: int, count: int, seed: int) -> chain.Chain:
+    """Builds `count` layers y = (y @ A) @ B with A [H, 1.5 I] (gated): the FLOPs of the experts.
 
     Layers feed each other within one execution; each execution starts again from the same rows,
     so that values neither grow nor die out.
     """
-    width = 3 * model.intermediate // 2
+    width = (model.width + model.intermediate) // 2
     keys = jax.random.split(jax.random.key(seed), 2 * count + 1)
 
     def draw(key: jax.Array, rows: int, columns: int) -> jax.Array:

@@ -9,8 +9,9 @@ import sys
 from typing import Any
 
 from benchmarks import bounds, timing
-from benchmarks.models import MODELS, Model
+from benchmarks.models import MODELS, Layer, layer_bytes
 from benchmarks.rows import Row, with_time
+from jaxmoe.activation import resolve
 
 NAME = "torch_grouped_mm"
 
@@ -64,14 +65,14 @@ def main() -> None:
 class _Bench:
     """Weights of one model, and the timing of its layer."""
 
-    def __init__(self, model: Model, seed: int):
+    def __init__(self, model: Layer, seed: int):
         import torch
 
         self.torch = torch
         self.model = model
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         torch.manual_seed(seed)
-        count = max(1, min(_SETS, _WEIGHT_BYTES // model.layer_bytes))
+        count = max(1, min(_SETS, _WEIGHT_BYTES // layer_bytes(model)))
         self.sets = [self._weights() for _ in range(count)]
 
     def _weights(self) -> list[Any]:
@@ -124,11 +125,11 @@ class _Bench:
             gate, up = h[..., 0::2], h[..., 1::2]
         else:
             gate, up = h.chunk(2, dim=-1)
-        if m.clamp is None:
+        if m.activation == "swiglu":
             return torch.nn.functional.silu(gate) * up
-        alpha, beta, limit = m.clamp
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-        return gate * torch.sigmoid(alpha * gate) * (up + beta)
+        act = resolve(m.activation)  # gpt-oss's clamped form
+        gate, up = gate.clamp(max=act.limit), up.clamp(-act.limit, act.limit)
+        return gate * torch.sigmoid(act.c1 * gate) * (up + act.beta)
 
     def error(self, y: Any, x: Any, routing: Any) -> float:
         """Relative error of the first layer on sampled tokens, against float32."""

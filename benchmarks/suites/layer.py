@@ -10,29 +10,29 @@ import jax.numpy as jnp
 import jaxmoe
 from benchmarks import bounds, chain
 from benchmarks.baselines import composed, dense, tokamax_gmm, xla_ragged_dot
-from benchmarks.cases import Case, Routed, Weights, activation
-from benchmarks.models import Model
+from benchmarks.cases import Case, Routed, Weights
+from benchmarks.models import Layer
 from benchmarks.suites.entry import Entry, chain_length, guessed_us
 
 
-def moe_mlp(model: Model, x: Any, r: Routed, w: Weights, residual: Any) -> jax.Array:
+def moe_mlp(model: Layer, x: Any, r: Routed, w: Weights, residual: Any) -> jax.Array:
     """Runs jaxmoe's layer with the routing given as data."""
     routing = jaxmoe.Routing(r.expert_ids, r.weights)
     return _call(model, x, routing, w, residual)
 
 
-def routed_moe_mlp(model: Model, x: Any, r: Routed, w: Weights, residual: Any) -> jax.Array:
+def routed_moe_mlp(model: Layer, x: Any, r: Routed, w: Weights, residual: Any) -> jax.Array:
     """Runs jaxmoe's router on given logits, then its layer."""
     return _call(model, x, jaxmoe.route(r.logits, top_k=model.top_k), w, residual)
 
 
-def _call(model: Model, x: Any, routing: Any, w: Weights, residual: Any) -> jax.Array:
+def _call(model: Layer, x: Any, routing: Any, w: Weights, residual: Any) -> jax.Array:
     return jaxmoe.moe_mlp(
         x,
         routing,
         w.w_gate_up,
         w.w_down,
-        activation=activation(model),
+        activation=model.activation,
         b_gate_up=w.b_gate_up,
         b_down=w.b_down,
         gate_up=model.gate_up,
@@ -40,16 +40,16 @@ def _call(model: Model, x: Any, routing: Any, w: Weights, residual: Any) -> jax.
     )
 
 
-def _ragged_dot(model: Model, x: Any, r: Routed, w: Weights, y: Any) -> jax.Array:
+def _ragged_dot(model: Layer, x: Any, r: Routed, w: Weights, y: Any) -> jax.Array:
     return composed.layer(xla_ragged_dot.product, model, x, r.expert_ids, r.weights, w, y)
 
 
-def _tokamax(model: Model, x: Any, r: Routed, w: Weights, y: Any) -> jax.Array:
+def _tokamax(model: Layer, x: Any, r: Routed, w: Weights, y: Any) -> jax.Array:
     return composed.layer(tokamax_gmm.product, model, x, r.expert_ids, r.weights, w, y)
 
 
 @functools.cache
-def _step(layer: Callable[..., jax.Array], model: Model) -> Callable[..., jax.Array]:
+def _step(layer: Callable[..., jax.Array], model: Layer) -> Callable[..., jax.Array]:
     return functools.partial(layer, model)
 
 

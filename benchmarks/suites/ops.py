@@ -20,7 +20,7 @@ def entries(case: Case) -> list[Entry]:
     """Returns every stage of the layer for one case."""
     model = case.model
     products = (
-        ("gate_up", model.hidden, 2 * model.intermediate),
+        ("gate_up", model.hidden, model.width),
         ("down", model.intermediate, model.hidden),
     )
     out = [_route(case), _plan(case), _permute(case), _finalize(case)]
