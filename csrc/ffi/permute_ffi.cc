@@ -26,6 +26,7 @@ ffi::Error Permute(cudaStream_t stream,
   JAXMOE_RETURN_IF_ERROR(CheckShape(kOp, "rows", *rows, {num_rows, hidden}));
   JAXMOE_RETURN_IF_ERROR(CheckDtype(kOp, "rows", *rows, {x.element_type()}));
   int64_t row_bytes = hidden * ElementSize(ToDType(x.element_type()));
+  JAXMOE_RETURN_IF_ERROR(CheckRange(kOp, "x.shape[0]", num_tokens, 0, kMaxInt));
   JAXMOE_RETURN_IF_ERROR(CheckRange(kOp, "row_to_token.shape[0]", num_rows, 0, kMaxInt));
   JAXMOE_RETURN_IF_ERROR(CheckRange(kOp, "bytes of a row", row_bytes, 0, kMaxInt));
 

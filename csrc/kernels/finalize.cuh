@@ -105,6 +105,7 @@ __global__ void __launch_bounds__(kFinalizeMaxThreads, kFinalizeBlocksPerSm)
   if (token >= params.num_tokens) return;
   const Bits* rows = static_cast<const Bits*>(params.rows) + column;  // row stride: row_pieces
   const int top_k = static_cast<int>(params.top_k);
+  const unsigned num_rows = static_cast<unsigned>(params.num_rows);  // negative slots are larger
   const int32_t* slots = params.slot_to_row + token * top_k;
   const float* weights = params.weights + token * top_k;
 
@@ -124,7 +125,7 @@ __global__ void __launch_bounds__(kFinalizeMaxThreads, kFinalizeBlocksPerSm)
     for (int u = 0; u < kUnroll; ++u) {
       int row = k + u < top_k ? slots[k + u] : -1;
       weight[u] = k + u < top_k ? weights[k + u] : 0.0f;
-      valid[u] = row >= 0 && row < params.num_rows;
+      valid[u] = static_cast<unsigned>(row) < num_rows;
       bits[u] = Bits{};
       if (valid[u]) bits[u] = P::Load(rows + static_cast<int64_t>(row) * row_pieces);
     }

@@ -30,7 +30,10 @@ cudaError_t LaunchPermuteUnit(const PermuteParams& p, cudaStream_t stream) {
 }  // namespace
 
 cudaError_t LaunchPermute(const PermuteParams& params, cudaStream_t stream) {
-  if (params.num_rows > 0x7fffffff || params.row_bytes > 0x7fffffff) return cudaErrorInvalidValue;
+  constexpr int64_t kMaxInt = 0x7fffffff;
+  if (params.num_tokens > kMaxInt || params.num_rows > kMaxInt || params.row_bytes > kMaxInt) {
+    return cudaErrorInvalidValue;
+  }
   if (params.num_rows == 0 || params.row_bytes == 0) return cudaSuccess;
   // The widest power of two that divides the row length and both addresses.
   uintptr_t bits = reinterpret_cast<uintptr_t>(params.x) |

@@ -21,6 +21,7 @@ namespace jaxmoe {
 inline constexpr int kPermuteMaxThreads = 256;
 inline constexpr int kPermuteBlocksPerSm = 6;
 inline constexpr int kPermuteUnroll = 4;
+inline constexpr unsigned kPermuteNoToken = 0xffffffffu;
 
 // Position of unit `index` in a matrix whose rows have `row_units` units.
 struct RowColumn {
@@ -51,22 +52,30 @@ __global__ void __launch_bounds__(kPermuteMaxThreads, kPermuteBlocksPerSm)
   const Unit* x = static_cast<const Unit*>(params.x);  // [T,row_units]
   Unit* rows = static_cast<Unit*>(params.rows);        // [R,row_units]
   const unsigned num_rows = static_cast<unsigned>(params.num_rows);
+  // Negative indices are large unsigned ones.
+  const unsigned num_tokens = static_cast<unsigned>(params.num_tokens);
   RowColumn step(static_cast<int64_t>(gridDim.x) * blockDim.x, row_units);
   RowColumn at(static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x, row_units);
   while (at.row < num_rows) {
-    Unit value[kPermuteUnroll];
+    // All indices are on their way before the first is used, then all rows.
+    unsigned token[kPermuteUnroll];
+    unsigned column[kPermuteUnroll];
     int64_t target[kPermuteUnroll];  // -1 past the end
-    int token[kPermuteUnroll];
+    Unit value[kPermuteUnroll];
 #pragma unroll
     for (int i = 0; i < kPermuteUnroll; ++i) {
       bool valid = at.row < num_rows;
+      column[i] = at.column;
       target[i] = valid ? static_cast<int64_t>(at.row) * row_units + at.column : -1;
-      token[i] = valid ? params.row_to_token[at.row] : -1;
-      value[i] = Unit{};
-      if (token[i] >= 0 && token[i] < params.num_tokens) {
-        value[i] = x[static_cast<int64_t>(token[i]) * row_units + at.column];
-      }
+      token[i] = valid ? static_cast<unsigned>(params.row_to_token[at.row]) : kPermuteNoToken;
       at.Advance(step, row_units);
+    }
+#pragma unroll
+    for (int i = 0; i < kPermuteUnroll; ++i) {
+      value[i] = Unit{};
+      if (token[i] < num_tokens) {
+        value[i] = x[static_cast<int64_t>(token[i]) * row_units + column[i]];
+      }
     }
 #pragma unroll
     for (int i = 0; i < kPermuteUnroll; ++i) {

@@ -12,8 +12,8 @@ struct PermuteParams {
   const void* x;                // [T,H]
   const int32_t* row_to_token;  // [R]
   void* rows;                   // [R,H]
-  int64_t num_tokens;           // T
-  int64_t num_rows;             // R
+  int64_t num_tokens;           // T < 2^31
+  int64_t num_rows;             // R < 2^31
   int64_t row_bytes;            // H * element size; < 2^31
   bool pdl;
 };
