@@ -23,7 +23,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmoe import _checks, _gmm_xla, _heuristics, _primitive
+from jaxmoe import _checks, _gmm_xla, _primitive
+from jaxmoe._heuristics import gmm_config, gmm_scratch_size
 
 WEIGHT_LAYOUTS = ("kn", "nk")
 _OTHER_LAYOUT = {"kn": "nk", "nk": "kn"}
@@ -215,14 +216,14 @@ def _tgmm_transpose(
 
 def _gmm_attrs(avals: Any, *, weight_layout: str, config: Any, **_params: Any) -> dict[str, Any]:
     x, _, starts, _, _ = avals
-    config = config or _heuristics.gmm_config(x.shape[0] * x.shape[1], starts.size)
+    config = config or gmm_config(x.shape[0] * x.shape[1], starts.size)
     # Rows are in group order already, whatever the configuration of a fused layer says.
     tile = {**config.attrs(), "gather": 0}
     return {"weight_layout": WEIGHT_LAYOUTS.index(weight_layout), "config": tile}
 
 
 def _gmm_scratch(_avals: Any, **_params: Any) -> list[_primitive.Spec]:
-    return [((_heuristics.gmm_scratch_size(),), jnp.int32)]
+    return [((gmm_scratch_size(),), jnp.int32)]
 
 
 def _gmm_reason(avals: Any, *, out_dtype: Any, **_params: Any) -> str | None:

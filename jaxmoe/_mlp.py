@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxmoe import _gmm, _heuristics, _primitive
+from jaxmoe import _gmm, _primitive
+from jaxmoe._heuristics import mlp_configs, mlp_index_size
 from jaxmoe.activation import GATE_UP_ORDERS, Activation, split_gate_up
 from jaxmoe.finalize import finalize
 from jaxmoe.permute import permute
@@ -154,7 +155,7 @@ def _drop_empty(args: Any, dims: Any) -> tuple[list[Any], list[int | None]]:
 def _configs(avals: Any, params: dict[str, Any]) -> tuple[Any, Any]:
     """Returns the tiles of the two products: the ones asked for, else chosen from the shapes."""
     _, expert_ids, *_ = avals
-    chosen = _heuristics.mlp_configs(expert_ids.size, params["num_experts"])
+    chosen = mlp_configs(expert_ids.size, params["num_experts"])
     first, second = params["config"] or (None, None)
     return first or chosen[0], second or chosen[1]
 
@@ -182,7 +183,7 @@ def _scratch(avals: Any, **params: Any) -> list[_primitive.Spec]:
     x, expert_ids, *_ = avals
     num_tokens, top_k = expert_ids.shape
     num_rows = num_tokens * top_k
-    size = _heuristics.mlp_index_size(num_rows, params["num_local_experts"])
+    size = mlp_index_size(num_rows, params["num_local_experts"])
     return [
         ((num_rows, x.shape[1]), x.dtype),
         ((num_rows, _intermediate(avals, params)), x.dtype),

@@ -110,12 +110,7 @@ def moe_mlp(
         )
         got = {"expert_ids": routing.expert_ids, "w_gate_up": w_gate_up}
         raise ValueError(_checks.message(_OP, rule, **got))
-    if config is not None:
-        if not isinstance(config, tuple) or len(config) != 2:
-            rule = "config must be a pair of GemmConfig, one for each product"
-            raise TypeError(_checks.message(_OP, rule, config=config))
-        for i, one in enumerate(config):
-            check_config(_OP, f"config[{i}]", one)
+    _check_config(config)
     (y,) = moe_mlp_p(
         x,
         routing.expert_ids,
@@ -193,3 +188,13 @@ def _check_bias(x: Any, name: str, bias: Any, w_name: str, w: Any, n_axis: int) 
     _checks.check_same_dtype(_OP, name, bias, "x", x)
     _checks.check_same_dim(_OP, name, bias, 0, w_name, w, 0, "num_experts of this device")
     _checks.check_same_dim(_OP, name, bias, 1, w_name, w, n_axis, "its outputs")
+
+
+def _check_config(config: Any) -> None:
+    if config is None:
+        return
+    if not isinstance(config, tuple) or len(config) != 2:
+        rule = "config must be a pair of GemmConfig, one for each product"
+        raise TypeError(_checks.message(_OP, rule, config=config))
+    for i, one in enumerate(config):
+        check_config(_OP, f"config[{i}]", one)
