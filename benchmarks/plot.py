@@ -20,7 +20,8 @@ _LINES = (
     ("tokamax", "tokamax", "#17becf", "D"),
     ("xla_ragged_dot", "lax.ragged_dot", "#7f7f7f", "P"),
 )
-_TICKS = (1, 1.5, 2, 3, 5, 10, 30, 100)
+_TICKS = (1, 1.25, 1.5, 2, 3, 4, 6, 8)
+_LIMITS = (0.85, 8.0)  # lax.ragged_dot leaves the panel: it goes past 100
 
 
 def series(
@@ -46,19 +47,21 @@ def write(report: Any, floors: dict[tuple[str, int], float], path: Path) -> None
     models = list(dict.fromkeys(model for model, _ in report.points()))
     settings = {"svg.hashsalt": "jaxmoe", "svg.fonttype": "none", "font.size": 9}
     with matplotlib.rc_context(settings):
-        figure, grid = pyplot.subplots(
-            1, len(models), figsize=(3.4 * len(models), 3.6), sharey=True, squeeze=False
-        )
-        for axes, model in zip(grid[0], models, strict=True):
+        columns = min(2, len(models))
+        lines = -(-len(models) // columns)
+        size = (4.6 * columns, 2.9 * lines + 0.6)
+        figure, grid = pyplot.subplots(lines, columns, figsize=size, sharey=True, squeeze=False)
+        for axes, model in zip(grid.flat, models, strict=False):
             _panel(axes, report, floors, model)
-        grid[0][0].set_ylabel("time / floor")
+        for axes in grid.flat[len(models) :]:
+            axes.set_axis_off()
         handles = {
             label: handle
-            for axes in grid[0]
+            for axes in grid.flat
             for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
         }
         figure.legend(handles.values(), handles.keys(), loc="lower center", ncol=4, frameon=False)
-        figure.tight_layout(rect=(0, 0.16, 1, 1))
+        figure.tight_layout(rect=(0, 0.6 / size[1], 1, 1))
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, format="svg", metadata={"Date": None}, facecolor="white")
         pyplot.close(figure)
@@ -66,7 +69,6 @@ def write(report: Any, floors: dict[tuple[str, int], float], path: Path) -> None
 
 def _panel(axes: Any, report: Any, floors: dict[tuple[str, int], float], model: str) -> None:
     axes.axhline(1.0, color="black", linewidth=0.8)
-    highest = 1.5
     for impl, label, colour, marker in _LINES:
         points = series(report, floors, model, impl)
         if not points:
@@ -75,7 +77,6 @@ def _panel(axes: Any, report: Any, floors: dict[tuple[str, int], float], model: 
         style = "--" if impl == "sustained" else "-"
         width = 1.8 if impl in ("jaxmoe", "sustained") else 1.0
         axes.plot(tokens, ratios, style, label=label, color=colour, marker=marker, ms=4, lw=width)
-        highest = max(highest, *ratios)
     axes.set_title(model)
     axes.set_xlabel("tokens")
     axes.set_xscale("log", base=2)
@@ -84,5 +85,6 @@ def _panel(axes: Any, report: Any, floors: dict[tuple[str, int], float], model: 
     axes.yaxis.set_major_locator(FixedLocator(_TICKS))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.set_ylim(0.8, max(axes.get_ylim()[1], highest * 1.2))
+    axes.set_ylim(*_LIMITS)
+    axes.set_ylabel("time / floor")
     axes.grid(True, color="#dddddd", linewidth=0.5)

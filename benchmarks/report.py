@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ _MEASURED = (
     ("tokamax", "tokamax"),
     ("torch", "torch_grouped_mm"),
 )
+_TEXT = ("model", "skew", "impl", "regime", "note")  # columns set left
 _PEERS = ("FlashInfer", "SonicMoE")
 
 
@@ -84,15 +84,16 @@ def summary(report: Report) -> str:
     head = ["model", "tokens", "floor", "jaxmoe", "of floor", "sustained", "vs dense"]
     head += [heading for heading, _ in _MEASURED] + [f"{name}*" for name in _PEERS]
     body = [_summary_row(report, model, tokens) for model, tokens in report.points()]
-    parts = [_table(head, body)]
+    filled = [i for i in range(len(head)) if any(cells[i] != "-" for cells in body)]
+    parts = [_table([head[i] for i in filled], [[cells[i] for i in filled] for cells in body])]
     parts.append(
         "Microseconds per whole MoE layer, bf16, routing given, uniform. *floor*: the larger of "
         "bytes / 4.3 TB/s and FLOPs / 780 TFLOP/s. *sustained*: under a second of load, for "
         "compute-bound rows. *vs dense*: TFLOP/s over those of `jnp.matmul` with equal FLOPs."
     )
-    losses = list(_losses(report))
-    if losses:
-        parts.append("Slower than another implementation: " + "; ".join(losses) + ".")
+    for heading, models in _losses(report).items():
+        where = "; ".join(f"{m} at {', '.join(map(str, t))} tokens" for m, t in models.items())
+        parts.append(f"{heading} is faster than jaxmoe here: {where}.")
     if report.peers:
         names = "; ".join(f"{name} {how}" for name, how in report.peers["impls"].items())
         parts.append(f"\\* Not measured in these runs. {names}. {report.peers['conditions']}")
@@ -118,21 +119,23 @@ def _summary_row(report: Report, model: str, tokens: int) -> list[str]:
     ]
 
 
-def _losses(report: Report) -> Iterable[str]:
-    """Yields where another implementation is faster; peers ran loaded, so loaded rows meet them."""
+def _losses(report: Report) -> dict[str, dict[str, list[int]]]:
+    """Returns who is faster where: heading, then model, then tokens."""
+    out: dict[str, dict[str, list[int]]] = {}
+
+    def note(heading: str, theirs: float | None, ours: Row | None) -> None:
+        if theirs and ours and ours.us and theirs < ours.us:
+            out.setdefault(heading, {}).setdefault(ours.model, []).append(ours.tokens)
+
     for model, tokens in report.points():
         ours = report.find(model, tokens, "jaxmoe")
-        if ours is None or ours.us is None:
-            continue
         loaded = report.find(model, tokens, "jaxmoe", regime="sustained") or ours
         for heading, impl in _MEASURED:
             other = report.find(model, tokens, impl)
-            if other and other.us and other.us < ours.us:
-                yield f"{model} {tokens} ({heading} {_us(other.us)})"
-        for name in _PEERS:
-            us = report.peer_us(model, tokens, name)
-            if us and loaded.us and us < loaded.us:
-                yield f"{model} {tokens} ({name} {_us(us)})"
+            note(heading, other and other.us, ours)
+        for name in _PEERS:  # they ran under load
+            note(f"{name}*", report.peer_us(model, tokens, name), loaded)
+    return out
 
 
 def _origin(runs: list[dict[str, Any]]) -> str:
@@ -141,7 +144,7 @@ def _origin(runs: list[dict[str, Any]]) -> str:
         f"jax {run['jax']}, commit {run['commit']}: `{run['command']}`"
         for run in runs
     ]
-    return "\n".join(["Measured by:", *lines])
+    return "\n".join(["Measured by", "", *lines])
 
 
 def details(report: Report) -> str:
@@ -185,8 +188,7 @@ def _us(value: float | None) -> str:
 
 
 def _table(head: list[str], body: list[list[str]]) -> str:
-    text = 1 if head[1] == "tokens" else 0
-    rule = ["---" if i < text or name == "note" else "--:" for i, name in enumerate(head)]
+    rule = ["---" if name in _TEXT else "--:" for name in head]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, rule, *body])
 
 
