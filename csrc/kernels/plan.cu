@@ -16,16 +16,17 @@ cudaError_t LaunchPlanSmall(const PlanParams& p, cudaStream_t stream) {
   // One thread per slot and one per expert.
   int64_t threads = std::max<int64_t>(row_warps * kWarpSize, RoundUp(p.num_local_experts, 32));
   threads = std::clamp<int64_t>(threads, 128, kPlanSmallMaxThreads);
-  int64_t smem_bytes = RoundUp(row_warps * p.num_local_experts * sizeof(uint16_t), 16);
+  int64_t counts_bytes = RoundUp(row_warps * p.num_local_experts * sizeof(uint16_t), 16);
   return LaunchKernel(PlanSmallKernel,
                       dim3(static_cast<unsigned>(p.batch)),
                       dim3(static_cast<unsigned>(threads)),
-                      smem_bytes,
+                      counts_bytes + rows * sizeof(int32_t),
                       stream,
                       p.pdl,
                       p,
                       static_cast<int>(row_warps),
-                      static_cast<int>(iters));
+                      static_cast<int>(iters),
+                      static_cast<int>(counts_bytes));
 }
 
 cudaError_t LaunchPlanLarge(const PlanParams& p, cudaStream_t stream) {

@@ -8,11 +8,11 @@
 //
 // Small (R <= 4096, E_l <= 1024): one block per b. Warp w owns a contiguous run of at most 128
 //   slots held in registers. Counts per (warp, expert) in shared memory, then one scan over warps
-//   and experts. Shared memory: 2 * row_warps * E_l bytes, 64 KiB at most, 8 KiB at R = 512 and
-//   E_l = 256. Traffic is 12 bytes a slot; the time is latency: load (and map), two block-wide
+//   and experts. Shared memory: 2 * row_warps * E_l + 4 R bytes, 80 KiB at most, 10 KiB at R = 512
+//   and E_l = 256. Traffic is 12 bytes a slot; the time is latency: load (and map), two block-wide
 //   scans, store. Predicted 3 us at R <= 512, 4.5 us at R = 4096, inside a graph.
 // Large: count per chunk, scan over chunks, place. One block of 8 warps per chunk of at least 1024
-//   slots; each warp owns an eighth of the chunk. Static shared memory 36 KiB, a window of 1024
+//   slots; each warp owns an eighth of the chunk. Static shared memory 32 KiB, a window of 1024
 //   experts at a time, so that any E_l works. Bytes at R = 131072, E = 256: 12 R + 16 * 128 * E =
 //   2.1 MB, 0.5 us; predicted 8 us for the three launches.
 // Why this shape: slots are ranked with __match_any_sync and counts are integers added in any
@@ -105,12 +105,13 @@ __device__ __forceinline__ void ZeroCounters(int32_t* counters, int64_t count) {
 }
 
 // One block per batch entry. The first `row_warps` warps hold slots, `iters` per lane.
-// Shared memory: counts uint16 [row_warps][E_l]; at most 128 slots a warp.
+// Shared memory: counts uint16 [row_warps][E_l], from `tokens_offset` on tokens int32 [R].
 __global__ void __launch_bounds__(kPlanSmallMaxThreads)
-    PlanSmallKernel(PlanParams params, int row_warps, int iters) {
+    PlanSmallKernel(PlanParams params, int row_warps, int iters, int tokens_offset) {
   extern __shared__ __align__(16) unsigned char plan_smem[];
   __shared__ int warp_sums[kWarpSize];
   uint16_t* counts = reinterpret_cast<uint16_t*>(plan_smem);
+  int32_t* tokens = reinterpret_cast<int32_t*>(plan_smem + tokens_offset);
 
   GridDependencyWait();
   GridDependencyLaunch();
@@ -186,18 +187,24 @@ __global__ void __launch_bounds__(kPlanSmallMaxThreads)
   if (e == 0) v.expert_offsets[v.local_experts] = num_local_rows;
   __syncthreads();
 
-  if (!has_rows) return;
+  // NOTE: through shared memory: one SM scatters 4-byte stores at a sector or two per clock, which
+  // would be a microsecond at R = 4096.
+  if (has_rows) {
 #pragma unroll
-  for (int i = 0; i < kPlanSmallIters; ++i) {
-    int row = first_row + i * kWarpSize;
-    if (i >= iters || row >= v.rows) break;
-    int position = -1;
-    if (expert[i] >= 0) {
-      position = counts[warp * v.local_experts + expert[i]] + rank[i];
-      v.row_to_token[position] = static_cast<int>(static_cast<unsigned>(row) / v.top_k);
+    for (int i = 0; i < kPlanSmallIters; ++i) {
+      int row = first_row + i * kWarpSize;
+      if (i >= iters || row >= v.rows) break;
+      int position = -1;
+      if (expert[i] >= 0) {
+        position = counts[warp * v.local_experts + expert[i]] + rank[i];
+        tokens[position] = static_cast<int>(static_cast<unsigned>(row) / v.top_k);
+      }
+      v.slot_to_row[row] = position;
     }
-    v.slot_to_row[row] = position;
-    if (row >= num_local_rows) v.row_to_token[row] = -1;
+  }
+  __syncthreads();
+  for (int row = threadIdx.x; row < v.rows; row += blockDim.x) {
+    v.row_to_token[row] = row < num_local_rows ? tokens[row] : -1;
   }
 }
 
