@@ -1,0 +1,263 @@
+"""moe_mlp: values and gradients of the whole layer against the reference."""
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmoe import Routing, moe_mlp, reference
+from jaxmoe._testing import (
+    ROUTINGS,
+    SMALL,
+    Layer,
+    assert_close,
+    assert_equal,
+    layer_inputs,
+    normal,
+)
+
+
+def options(layer, layout="kn"):
+    return {"activation": layer.activation, "gate_up": layer.gate_up, "weight_layout": layout}
+
+
+def run(inputs, **kwargs):
+    """`moe_mlp` on the arrays of `layer_inputs`."""
+    rest = dict(inputs)
+    routing = Routing(rest.pop("expert_ids"), rest.pop("weights"))
+    x, w1, w2 = (rest.pop(name) for name in ("x", "w_gate_up", "w_down"))
+    return moe_mlp(x, routing, w1, w2, **rest, **kwargs)
+
+
+def check(inputs, **kwargs):
+    out = jax.jit(lambda i: run(i, **kwargs))(inputs)
+    dtype = inputs["x"].dtype
+    assert out.dtype == dtype
+    want = reference.moe_mlp(**inputs, **kwargs)
+    if dtype == jnp.float32:
+        naive = want
+        with jax.enable_x64(True):
+            wide = {n: a if n == "expert_ids" else a.astype("float64") for n, a in inputs.items()}
+            want = np.asarray(reference.moe_mlp(**wide, **kwargs, dtype=jnp.float64))
+    else:
+        naive = reference.moe_mlp(**inputs, **kwargs, dtype=dtype)
+    assert_close(out, want, naive)
+
+
+# Every layer, every routing, every dtype, both layouts and the token counts that matter, each at
+# least once; not all against all.
+@pytest.mark.parametrize(
+    "name, routing, dtype, layout, num_tokens",
+    (
+        ("one", "uniform", "bfloat16", "kn", 1),
+        ("one", "with_invalid", "float32", "nk", 37),
+        ("odd", "uniform", "bfloat16", "nk", 37),
+        ("odd", "with_invalid", "float16", "kn", 9),
+        ("odd", "one_expert", "float32", "kn", 130),
+        ("all", "zipf", "float32", "kn", 5),
+        ("all", "uniform", "bfloat16", "nk", 1),
+        ("wide", "zipf", "bfloat16", "kn", 8),
+        ("wide", "with_empty", "float16", "nk", 33),
+        ("clamped", "with_empty", "bfloat16", "kn", 64),
+        ("clamped", "one_expert", "float16", "nk", 17),
+        ("k22", "uniform", "bfloat16", "kn", 3),
+        ("k22", "with_invalid", "float32", "nk", 12),
+    ),
+)
+def test_value(name, routing, dtype, layout, num_tokens):
+    assert routing in ROUTINGS
+    layer = SMALL[name]
+    rng = np.random.default_rng(num_tokens)
+    inputs = layer_inputs(layer, num_tokens, routing, rng, jnp.dtype(dtype), layout)
+    check(inputs, **options(layer, layout))
+
+
+@pytest.mark.parametrize(
+    "activation", ("swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh", "silu", "relu", "relu2")
+)
+@pytest.mark.parametrize("gate_up", ("up_gate", "interleaved"))
+def test_activation(activation, gate_up):
+    layer = Layer("", "", 16, 24, 4, 2, activation, gate_up, bias=True)
+    inputs = layer_inputs(layer, 11, "uniform", np.random.default_rng(5), jnp.bfloat16)
+    check(inputs, **options(layer))
+
+
+def test_identity_of_identity_experts_weighs_the_tokens():
+    """With unit matrices and no activation the layer is x times the sum of its weights."""
+    x = normal(np.random.default_rng(0), (7, 8))
+    eye = jnp.broadcast_to(jnp.eye(8), (3, 8, 8))
+    routing = Routing(
+        jnp.array([[0, 2]] * 7, jnp.int32), jnp.tile(jnp.array([[0.25, 0.5]]), (7, 1))
+    )
+    assert_equal(moe_mlp(x, routing, eye, eye, activation="identity"), 0.75 * x)
+
+
+@pytest.mark.parametrize("shared", (False, True))
+def test_residual(shared):
+    """`residual` is added in f32 before the one rounding; tokens without experts get it exactly."""
+    layer = SMALL["odd"]
+    rng = np.random.default_rng(1)
+    inputs = layer_inputs(layer, 21, "with_invalid", rng, jnp.bfloat16)
+    inputs["expert_ids"] = inputs["expert_ids"].at[4].set(-1)
+    inputs["residual"] = inputs["x"] if shared else normal(rng, (21, layer.hidden), jnp.bfloat16)
+    check(inputs, **options(layer))
+    out = run(inputs, **options(layer))
+    assert_equal(out[4], inputs["residual"][4])
+
+
+@pytest.mark.parametrize("num_tokens", (0, 1))
+def test_few_tokens(num_tokens):
+    layer = SMALL["odd"]
+    inputs = layer_inputs(layer, num_tokens, "uniform", np.random.default_rng(1), jnp.bfloat16)
+    inputs["residual"] = inputs["x"]
+    check(inputs, **options(layer))
+
+    def loss(w_down):
+        return jnp.sum(run(inputs | {"w_down": w_down}, **options(layer)).astype(jnp.float32))
+
+    grads = jax.grad(loss)(inputs["w_down"])
+    assert bool(jnp.any(grads != 0)) == (num_tokens > 0)
+
+
+def shard(inputs, first, count):
+    """The arrays of the device that holds experts first .. first + count - 1."""
+    split = ("w_gate_up", "w_down", "b_gate_up", "b_down")
+    return {n: a[first : first + count] if n in split else a for n, a in inputs.items()}
+
+
+def test_windows_of_experts_add_up():
+    """The layer is the sum over the windows; a window is that of the reference."""
+    layer = SMALL["k22"]
+    inputs = layer_inputs(layer, 9, "with_invalid", np.random.default_rng(2), jnp.float32)
+    parts = []
+    for first, count in ((0, 20), (20, 1), (21, 27)):
+        window = {"num_experts": 48, "expert_offset": first, **options(layer)}
+        part = shard(inputs, first, count)
+        check(part, **window)
+        parts.append(run(part, **window))
+    whole = run(inputs, **options(layer))
+    # Three roundings to f32 instead of one, of sums of the size of `whole`.
+    np.testing.assert_allclose(sum(parts), whole, rtol=0, atol=4e-6 * np.abs(whole).max())
+
+
+def test_expert_map():
+    """A map may permute, leave out, and hold garbage; out of range means not here."""
+    layer = SMALL["odd"]
+    inputs = layer_inputs(layer, 15, "uniform", np.random.default_rng(3), jnp.bfloat16)
+    local = shard(inputs, 0, 3)
+    big = np.iinfo(np.int32).max
+    expert_map = jnp.array([2, -1, 0, big, 1], jnp.int32)
+    check({**local, "expert_map": expert_map}, **options(layer))
+
+
+def test_nan_stays_in_its_token():
+    layer = SMALL["wide"]
+    inputs = layer_inputs(layer, 24, "uniform", np.random.default_rng(4), jnp.bfloat16)
+    clean = run(inputs, **options(layer))
+    dirty = run(inputs | {"x": inputs["x"].at[5].set(jnp.nan)}, **options(layer))
+    assert jnp.isnan(dirty[5]).all()
+    assert_equal(dirty.at[5].set(0), clean.at[5].set(0))
+
+
+def test_garbage_ids_change_nothing_else():
+    """Ids of no expert contribute nothing, even with NaN as their weight."""
+    layer = SMALL["odd"]
+    inputs = layer_inputs(layer, 12, "uniform", np.random.default_rng(4), jnp.bfloat16)
+    big = np.iinfo(np.int32)
+    ids = inputs["expert_ids"].at[3].set(jnp.array([big.max, big.min, layer.num_experts]))
+    weights = inputs["weights"].at[3].set(jnp.nan)
+    out = run(inputs | {"expert_ids": ids, "weights": weights}, **options(layer))
+    assert_equal(out[3], jnp.zeros_like(out[3]))
+    clean = run(inputs, **options(layer))
+    assert_equal(out.at[3].set(0), clean.at[3].set(0))
+
+
+def test_relabelling_experts_changes_nothing():
+    layer = SMALL["odd"]
+    inputs = layer_inputs(layer, 12, "uniform", np.random.default_rng(6), jnp.bfloat16)
+    order = np.array([3, 0, 4, 1, 2])
+    moved = {n: a[order] if n.startswith(("w_", "b_")) else a for n, a in inputs.items()}
+    moved["expert_ids"] = jnp.array(np.argsort(order), jnp.int32)[inputs["expert_ids"]]
+    assert_equal(run(moved, **options(layer)), run(inputs, **options(layer)))
+
+
+def test_repeats_bitwise():
+    layer = SMALL["clamped"]
+    inputs = layer_inputs(layer, 40, "zipf", np.random.default_rng(7), jnp.bfloat16)
+    f = jax.jit(lambda i: run(i, **options(layer)))
+    assert_equal(f(inputs), f(inputs))
+
+
+@pytest.mark.parametrize(
+    "name, layout", (("odd", "kn"), ("clamped", "nk"), ("wide", "kn"), ("k22", "nk"))
+)
+def test_gradient(name, layout):
+    """Of every floating argument, at a layer with invalid ids and experts without rows."""
+    layer = SMALL[name]
+    rng = np.random.default_rng(8)
+    inputs = layer_inputs(layer, 10, "with_invalid", rng, jnp.float32, layout)
+    inputs["residual"] = normal(rng, (10, layer.hidden))
+    ids, seed = inputs.pop("expert_ids"), normal(rng, (10, layer.hidden))
+
+    def gradients(fn, arrays, **kwargs):
+        def loss(arrays):
+            y = fn({**arrays, "expert_ids": ids}, **options(layer, layout), **kwargs)
+            return jnp.sum(jnp.sin(y) * seed.astype(y.dtype))
+
+        return jax.jit(jax.grad(loss))(arrays)
+
+    ours = gradients(run, inputs)
+    naive = gradients(lambda i, **kw: reference.moe_mlp(**i, **kw), inputs)
+    with jax.enable_x64(True):
+        wide = {n: a.astype("float64") for n, a in inputs.items()}
+        want = gradients(lambda i, **kw: reference.moe_mlp(**i, **kw), wide, dtype=jnp.float64)
+        want = jax.tree.map(np.asarray, want)
+    jax.tree.map(assert_close, ours, want, naive)
+    unused = np.setdiff1d(np.arange(layer.num_experts), np.asarray(ids))
+    assert_equal(ours["w_down"][unused], jnp.zeros_like(ours["w_down"][unused]))
+
+
+def test_gradient_in_bf16_is_near_that_in_f32():
+    layer = SMALL["odd"]
+    inputs = layer_inputs(layer, 33, "uniform", np.random.default_rng(8), jnp.bfloat16)
+    ids = inputs.pop("expert_ids")
+
+    def gradients(fn, arrays, **kwargs):
+        def loss(arrays):
+            return jnp.sum(fn({**arrays, "expert_ids": ids}, **options(layer), **kwargs) ** 2)
+
+        return jax.jit(jax.grad(loss))(arrays)
+
+    ours = gradients(lambda i, **kw: run(i, **kw).astype(jnp.float32), inputs)
+    wide = {n: a.astype(jnp.float32) for n, a in inputs.items()}
+    want = gradients(lambda i, **kw: reference.moe_mlp(**i, **kw), wide)
+    naive = gradients(
+        lambda i, **kw: reference.moe_mlp(**i, **kw, dtype=jnp.bfloat16).astype(jnp.float32), inputs
+    )
+    assert all(ours[n].dtype == inputs[n].dtype for n in inputs)
+    jax.tree.map(assert_close, ours, want, naive)
+
+
+@hypothesis.settings(max_examples=10, deadline=None)
+@hypothesis.given(
+    num_tokens=st.sampled_from((1, 6, 40)),
+    hidden=st.sampled_from((8, 24)),
+    intermediate=st.sampled_from((1, 16)),
+    num_experts=st.sampled_from((1, 3, 20)),
+    top_k=st.integers(1, 4),
+    activation=st.sampled_from(("swiglu", "geglu_tanh", "relu2")),
+    routing=st.sampled_from(ROUTINGS),
+    layout=st.sampled_from(("kn", "nk")),
+    seed=st.integers(0, 2**31),
+)
+def test_random_layers(
+    num_tokens, hidden, intermediate, num_experts, top_k, activation, routing, layout, seed
+):
+    layer = Layer("", "", hidden, intermediate, num_experts, min(top_k, num_experts), activation)
+    rng = np.random.default_rng(seed)
+    check(
+        layer_inputs(layer, num_tokens, routing, rng, jnp.bfloat16, layout),
+        **options(layer, layout),
+    )
