@@ -1,5 +1,6 @@
 """The installed package: its names, its CUDA extension, and the budgets of its files."""
 
+import importlib
 import importlib.metadata
 import json
 import subprocess
@@ -227,6 +228,38 @@ def test_jax_lives_in_a_new_process(extension) -> None:
     assert seen["sum"] == 42
     assert seen["available"] == (extension == "installed" and _targets.cuda_available())
     assert len(seen["warnings"]) == (1 if extension == "newer" else 0)
+
+
+def _ptxas_report(kernel: str, stores: int, note: str = "") -> str:
+    return (
+        f"ptxas info    : Compiling entry function '{kernel}' for 'sm_90a'\n{note}"
+        f"ptxas info    : Function properties for {kernel}\n"
+        f"    0 bytes stack frame, {stores} bytes spill stores, 0 bytes spill loads\n"
+        "ptxas info    : Used 168 registers, used 1 barriers\n"
+    )
+
+
+_SERIALIZED = (
+    "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are "
+    "serialized due to insufficient register resources for the wgmma pipeline in function 'GemmA'\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("report", "found"),
+    [
+        (_ptxas_report("GemmA", 0) + _ptxas_report("GemmB", 0), []),
+        (
+            _ptxas_report("GemmA", 0) + _ptxas_report("GemmB", 24),
+            ["GemmB: 24 bytes spill stores, 0 bytes spill loads"],
+        ),
+        (_ptxas_report("GemmA", 0, _SERIALIZED), [_SERIALIZED.strip()]),
+    ],
+)
+def test_ptxas_report_is_checked(monkeypatch, report, found) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    check_ptxas = importlib.import_module("check_ptxas")
+    assert check_ptxas.violations(report) == found
 
 
 def _sources() -> list[Path]:
