@@ -40,12 +40,12 @@ class Work:
         memory_s = (self.weight_bytes + self.activation_bytes) / ceiling.bytes_per_s
         return max(memory_s, self.flops / ceiling.flops[scheme]) * 1e6
 
-    def compute_bound(self, ceiling: Ceiling | None, scheme: str = "bf16") -> bool:
-        """Whether arithmetic, not memory, sets the floor."""
+    def compute_heavy(self, ceiling: Ceiling | None, scheme: str = "bf16") -> bool:
+        """Whether arithmetic needs at least half as long as memory: enough for the power cap."""
         if ceiling is None:
             return False
         memory_s = (self.weight_bytes + self.activation_bytes) / ceiling.bytes_per_s
-        return self.flops / ceiling.flops[scheme] > memory_s
+        return self.flops / ceiling.flops[scheme] >= 0.5 * memory_s
 
 
 def expected_hit(model: Layer, num_tokens: int) -> float:

@@ -89,7 +89,7 @@ def summary(report: Report) -> str:
     parts.append(
         "Microseconds per whole MoE layer, bf16, routing given, uniform. *floor*: the larger of "
         "bytes / 4.3 TB/s and FLOPs / 780 TFLOP/s. *sustained*: under a second of load, for "
-        "compute-bound rows. *vs dense*: TFLOP/s over those of `jnp.matmul` with equal FLOPs."
+        "compute-heavy rows. *vs dense*: TFLOP/s over those of `jnp.matmul` with equal FLOPs."
     )
     for heading, models in _losses(report).items():
         where = "; ".join(f"{m} at {', '.join(map(str, t))} tokens" for m, t in models.items())

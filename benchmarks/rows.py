@@ -141,11 +141,11 @@ def _cuda_version() -> str | None:
 class Results:
     """Collects rows, prints each one, and rewrites the file after each."""
 
-    def __init__(self, head: dict[str, Any], path: Path | None):
+    def __init__(self, head: dict[str, Any], path: Path | None, start: float | None = None):
         self.header = head
         self.rows: list[Row] = []
         self._path = path
-        self._start = time.monotonic()
+        self._start = time.monotonic() if start is None else start
         self.progress = ""
 
     @property

@@ -5,6 +5,7 @@ import gc
 import itertools
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs what the command line asks for. Returns the exit status."""
     args = _parse(arguments)
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", _MEMORY)
+    start = time.monotonic()
     peers = _torch_rows(args)  # first: once JAX runs, it holds the memory
     import jax
 
@@ -33,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
     models, tokens, skews = _grid(args)
     head = rows.header(device.device_kind, args.commit)
     head["kernels"] = _targets.why_not() or "cuda"
-    out = rows.Results(head, args.json)
+    out = rows.Results(head, args.json, start)
     print(*(f"{key}: {value}" for key, value in head.items()), sep="\n")
     print(rows.TITLE)
     for number, values in enumerate(peers, 1):
@@ -63,7 +65,6 @@ def main(arguments: list[str] | None = None) -> int:
             gc.collect()
         del sets
         gc.collect()
-        jax.clear_caches()
     if not_run:
         head["not_run"] = not_run
         out.save()

@@ -22,7 +22,7 @@ class Settings:
     Attributes:
       repeats: bursts per row.
       impls: implementations to run; None for all.
-      sustained: whether compute-bound rows are also timed under about a second of load.
+      sustained: whether compute-heavy rows are also timed under about a second of load.
       cap_s: time one implementation may take for the bursts of one row.
     """
 
@@ -31,9 +31,9 @@ class Settings:
     sustained: bool = True
     cap_s: float = 2.0
 
-    def pace(self, compute_bound: bool) -> timing.Pace:
-        """Returns how to time a row: compute-bound rows need longer pauses and longer bursts."""
-        if compute_bound:
+    def pace(self, compute_heavy: bool) -> timing.Pace:
+        """Returns how to time a row: compute-heavy rows need longer pauses and longer bursts."""
+        if compute_heavy:
             return timing.Pace(max(3, self.repeats // 2), 0.040, 0.025, self.cap_s)
         return timing.Pace(self.repeats, 0.005, 0.010, self.cap_s)
 
@@ -86,8 +86,8 @@ def _measure_op(
         ready[entry.impl], errors[entry.impl] = entry, error
     if not ready:
         return
-    compute_bound = next(iter(ready.values())).work.compute_bound(case.ceiling)
-    measured = timing.bursts(chains, settings.pace(compute_bound))
+    compute_heavy = next(iter(ready.values())).work.compute_heavy(case.ceiling)
+    measured = timing.bursts(chains, settings.pace(compute_heavy))
     rows = {
         impl: _row(base, case, ready[impl], measured[impl], "burst", errors[impl]) for impl in ready
     }
@@ -96,7 +96,7 @@ def _measure_op(
         rows["jaxmoe"].us_half_chain = _half_chain_us(ready["jaxmoe"], settings)
     for row in rows.values():
         out.add(row)
-    if compute_bound and settings.sustained and case.skew == "uniform":
+    if compute_heavy and settings.sustained and case.skew == "uniform":
         rows = {
             impl: _row(
                 base, case, ready[impl], timing.sustained(chains[impl]), "sustained", errors[impl]
@@ -114,7 +114,7 @@ def _half_chain_us(entry: Entry, settings: Settings) -> float | None:
     if layers < 1:
         return None
     half = {"half": entry.make(layers)}
-    return timing.bursts(half, settings.pace(compute_bound=False))["half"].us
+    return timing.bursts(half, settings.pace(compute_heavy=False))["half"].us
 
 
 def _row(

@@ -7,17 +7,20 @@ import time
 from collections.abc import Mapping
 from typing import Protocol
 
-_CHAIN_US = 2000.0  # a memory-bound chain lasts at least this long: launching it takes far less
+_CHAIN_US = 2000.0  # a chain lasts at least this long: launching it takes far less
+_BURST_US = 12500.0  # a compute-heavy chain at most: the card slows down under longer load
+_SLOW_US = 50000.0  # any chain of more than one layer at most
+
 _LOAD = "clocks.sm,power.draw"
 _PLAIN = ("--format=csv,noheader,nounits", "--id=0")
-_BURST_US = 25000.0  # a compute-bound chain at most: the card slows down under longer load
 
 
-def chain_length(expected_us: float, fitting: int = 64) -> int:
+def chain_length(expected_us: float, compute_heavy: bool, fitting: int = 64) -> int:
     """Returns 8 layers; more where they are short, fewer where they are long or do not fit."""
     expected_us = max(expected_us, 1.0)
-    wanted = max(8, math.ceil(_CHAIN_US / expected_us))
-    return max(1, min(wanted, round(_BURST_US / expected_us), fitting, 64))
+    wanted = min(64, max(8, math.ceil(_CHAIN_US / expected_us)))
+    longest_us = _BURST_US if compute_heavy else _SLOW_US
+    return max(1, min(wanted, round(longest_us / expected_us), fitting))
 
 
 class Timed(Protocol):

@@ -34,8 +34,7 @@ REAL = (
     Shape("mixtral-8x7b", 4096, 4096, 14336, 8, 2),
 )
 
-# Bytes and FLOPs per second that an H200 was seen to reach, for the floor.
-CEILINGS = {"NVIDIA H200": (4.3e12, 780e12)}
+CEILINGS = {"NVIDIA H200": (4.3e12, 780e12)}  # bytes and FLOPs per second it was seen to reach
 LAYERS = 8  # in one timed program
 
 
@@ -129,20 +128,18 @@ def floor_us(shape: Shape) -> float | None:
     hit = shape.experts * (1 - (1 - shape.top_k / shape.experts) ** shape.tokens)
     expert = 3 * shape.hidden * shape.intermediate
     bytes_moved = 2 * (hit * expert + 2 * shape.tokens * shape.hidden)
-    return (
-        max(bytes_moved / ceilings[0], 2 * shape.tokens * shape.top_k * expert / ceilings[1]) * 1e6
-    )
+    flops = 2 * shape.tokens * shape.top_k * expert
+    return max(bytes_moved / ceilings[0], flops / ceilings[1]) * 1e6
 
 
 def show(shape: Shape) -> None:
     """Prints what runs where, the error and the times of one shape."""
     print(f"\n== {shape}", flush=True)
-    inputs, top_k = make_inputs(shape), shape.top_k
+    inputs, top_k, floor = make_inputs(shape), shape.top_k, floor_us(shape)
     print(jaxmoe.explain(functools.partial(jaxmoe_layer, top_k=top_k), *inputs, inputs[0]))
     for name, layer in (("jaxmoe", jaxmoe_layer), ("jax.lax.ragged_dot", ragged_dot_layer)):
         error, us = relative_error(layer, inputs, top_k), microseconds(layer, inputs, top_k)
         print(f"{name:20s} {us:10.1f} us   relative error {error:.1e}", flush=True)
-    floor = floor_us(shape)
     print(f"{'floor':20s} " + (f"{floor:10.1f} us" if floor else "   unknown for this device"))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks import bounds, timing
 from benchmarks.models import MODELS, Layer, layer_bytes
-from benchmarks.rows import Row, with_time
+from benchmarks.rows import Row, line, with_time
 from jaxmoe.activation import resolve
 
 NAME = "torch_grouped_mm"
@@ -60,6 +60,7 @@ def main() -> None:
                 reason = f"failed: {str(failure).splitlines()[0][:160]}"
                 row = dataclasses.replace(_base(name, tokens, skew), reason=reason)
             print(json.dumps(row.to_json()), flush=True)
+            print(line(row), file=sys.stderr, flush=True)  # standard output is read by the parent
 
 
 class _Bench:
@@ -153,7 +154,7 @@ class _Bench:
         x = torch.randn(num_tokens, m.hidden, device=self.device).to(torch.bfloat16)
         first = bounds.layer(m, num_tokens, min(m.num_experts, num_tokens * m.top_k))
         ceiling = bounds.CEILINGS.get("NVIDIA H200")
-        layers = timing.chain_length(first.floor_us(ceiling) or 0.0)
+        layers = timing.chain_length(first.floor_us(ceiling) or 0.0, first.compute_heavy(ceiling))
         routings = [self.routing(num_tokens, skew) for _ in range(layers)]
         hits = [int(torch.unique(ids).numel()) for ids, _ in routings]
         work = bounds.layer(m, num_tokens, sum(hits) / layers)
@@ -171,7 +172,7 @@ class _Bench:
         if not error <= 1e-2:
             return dataclasses.replace(base, regime=None, reason="not timed: wrong result")
         chain = _Graph(self, x, routings) if self.device == "cuda" else _Eager(self, x, routings)
-        slow = work.compute_bound(ceiling)
+        slow = work.compute_heavy(ceiling)
         pace = timing.Pace(repeats // 2 if slow else repeats, 0.040 if slow else 0.005, 0.015, 2.0)
         measured = timing.bursts({NAME: chain}, pace)[NAME]
         kind = torch.cuda.get_device_name() if self.device == "cuda" else "cpu"

@@ -2,6 +2,7 @@
 
 import jax
 
+from benchmarks import bounds
 from benchmarks.models import BYTES
 
 NAME = "xla_ragged_dot"
@@ -16,9 +17,10 @@ def product(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array
     return jax.lax.ragged_dot(lhs, rhs, group_sizes)
 
 
-def expected_us(flops: float, num_experts: int, floor_us: float) -> float:
-    """Returns about how long it takes: every row is multiplied by every expert."""
-    return max(floor_us, num_experts * flops / _DENSE_FLOPS * 1e6)
+def times_floor(work: bounds.Work, num_experts: int) -> float:
+    """Returns about how many times the floor it takes: it multiplies every row by every expert."""
+    floor_us = work.floor_us(bounds.CEILINGS["NVIDIA H200"]) or 1.0
+    return max(1.0, num_experts * work.flops / _DENSE_FLOPS * 1e6 / floor_us)
 
 
 def refusal(flops: float, num_experts: int, num_rows: int, width: int) -> str | None:

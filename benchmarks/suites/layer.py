@@ -12,7 +12,9 @@ from benchmarks import bounds, chain
 from benchmarks.baselines import composed, dense, tokamax_gmm, xla_ragged_dot
 from benchmarks.cases import Case, Routed, Weights
 from benchmarks.models import Layer
-from benchmarks.suites.entry import Entry, chain_length, guessed_us
+from benchmarks.suites.entry import Entry, chain_length
+
+_MOST_LAYERS = 16  # of a layer made of many XLA ops, whose compilation takes long
 
 
 def moe_mlp(model: Layer, x: Any, r: Routed, w: Weights, residual: Any) -> jax.Array:
@@ -58,11 +60,12 @@ def entries(case: Case) -> list[Entry]:
     model, num_rows = case.model, case.num_rows
     # Experts hit vary from layer to layer; the mean over the longest chain stands for all.
     even = bounds.layer(model, case.num_tokens, bounds.expected_hit(model, case.num_tokens))
-    floor_us = guessed_us(even)  # the same for every skew, so that they share executables
-    hit = case.hit(chain_length(floor_us))
+    hit = case.hit(chain_length(even))
     work = bounds.layer(model, case.num_tokens, hit)
 
-    def entry(op: str, impl: str, layer: Any, expected_us: float, refusal: str | None) -> Entry:
+    def entry(
+        op: str, impl: str, layer: Any, times_floor: float = 1.0, refusal: str | None = None
+    ) -> Entry:
         step = _step(layer, model)
 
         def make(count: int) -> chain.Chain:
@@ -74,31 +77,21 @@ def entries(case: Case) -> list[Entry]:
             y = chain.single(step)(x, r, case.sets[0], jnp.zeros_like(x))
             return case.layer_error(y)
 
-        sets = len(case.sets)
-        return Entry(op, impl, work, hit, make, check, expected_us, refusal, sets)
+        layers = chain_length(even, times_floor=times_floor)
+        if impl != "jaxmoe":
+            layers = min(layers, _MOST_LAYERS)
+        return Entry(op, impl, work, hit, layers, make, check, refusal, len(case.sets))
 
-    slow = xla_ragged_dot
+    slow, width = xla_ragged_dot, max(model.hidden, model.intermediate)
+    slower = slow.times_floor(even, model.num_experts)
+    too_slow = slow.refusal(work.flops, model.num_experts, num_rows, width)
     out = [
-        entry("moe_mlp", "jaxmoe", moe_mlp, floor_us, None),
-        entry("route+moe_mlp", "jaxmoe", routed_moe_mlp, floor_us, None),
-        entry(
-            "moe_mlp",
-            slow.NAME,
-            _ragged_dot,
-            slow.expected_us(work.flops, model.num_experts, floor_us),
-            slow.refusal(
-                work.flops, model.num_experts, num_rows, max(model.hidden, model.intermediate)
-            ),
-        ),
-        entry(
-            "moe_mlp",
-            tokamax_gmm.NAME,
-            _tokamax,
-            2 * floor_us,
-            tokamax_gmm.refusal(),
-        ),
+        entry("moe_mlp", "jaxmoe", moe_mlp),
+        entry("route+moe_mlp", "jaxmoe", routed_moe_mlp),
+        entry("moe_mlp", slow.NAME, _ragged_dot, slower, too_slow),
+        entry("moe_mlp", tokamax_gmm.NAME, _tokamax, 2.0, tokamax_gmm.refusal()),
     ]
-    if work.compute_bound(case.ceiling):
+    if work.compute_heavy(case.ceiling):
         make = functools.partial(dense.layers, model, num_rows, seed=case.seed)
-        out.append(Entry("moe_mlp", dense.NAME, work, None, make, None, floor_us))
+        out.append(Entry("moe_mlp", dense.NAME, work, None, chain_length(even), make, None))
     return out

@@ -11,9 +11,11 @@ import numpy as np
 import jaxmoe
 from benchmarks import bounds, chain
 from benchmarks.baselines import dense, xla_ragged_dot
-from benchmarks.cases import DTYPE, Case, relative_error
+from benchmarks.cases import Case, relative_error, tokens
 from benchmarks.models import BYTES
-from benchmarks.suites.entry import Entry, chain_length, guessed_us
+from benchmarks.suites.entry import Entry, chain_length
+
+_COLD_BYTES = 256 * 2**20  # several times the L2
 
 
 def entries(case: Case) -> list[Entry]:
@@ -40,8 +42,7 @@ def _entry(
     def make(count: int) -> chain.Chain:
         return chain.independent(call, arguments(count))
 
-    expected_us = guessed_us(work)
-    return Entry(op, "jaxmoe", work, None, make, check, expected_us, output_bytes=output_bytes)
+    return Entry(op, "jaxmoe", work, None, chain_length(work, output_bytes), make, check)
 
 
 def _route(case: Case) -> Entry:
@@ -105,7 +106,8 @@ def _permute(case: Case) -> Entry:
     work = bounds.permute(case.num_tokens, model.top_k, model.hidden)
 
     def arguments(count: int) -> list[tuple[Any, ...]]:
-        return [(case.x, plan) for plan in _plans(case, count)]
+        x = _cold(case, case.num_tokens, model.hidden, count)
+        return list(zip(x, _plans(case, count), strict=True))
 
     def check() -> float:
         x, _ = case.fresh
@@ -123,19 +125,17 @@ def _finalize(case: Case) -> Entry:
     model = case.model
     work = bounds.finalize(case.num_tokens, model.top_k, model.hidden)
 
-    @functools.cache
-    def rows() -> jax.Array:
-        return _rows(case, model.hidden)
-
     def arguments(count: int) -> list[tuple[Any, ...]]:
+        rows = _cold(case, case.num_rows, model.hidden, count)
         weights = [r.weights for r in case.routings(count)]
-        return [(rows(), *pair) for pair in zip(_plans(case, count), weights, strict=True)]
+        return list(zip(rows, _plans(case, count), weights, strict=True))
 
     def check() -> float:
+        rows = _cold(case, case.num_rows, model.hidden, 1)[0]
         plan, weights = _plans(case, 1)[0], case.routings(1)[0].weights
-        y = chain.single(jaxmoe.finalize)(rows(), plan, weights)
+        y = chain.single(jaxmoe.finalize)(rows, plan, weights)
         at = case.sample
-        mine = np.asarray(rows()[plan.slot_to_row[at]], np.float32)
+        mine = np.asarray(rows[plan.slot_to_row[at]], np.float32)
         expected = np.einsum("tkh,tk->th", mine, np.asarray(weights[at]))
         return relative_error(y[at], expected)
 
@@ -144,28 +144,31 @@ def _finalize(case: Case) -> Entry:
     )
 
 
-def _rows(case: Case, width: int) -> jax.Array:
-    key = jax.random.key(case.seed + width)
-    return jax.random.normal(key, (case.num_rows, width), jnp.float32).astype(DTYPE)
+def _cold(case: Case, rows: int, width: int, count: int) -> list[jax.Array]:
+    """Draws `count` inputs; equal ones come back only when they have left the cache."""
+    distinct = min(count, max(1, -(-_COLD_BYTES // (rows * width * BYTES))))
+    keys = jax.random.split(jax.random.key(case.seed + width), distinct)
+    drawn = [tokens(key, rows, width) for key in keys]
+    return [drawn[i % distinct] for i in range(count)]
 
 
 def _grouped_gemm(case: Case, name: str, k: int, n: int) -> list[Entry]:
     model, op = case.model, f"grouped_gemm/{name}"
     output_bytes = case.num_rows * n * BYTES
-    even = bounds.expected_hit(model, case.num_tokens)
-    floor_us = guessed_us(bounds.grouped_gemm(case.num_rows, k, n, even))
-    hit = case.hit(chain_length(floor_us, output_bytes))
+    even = bounds.grouped_gemm(case.num_rows, k, n, bounds.expected_hit(model, case.num_tokens))
+    layers = chain_length(even, output_bytes)
+    hit = case.hit(layers)
     work = bounds.grouped_gemm(case.num_rows, k, n, hit)
 
     @functools.cache
     def lhs() -> jax.Array:
-        return _rows(case, k)
+        return _cold(case, case.num_rows, k, 1)[0]
 
     def weights(i: int) -> jax.Array:
         w = case.sets[i % len(case.sets)]
         return w.w_gate_up if name == "gate_up" else w.w_down
 
-    def entry(impl: str, call: Any, expected_us: float, refusal: str | None) -> Entry:
+    def entry(impl: str, call: Any, times_floor: float = 1.0, refusal: str | None = None) -> Entry:
         def make(count: int) -> chain.Chain:
             sizes = [plan.group_sizes for plan in _plans(case, count)]
             arguments = [(lhs(), weights(i), size) for i, size in enumerate(sizes)]
@@ -178,27 +181,22 @@ def _grouped_gemm(case: Case, name: str, k: int, n: int) -> list[Entry]:
             expert = np.searchsorted(np.asarray(plan.expert_offsets), at, side="right") - 1
             return relative_error(out[at], _reference_rows(lhs()[at], weights(0), expert))
 
-        return Entry(
-            op, impl, work, hit, make, check, expected_us, refusal, len(case.sets), output_bytes
-        )
+        count = chain_length(even, output_bytes, times_floor)
+        return Entry(op, impl, work, hit, count, make, check, refusal, len(case.sets))
 
     slow = xla_ragged_dot
+    slower = slow.times_floor(even, model.num_experts)
+    too_slow = slow.refusal(work.flops, model.num_experts, case.num_rows, k)
     out = [
-        entry("jaxmoe", jaxmoe.grouped_gemm, floor_us, None),
-        entry(
-            slow.NAME,
-            slow.product,
-            slow.expected_us(work.flops, model.num_experts, floor_us),
-            slow.refusal(work.flops, model.num_experts, case.num_rows, k),
-        ),
+        entry("jaxmoe", jaxmoe.grouped_gemm),
+        entry(slow.NAME, slow.product, slower, too_slow),
     ]
-    if work.compute_bound(case.ceiling):
+    if work.compute_heavy(case.ceiling):
 
         def make(count: int) -> chain.Chain:
             return dense.products(lhs(), k, n, count, case.seed)
 
-        args = (op, dense.NAME, work, None, make, None, floor_us)
-        out.append(Entry(*args, output_bytes=output_bytes))
+        out.append(Entry(op, dense.NAME, work, None, layers, make, None))
     return out
 
 

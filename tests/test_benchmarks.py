@@ -1,0 +1,267 @@
+"""Benchmarks on a CPU: floors against hand numbers, a run end to end, a report of known rows."""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT))  # behind everything: `jaxmoe` stays the installed one
+
+from benchmarks import bounds, plot, report, rows, run, runner, timing  # noqa: E402
+from benchmarks.baselines import xla_ragged_dot  # noqa: E402
+from benchmarks.cases import Case, weight_sets  # noqa: E402
+from benchmarks.models import DEFAULT_MODELS, DEFAULT_TOKENS, MODELS  # noqa: E402
+from benchmarks.suites import SUITES  # noqa: E402
+
+H200 = bounds.CEILINGS["NVIDIA H200"]
+
+# What DESIGN asks of a row; the runner adds fields about the measurement.
+ROW = """suite op model tokens scheme pass impl us us_p10 us_p90 tflops weight_tbps floor_us
+floor_fraction rel_err experts_hit skew regime vs_dense""".split()
+HEADER = """device driver cuda jax jaxlib jaxmoe commit command date sm_clock_mhz power_w""".split()
+
+
+@pytest.mark.parametrize(
+    "model, tokens, hit, us",
+    [
+        # 8 experts of 3 * 2048 * 768 bf16 = 9.437 MB, and 8 KB of tokens, at 4.3 TB/s
+        ("qwen3-30b-a3b", 1, 8, 17.56),
+        # 6 * 8192 * 4096 * 14336 FLOP at 780 TFLOP/s
+        ("mixtral-8x7b", 4096, 8, 3700.3),
+        # 256 * 88.08 MB and 29.36 MB of tokens
+        ("deepseek-v3", 1024, 256, 5250.7),
+        # 4 * (3 * 2880^2 + 3 * 2880) * 2 bytes and 11.5 KB of tokens: biases count
+        ("gpt-oss-120b", 1, 4, 46.32),
+    ],
+)
+def test_floor_of_a_layer(model: str, tokens: int, hit: float, us: float) -> None:
+    assert bounds.layer(MODELS[model], tokens, hit).floor_us(H200) == pytest.approx(us, rel=1e-3)
+
+
+def test_floors_of_the_ops() -> None:
+    # 10 rows of 4 in and 6 out, 3 matrices of 4 x 6, two bytes each
+    work = bounds.grouped_gemm(10, 4, 6, experts_hit=3)
+    assert (work.flops, work.weight_bytes, work.activation_bytes) == (480, 144, 200)
+    assert work.floor_us(H200) == pytest.approx(344 / 4.3e6)
+    assert bounds.route(5, 8, 2).activation_bytes == 4 * (5 * 8 + 2 * 5 * 2)
+    assert bounds.plan(5, 2, 8).activation_bytes == 4 * (10 + 9 + 10 + 10)
+    assert bounds.permute(5, 2, 16).activation_bytes == 2 * 16 * (5 + 10) + 4 * 10
+    assert bounds.finalize(5, 2, 16).activation_bytes == 2 * 16 * (10 + 5) + 8 * 10
+    assert bounds.layer(MODELS["odd"], 1, 1).floor_us(None) is None
+
+
+def test_compute_heavy_begins_at_half_the_memory_time() -> None:
+    memory = bounds.Work(flops=0.49 * 780e12, weight_bytes=4.3e12, activation_bytes=0)
+    assert not memory.compute_heavy(H200)
+    assert dataclasses.replace(memory, flops=0.51 * 780e12).compute_heavy(H200)
+    assert not dataclasses.replace(memory, flops=1e18).compute_heavy(None)
+
+
+def test_expected_hit_is_the_mean_of_uniform_draws() -> None:
+    case = Case(MODELS["wide"], num_tokens=12, skew="uniform", seed=3, sets=[])
+    expected = bounds.expected_hit(case.model, case.num_tokens)  # 40 * (1 - 0.95^12) = 18.4
+    assert expected == pytest.approx(18.386, abs=1e-3)
+    assert case.hit(200) == pytest.approx(expected, abs=0.6)
+
+
+def test_zipf_routing_prefers_few_experts_and_repeats_none() -> None:
+    counts = {}
+    for skew in ("uniform", "zipf"):
+        case = Case(MODELS["wide"], num_tokens=500, skew=skew, seed=1, sets=[])
+        ids = np.asarray(case.routings(1)[0].expert_ids)
+        assert (np.sort(ids, axis=1)[:, 1:] != np.sort(ids, axis=1)[:, :-1]).all()
+        counts[skew] = np.bincount(ids.reshape(-1), minlength=40).max()
+        assert np.asarray(case.routings(1)[0].weights).sum(axis=1) == pytest.approx(1.0, abs=1e-5)
+    # Of 1000 choices, rank 1 of 40 draws about 1 in 4.3 first and more second; uniform draws 25.
+    assert counts["uniform"] < 60 < 180 < counts["zipf"]
+
+
+def test_chains_are_long_enough_to_hide_launches_and_short_enough_for_a_burst() -> None:
+    assert timing.chain_length(17.6, compute_heavy=False) == 64
+    assert timing.chain_length(113.0, compute_heavy=False) == 18
+    assert timing.chain_length(5250.0, compute_heavy=False) == 8
+    assert timing.chain_length(3700.0, compute_heavy=True) == 3
+    assert timing.chain_length(14800.0, compute_heavy=True) == 1
+    assert timing.chain_length(17.6, compute_heavy=False, fitting=5) == 5
+
+
+class Sleeper:
+    """Pretends to run: every execution takes `seconds`, all of it in `wait`."""
+
+    def __init__(self, name: str, seconds: float, log: list[str]):
+        self.layers = 4
+        self._name, self._seconds, self._log, self._pending = name, seconds, log, 0
+
+    def launch(self, count: int) -> None:
+        self._log.append(self._name)
+        self._pending += count
+
+    def wait(self) -> None:
+        timing.time.sleep(self._pending * self._seconds)
+        self._pending = 0
+
+
+def test_bursts_rotate_and_divide_by_layers() -> None:
+    log: list[str] = []
+    timed = {"a": Sleeper("a", 0.002, log), "b": Sleeper("b", 0.004, log)}
+    measured = timing.bursts(timed, timing.Pace(4, idle_s=0.0, batch_s=0.01, cap_s=10.0))
+    assert 500 <= measured["a"].us <= 1000  # 2 ms for 4 layers, and what a busy machine adds
+    assert 1000 <= measured["b"].us <= 2000
+    assert measured["a"].us_p10 <= measured["a"].us <= measured["a"].us_p90
+    batches = "".join(log)[-16:]  # two launches a batch: the warm-up and the timed ones
+    assert batches == "aabb" + "bbaa" + "aabb" + "bbaa"
+
+
+def test_percentile_interpolates() -> None:
+    assert timing.percentile([3.0, 1.0, 2.0, 4.0], 0.5) == 2.5
+    assert timing.percentile([1.0, 2.0, 3.0], 0.9) == pytest.approx(2.8)
+
+
+def test_a_run_writes_every_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "out.json"
+    command = "--suite layer,ops --models one --tokens 3 --skew zipf --repeats 3 --commit abc"
+    assert run.main([*command.split(), "--json", str(path)]) == 0
+    content = json.loads(path.read_text())
+    assert set(HEADER) <= set(content["header"]) and content["header"]["commit"] == "abc"
+    assert all(set(ROW) <= set(row) for row in content["rows"])
+    timed = {(row["op"], row["impl"]): row for row in content["rows"] if row["us"]}
+    ops = "route plan permute finalize grouped_gemm/gate_up grouped_gemm/down".split()
+    assert {(op, "jaxmoe") for op in ("moe_mlp", "route+moe_mlp", *ops)} <= set(timed)
+    assert {("moe_mlp", xla_ragged_dot.NAME), ("grouped_gemm/down", "xla_ragged_dot")} <= set(timed)
+    for row in timed.values():
+        assert 0 <= row["rel_err"] < 1e-2 and row["us_p10"] <= row["us"] <= row["us_p90"]
+        assert (row["skew"], row["tokens"], row["scheme"], row["pass"]) == (
+            ("zipf", 3, "bf16", "forward")
+        )
+    layer = timed["moe_mlp", "jaxmoe"]
+    flops = 2 * 3 * 8 * (16 + 8)  # 3 rows, H 8, 2I 16, I 8
+    assert layer["tflops"] == pytest.approx(flops / layer["us"] * 1e-6, rel=1e-3)
+    assert layer["experts_hit"] == 1 and layer["layers"] == 2 and layer["weight_sets"] == 2
+    absent = {row["impl"]: row["reason"] for row in content["rows"] if not row["us"]}
+    assert absent["floor"] == "no measured ceilings for this device"
+    assert {"tokamax", "torch_grouped_mm"} <= set(absent)
+    printed = capsys.readouterr().out
+    assert all(f" {op} " in printed for op in ops) and "not run: tokamax" in printed
+
+
+def test_a_budget_ends_the_run_and_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    command = "--suite layer --models odd --tokens 3 --skew zipf --budget-s -1 --impl jaxmoe"
+    assert run.main([*command.split(), "--json", str(path)]) == 0
+    content = json.loads(path.read_text())
+    assert content["rows"] == [] and content["header"]["not_run"] == ["layer odd T=3 zipf"]
+
+
+def test_unknown_names_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run.main(["--suite", "layer", "--models", "gpt-5"])
+    assert "--models gpt-5: choose from mixtral-8x7b" in capsys.readouterr().err
+
+
+def test_wrong_results_are_not_timed_and_failures_stop_nothing() -> None:
+    model = MODELS["odd"]
+    case = Case(model, 3, "uniform", 0, weight_sets(model, 0)[:1])
+    good = next(e for e in SUITES["layer"](case) if (e.op, e.impl) == ("moe_mlp", "jaxmoe"))
+
+    def refuse() -> float:
+        raise RuntimeError("RESOURCE_EXHAUSTED: too large\nand more")
+
+    wrong = dataclasses.replace(good, impl="wrong", check=lambda: float("nan"))
+    large = dataclasses.replace(good, impl="large", check=refuse)
+    out = rows.Results({}, None)
+    runner.measure("layer", case, [wrong, large, good], runner.Settings(repeats=3), out)
+    by_impl = {row.impl: row for row in out.rows}
+    assert by_impl["wrong"].reason == "not timed: wrong result" and by_impl["wrong"].us is None
+    assert by_impl["large"].reason == "failed: RESOURCE_EXHAUSTED: too large"
+    assert by_impl["jaxmoe"].us and by_impl["jaxmoe"].reason is None
+
+
+def test_ragged_dot_is_refused_where_its_masks_do_not_fit() -> None:
+    model = MODELS["deepseek-v3"]
+    work = bounds.layer(model, 4096, 256)
+    reason = xla_ragged_dot.refusal(work.flops, 256, 4096 * 8, model.hidden)
+    assert reason == "not run: its masked copies of the rows would take 112 GiB"
+    assert xla_ragged_dot.refusal(1.0, 8, 16, 64) is None
+
+
+def _results(date: str, slower: float) -> dict[str, object]:
+    """A results file in which jaxmoe takes `slower` times the floor."""
+    out = []
+    for name in DEFAULT_MODELS[:2]:
+        for tokens in DEFAULT_TOKENS:
+            model = MODELS[name]
+            work = bounds.layer(model, tokens, bounds.expected_hit(model, tokens))
+            base = rows.Row("layer", "moe_mlp", name, tokens, "bf16", "forward", "floor")
+            us = work.floor_us(H200) or 0.0
+            out.append(rows.with_time(base, work, H200, timing.Measured(us, us, us)))
+            for impl, regime, factor in (
+                ("jaxmoe", "burst", slower),
+                ("jaxmoe", "sustained", slower + 0.1),
+                ("torch_grouped_mm", "burst", 1.3),
+            ):
+                row = dataclasses.replace(base, impl=impl, regime=regime)
+                time = timing.Measured(us * factor, us * factor, us * factor)
+                out.append(rows.with_time(row, work, H200, time))
+    header = dict.fromkeys(HEADER, "x") | {"date": date, "device": "NVIDIA H200", "commit": date}
+    return {"header": header, "rows": [row.to_json() for row in out]}
+
+
+def test_report_of_known_rows(tmp_path: Path) -> None:
+    folder = tmp_path / "h200"
+    folder.mkdir()
+    (folder / "old.json").write_text(json.dumps(_results("2026-01-01", slower=1.5)))
+    (folder / "new.json").write_text(json.dumps(_results("2026-02-01", slower=1.25)))
+    readme, image = tmp_path / "README.md", tmp_path / "img" / "layer.svg"
+    readme.write_text(f"before\n{report.BEGIN}\nstale\n{report.END}\nafter\n")
+    arguments = ["--results", str(folder), "--readme", str(readme), "--plot", str(image)]
+    assert report.main(arguments) == 0
+    text = readme.read_text()
+    assert text.startswith("before\n") and text.endswith("after\n") and "stale" not in text
+    # the newer run counts, and only its origin is named
+    assert "2026-02-01" in text and "2026-01-01" not in text
+    # floor 17.56 * 1.25, 80 % of the floor, sustained 17.56 * 1.35, torch 17.56 * 1.3, FlashInfer
+    row = "| qwen3-30b-a3b | 1 | 17.6 | **21.9** | 80% | 23.7 | 22.8 | 41.5 | - |"
+    assert row in text
+    # FlashInfer's 640 us at 16 tokens against 649 * 1.35 (it ran under load)
+    assert "FlashInfer* is faster than jaxmoe here: mixtral-8x7b at 16," in text
+    assert "tokamax" not in text  # a column without a number is left out
+    assert "| qwen3-30b-a3b | 1 | uniform | jaxmoe | sustained |" in (
+        (folder / "README.md").read_text()
+    )
+    first = image.read_bytes()
+    assert report.main(arguments) == 0 and image.read_bytes() == first
+    assert b"qwen3-30b-a3b" in first and b"FlashInfer*" in first
+
+
+def test_plotted_points_are_times_over_floors(tmp_path: Path) -> None:
+    folder = tmp_path / "h200"
+    folder.mkdir()
+    (folder / "one.json").write_text(json.dumps(_results("2026-01-01", slower=1.5)))
+    loaded = report.load(folder, ROOT / "benchmarks" / "peers_h200.json")
+    floors = report.floors(loaded)
+    ours = plot.series(loaded, floors, "mixtral-8x7b", "jaxmoe")
+    assert [tokens for tokens, _ in ours] == list(DEFAULT_TOKENS)
+    assert [ratio for _, ratio in ours] == pytest.approx([1.5] * len(ours), rel=1e-3)
+    peer = dict(plot.series(loaded, floors, "qwen3-30b-a3b", "FlashInfer"))
+    assert peer[1] == pytest.approx(41.5 / 17.56, rel=1e-3)
+
+
+def test_report_needs_markers() -> None:
+    with pytest.raises(ValueError, match="benchmarks:begin"):
+        report.replace_section("no markers", "table")
+
+
+def test_published_numbers_come_from_committed_results() -> None:
+    readme = ROOT / "README.md"
+    folder = ROOT / "benchmarks" / "results" / "h200"
+    text = readme.read_text(encoding="utf-8") if readme.is_file() else ""
+    loaded = report.load(folder)
+    if report.BEGIN not in text:
+        assert not loaded.rows, "results are committed, but README has no place for them"
+        return
+    section = report.summary(loaded) if loaded.points() else None
+    assert section is None or report.replace_section(text, section) == text
