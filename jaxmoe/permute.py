@@ -78,6 +78,13 @@ def shift_indices(index: jax.Array, size: int) -> jax.Array:
     return jnp.where((index >= 0) & (index < size), index + example * size, -1)
 
 
+def _copy_bits(x: jax.Array, row_to_token: jax.Array, _slot_to_row: Any) -> tuple[jax.Array]:
+    # NOTE: as integers, because XLA's CPU compiler selects bfloat16 by way of float32, which costs
+    # time and changes the payload of a NaN.
+    bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"u{x.dtype.itemsize}"))
+    return (jax.lax.bitcast_convert_type(permute_xla(bits, row_to_token), x.dtype),)
+
+
 def _out(x: Any, row_to_token: Any, _slot_to_row: Any) -> list[_primitive.Spec]:
     return [((row_to_token.shape[0], x.shape[1]), x.dtype)]
 
@@ -117,7 +124,7 @@ def _transpose(cts: Any, args: Any) -> Any:
 permute_p = _primitive.define(
     "jaxmoe_permute",
     out=_out,
-    xla=lambda x, row_to_token, _slot_to_row: (permute_xla(x, row_to_token),),
+    xla=_copy_bits,
     batch=_batch,
     jvp=_jvp,
     transpose=_transpose,
