@@ -129,7 +129,7 @@ def test_precision_reaches_the_product():
 
 @pytest.mark.parametrize("offset", (0, 2, 3, 5, -1, INT_MAX, INT_MIN))
 def test_group_offset(offset):
-    """Only the rows of groups offset .. offset + 2 have a matrix; groups that do not exist, none."""
+    """Only rows of groups offset .. offset + 2 have a matrix; groups that do not exist, none."""
     lhs, rhs, _, bias = draw(CASES["short"], jnp.float32, bias=True)
     sizes = jnp.array([5, 3, 0, 20, 9], jnp.int32)
     for given in (jnp.array([offset], jnp.int32), np.int32(offset)):
@@ -245,9 +245,7 @@ def test_steps_of_the_loop_are_the_blocks_of_the_rows_in_use():
     starts = jnp.cumsum(sizes, axis=1) - sizes
     block = _gmm_xla.block_rows(100, 8)
     assert block == 16
-    steps = _gmm_xla._for_each_block(
-        100, starts, sizes, lambda n, first, mask, group: n + 1, jnp.int32(0)
-    )
+    steps = _gmm_xla._for_each_block(100, starts, sizes, lambda n, *_: n + 1, jnp.int32(0))
     assert int(steps) == 3 + 1 + 2
 
 

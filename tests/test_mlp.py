@@ -75,9 +75,18 @@ def test_value(name, routing, dtype, layout, num_tokens):
 
 
 @pytest.mark.parametrize(
-    "activation", ("swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh", "silu", "relu", "relu2")
+    "activation, gate_up",
+    (
+        ("swiglu", "up_gate"),
+        ("geglu", "interleaved"),
+        ("geglu_tanh", "gate_up"),
+        ("gelu", "gate_up"),
+        ("gelu_tanh", "gate_up"),
+        ("silu", "gate_up"),
+        ("relu", "gate_up"),
+        ("relu2", "gate_up"),
+    ),
 )
-@pytest.mark.parametrize("gate_up", ("up_gate", "interleaved"))
 def test_activation(activation, gate_up):
     layer = Layer("", "", 16, 24, 4, 2, activation, gate_up, bias=True)
     inputs = layer_inputs(layer, 11, "uniform", np.random.default_rng(5), jnp.bfloat16)
@@ -129,14 +138,14 @@ def shard(inputs, first, count):
 
 def test_windows_of_experts_add_up():
     """The layer is the sum over the windows; a window is that of the reference."""
-    layer = SMALL["k22"]
+    layer = SMALL["odd"]
     inputs = layer_inputs(layer, 9, "with_invalid", np.random.default_rng(2), jnp.float32)
     parts = []
-    for first, count in ((0, 20), (20, 1), (21, 27)):
-        window = {"num_experts": 48, "expert_offset": first, **options(layer)}
+    for first, count in ((0, 2), (2, 1), (3, 2)):
+        window = {"num_experts": 5, "expert_offset": first, **options(layer)}
         part = shard(inputs, first, count)
-        check(part, **window)
-        parts.append(run(part, **window))
+        parts.append(jax.jit(lambda i, w=window: run(i, **w))(part))
+        assert_close(parts[-1], *[reference.moe_mlp(**part, **window)] * 2)
     whole = run(inputs, **options(layer))
     # Three roundings to f32 instead of one, of sums of the size of `whole`.
     np.testing.assert_allclose(sum(parts), whole, rtol=0, atol=4e-6 * np.abs(whole).max())
@@ -190,9 +199,7 @@ def test_repeats_bitwise():
     assert_equal(f(inputs), f(inputs))
 
 
-@pytest.mark.parametrize(
-    "name, layout", (("odd", "kn"), ("clamped", "nk"), ("wide", "kn"), ("k22", "nk"))
-)
+@pytest.mark.parametrize("name, layout", (("odd", "kn"), ("clamped", "nk"), ("all", "kn")))
 def test_gradient(name, layout):
     """Of every floating argument, at a layer with invalid ids and experts without rows."""
     layer = SMALL[name]

@@ -1,0 +1,384 @@
+"""grouped_gemm and moe_mlp under every JAX transformation."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmoe import Routing, finalize, grouped_gemm, moe_mlp, permute, plan, reference
+from jaxmoe._testing import SMALL, layer_inputs, normal
+
+# f32 against f32 in another order of summation, values of order 1 (products of several for second
+# derivatives): a few hundred ulp, and far below the effect of any wrong term.
+TOLERANCE = {"rtol": 2e-4, "atol": 2e-5}
+E, K, N, R, V = 3, 8, 16, 20, 2
+
+
+def close(got, want):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **TOLERANCE), got, want)
+
+
+def equations(jaxpr):
+    """Every equation of a program, those of inner programs included."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for value in eqn.params.values():
+            for inner in value if isinstance(value, tuple | list) else (value,):
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    yield from equations(inner)
+
+
+def ops(fn, *args):
+    """How often each jaxmoe op occurs in the program of `fn`."""
+    names = [e.primitive.name for e in equations(jax.make_jaxpr(fn)(*args).jaxpr)]
+    return {n: names.count(n) for n in sorted(set(names)) if n.startswith("jaxmoe_")}
+
+
+def gemm_arguments(seed=0):
+    rng = np.random.default_rng(seed)
+    sizes = jnp.array([7, 0, 9], jnp.int32)
+    return normal(rng, (R, K)), normal(rng, (E, K, N), scale=0.4), sizes, normal(rng, (E, N))
+
+
+def gemm(lhs, rhs, sizes, bias):
+    return grouped_gemm(lhs, rhs, sizes, bias=bias)
+
+
+def gemm_reference(lhs, rhs, sizes, bias):
+    return reference.grouped_gemm(lhs, rhs, sizes, bias=bias)
+
+
+LAYER = SMALL["odd"]
+
+
+def layer_arguments(seed=0, num_tokens=6):
+    rng = np.random.default_rng(seed)
+    inputs = layer_inputs(LAYER, num_tokens, "with_invalid", rng, jnp.float32)
+    return inputs.pop("expert_ids"), inputs
+
+
+def layer(ids, arrays):
+    a = dict(arrays)
+    x, weights, w1, w2 = (a.pop(n) for n in ("x", "weights", "w_gate_up", "w_down"))
+    return moe_mlp(x, Routing(ids, weights), w1, w2, **a)
+
+
+def layer_reference(ids, arrays):
+    return reference.moe_mlp(**arrays, expert_ids=ids)
+
+
+def test_jvp_linearize_and_transpose():
+    args = gemm_arguments()
+    lhs, rhs, sizes, bias = args
+    tangents = (normal(np.random.default_rng(1), a.shape) for a in (lhs, rhs, bias))
+    tangents = tuple(tangents)
+
+    def along(fn):
+        return lambda lhs, rhs, bias: jnp.sin(fn(lhs, rhs, sizes, bias))
+
+    got = jax.jvp(along(gemm), (lhs, rhs, bias), tangents)
+    close(got, jax.jvp(along(gemm_reference), (lhs, rhs, bias), tangents))
+    value, linear = jax.linearize(along(gemm), lhs, rhs, bias)
+    close((value, linear(*tangents)), got)
+    ct = normal(np.random.default_rng(2), value.shape)
+    transposed = jax.linear_transpose(linear, lhs, rhs, bias)(ct)
+    close(transposed, jax.vjp(along(gemm_reference), lhs, rhs, bias)[1](ct))
+
+
+@pytest.mark.parametrize("outer", ("grad", "jvp"))
+def test_second_order(outer):
+    """Reverse over reverse and forward over reverse: gmm and tgmm are each other's transpose."""
+    lhs, rhs, sizes, bias = gemm_arguments()
+
+    def second(fn):
+        def loss(args):
+            return jnp.sum(jnp.sin(fn(args[0], args[1], sizes, args[2])))
+
+        args = (lhs, rhs, bias)
+        if outer == "jvp":
+            return jax.jit(lambda a: jax.jvp(jax.grad(loss), (a,), (a,))[1])(args)
+        total = lambda a: sum(jnp.sum(jnp.sin(g)) for g in jax.grad(loss)(a))  # noqa: E731
+        return jax.jit(jax.grad(total))(args)
+
+    close(second(gemm), second(gemm_reference))
+
+
+def stacked(arguments, mask):
+    """V examples of the arguments in `mask`, the others shared, and their in_axes."""
+    examples = [arguments(seed) for seed in range(V)]
+    args = [
+        jnp.stack([e[i] for e in examples]) if m else examples[0][i] for i, m in enumerate(mask)
+    ]
+    return args, [0 if m else None for m in mask]
+
+
+def loop(fn, args, axes):
+    """What vmap means."""
+    outs = []
+    for v in range(V):
+        outs.append(fn(*(a if d is None else a[v] for a, d in zip(args, axes, strict=True))))
+    return jax.tree.map(lambda *a: jnp.stack(a), *outs)
+
+
+# Any subset of lhs, rhs, group sizes and bias may be batched.
+@pytest.mark.parametrize("mask", [m for m in itertools.product((0, 1), repeat=4) if any(m)])
+def test_vmap_of_any_operand(mask):
+    args, axes = stacked(gemm_arguments, mask)
+    close(jax.jit(jax.vmap(gemm, axes))(*args), loop(gemm_reference, args, axes))
+
+
+@pytest.mark.parametrize("mask", ((1, 0, 0, 0), (0, 1, 0, 1), (1, 0, 1, 0), (1, 1, 1, 1)))
+def test_vmap_of_gradient_is_one_for_each_example(mask):
+    args, axes = stacked(gemm_arguments, mask)
+
+    def gradient(fn):
+        loss = lambda lhs, rhs, sizes, bias: jnp.sum(jnp.sin(fn(lhs, rhs, sizes, bias)))  # noqa: E731
+        return jax.grad(loss, (0, 1, 3))
+
+    got = jax.jit(jax.vmap(gradient(gemm), axes))(*args)
+    close(got, loop(gradient(gemm_reference), args, axes))
+
+
+def test_vmap_of_vmap_and_of_another_axis():
+    lhs, rhs, sizes, _ = gemm_arguments()
+    inner = jax.vmap(grouped_gemm, (1, None, None))
+    outer = jax.jit(jax.vmap(inner, (None, 0, 0)))
+    lhs2, rhs2 = jnp.stack([lhs, 2 * lhs], axis=1), jnp.stack([rhs, -rhs, rhs**2])
+    sizes3 = jnp.array([[7, 0, 9], [0, 0, 0], [1, 2, 3]], jnp.int32)
+    got = outer(lhs2, rhs2, sizes3)
+    want = [
+        [reference.grouped_gemm(lhs2[:, j], rhs2[i], sizes3[i]) for j in range(2)] for i in range(3)
+    ]
+    close(got, jnp.array(want))
+
+
+def test_vmap_is_one_call_and_copies_no_weights():
+    (lhs, rhs, sizes, bias), axes = stacked(gemm_arguments, (1, 0, 1, 0))
+    program = jax.make_jaxpr(jax.vmap(gemm, axes))(lhs, rhs, sizes, bias)
+    calls = [e for e in equations(program.jaxpr) if e.primitive.name == "jaxmoe_gmm"]
+    assert [[v.aval.shape for v in c.invars[:3]] for c in calls] == [
+        [(V, R, K), (1, E, K, N), (V, E)]
+    ]
+
+
+def test_gradient_of_vmap_is_one_sum_over_examples():
+    """dW never exists for each example: one tgmm whose result is a single dW."""
+    (lhs, rhs, sizes, bias), axes = stacked(gemm_arguments, (1, 0, 1, 0))
+
+    def gradient(fn):
+        return jax.grad(
+            lambda lhs, rhs: jnp.sum(jax.vmap(fn, axes)(lhs, rhs, sizes, bias) ** 2), (0, 1)
+        )
+
+    close(jax.jit(gradient(gemm))(lhs, rhs), jax.jit(gradient(gemm_reference))(lhs, rhs))
+    program = jax.make_jaxpr(gradient(gemm))(lhs, rhs)
+    calls = [e for e in equations(program.jaxpr) if e.primitive.name == "jaxmoe_tgmm"]
+    assert [c.outvars[0].aval.shape for c in calls] == [(1, E, K, N)]
+    assert ops(gradient(gemm), lhs, rhs) == {"jaxmoe_gmm": 2, "jaxmoe_tgmm": 1}
+
+
+# What is batched, and how many fused calls the program then holds; `scan` is the loop that avoids
+# copying weights when examples cannot become groups.
+LAYER_BATCHES = {
+    "tokens": (("x", "ids", "weights"), 1, 0),
+    "ids_only": (("ids",), 1, 0),
+    "x_only": (("x",), 1, 0),
+    "all": (("x", "ids", "weights", "w_gate_up", "w_down", "b_gate_up", "b_down"), 1, 0),
+    "gate_up": (("w_gate_up",), 1, 0),
+    "gate_up_and_bias": (("w_gate_up", "b_gate_up"), 1, 0),
+    "down": (("x", "w_down"), 1, 0),
+    "bias_only": (("b_down",), 1, 1),
+}
+
+
+def batched_layer(names, arguments=layer_arguments):
+    examples = [arguments(seed) for seed in range(V)]
+    ids, arrays = examples[0]
+    axes = {n: 0 if n in names else None for n in arrays}
+    arrays = {
+        n: jnp.stack([e[1][n] for e in examples]) if n in names else a for n, a in arrays.items()
+    }
+    if "ids" in names:
+        ids = jnp.stack([e[0] for e in examples])
+    return (ids, arrays), (0 if "ids" in names else None, axes)
+
+
+def layer_loop(fn, args, axes):
+    outs = []
+    for v in range(V):
+        take = lambda a, d: a if d is None else a[v]  # noqa: B023, E731
+        arrays = {n: take(a, axes[1][n]) for n, a in args[1].items()}
+        outs.append(fn(take(args[0], axes[0]), arrays))
+    return jax.tree.map(lambda *a: jnp.stack(a), *outs)
+
+
+@pytest.mark.parametrize("name", LAYER_BATCHES)
+def test_vmap_of_the_layer(name):
+    names, calls, scans = LAYER_BATCHES[name]
+    args, axes = batched_layer(names)
+    mapped = jax.vmap(layer, axes)
+    close(jax.jit(mapped)(*args), layer_loop(layer_reference, args, axes))
+    assert ops(mapped, *args) == {"jaxmoe_moe_mlp": calls}
+    found = [e.primitive.name for e in equations(jax.make_jaxpr(mapped)(*args).jaxpr)]
+    assert found.count("scan") == scans
+
+
+def test_vmap_of_the_layer_over_maps_windows_and_residuals():
+    ids, arrays = layer_arguments()
+    local = {n: a[1:4] if n.startswith(("w_", "b_")) else a for n, a in arrays.items()}
+    maps = jnp.array([[-1, 0, 1, 2, 7], [2, 1, 0, -1, -1]], jnp.int32)
+    residuals = normal(np.random.default_rng(3), (V, *arrays["x"].shape))
+
+    def with_map(fn):
+        return lambda m, r: fn(ids, {**local, "expert_map": m, "residual": r})
+
+    got = jax.jit(jax.vmap(with_map(layer)))(maps, residuals)
+    close(got, jnp.stack([with_map(layer_reference)(m, r) for m, r in zip(maps, residuals)]))  # noqa: B905
+
+    w_down = jnp.stack([local["w_down"], 2 * local["w_down"]])
+
+    def with_window(fn):
+        window = {"num_experts": 5, "expert_offset": 1}
+        return lambda w: fn(ids, {**local, "w_down": w, **window})
+
+    got = jax.jit(jax.vmap(with_window(layer)))(w_down)
+    close(got, jnp.stack([with_window(layer_reference)(w) for w in w_down]))
+
+
+def test_nested_vmap_of_the_layer():
+    """The inner fold repeats w_gate_up over groups, the outer one batches it: both at once."""
+    ids, arrays = layer_arguments(num_tokens=3)
+
+    def both(fn):
+        return lambda w1, w2: fn(ids, {**arrays, "w_gate_up": w1, "w_down": w2})
+
+    w1 = jnp.stack([arrays["w_gate_up"], -arrays["w_gate_up"]])
+    w2 = jnp.stack([arrays["w_down"], 2 * arrays["w_down"], 3 * arrays["w_down"]])
+    got = jax.jit(jax.vmap(jax.vmap(both(layer), (None, 0)), (0, None)))(w1, w2)
+    want = [[both(layer_reference)(a, b) for b in w2] for a in w1]
+    close(got, jnp.array(want))
+
+
+def loss_of(fn, ids):
+    return lambda arrays: jnp.sum(jnp.sin(fn(ids, arrays)))
+
+
+def test_layer_under_jvp_linearize_and_second_order():
+    ids, arrays = layer_arguments()
+    tangents = {n: normal(np.random.default_rng(5), a.shape) for n, a in arrays.items()}
+
+    def results(fn):
+        loss = loss_of(fn, ids)
+        forward = jax.jvp(lambda a: fn(ids, a), (arrays,), (tangents,))
+        hessian = jax.jvp(jax.grad(loss), (arrays,), (tangents,))[1]
+        return forward, jax.linearize(loss, arrays)[1](tangents), hessian
+
+    got = jax.jit(lambda: results(layer))()
+    close(got, jax.jit(lambda: results(layer_reference))())
+
+
+@pytest.mark.parametrize("name", ("tokens", "all", "gate_up"))
+def test_gradient_of_vmap_of_the_layer(name):
+    args, axes = batched_layer(LAYER_BATCHES[name][0])
+
+    def gradient(fn):
+        loss = lambda arrays: jnp.sum(jnp.sin(jax.vmap(fn, axes)(args[0], arrays)))  # noqa: E731
+        return jax.grad(loss)
+
+    close(jax.jit(gradient(layer))(args[1]), jax.jit(gradient(layer_reference))(args[1]))
+    if name == "tokens":  # the weights are shared, so is the sum of their gradient
+        program = jax.make_jaxpr(gradient(layer))(args[1])
+        shapes = [
+            e.outvars[0].aval.shape[:2]
+            for e in equations(program.jaxpr)
+            if e.primitive.name == "jaxmoe_tgmm" and e.outvars[0].aval.ndim == 4
+        ]
+        assert set(shapes) == {(1, LAYER.num_experts)}
+
+
+def test_vmap_of_gradient_of_the_layer():
+    args, axes = batched_layer(LAYER_BATCHES["tokens"][0])
+    got = jax.jit(jax.vmap(lambda ids, a: jax.grad(loss_of(layer, ids))(a), axes))(*args)
+    close(got, layer_loop(lambda ids, a: jax.grad(loss_of(layer_reference, ids))(a), args, axes))
+
+
+def test_scan_over_layers():
+    """One program for all layers, forward and backward."""
+    ids, arrays = layer_arguments()
+    deep = {n: jnp.stack([a, 0.5 * a, -a]) for n, a in arrays.items() if n.startswith(("w_", "b_"))}
+
+    def network(fn, scanned):
+        def loss(x, deep):
+            def one(x, w):
+                return x + fn(ids, {"x": x, "weights": arrays["weights"], **w}), None
+
+            if scanned:
+                return jnp.sum(jax.lax.scan(one, x, deep)[0] ** 2)
+            for i in range(3):
+                x, _ = one(x, {n: a[i] for n, a in deep.items()})
+            return jnp.sum(x**2)
+
+        return jax.value_and_grad(loss, (0, 1))
+
+    got = jax.jit(network(layer, scanned=True))(arrays["x"], deep)
+    close(got, jax.jit(network(layer_reference, scanned=False))(arrays["x"], deep))
+    assert ops(lambda x: network(layer, True)(x, deep)[0], arrays["x"])["jaxmoe_permute"] == 2
+
+
+@pytest.mark.parametrize(
+    "names, products",
+    # What is not saved is computed again: the rows of the second product, whose values the gradient
+    # of the routing weights needs, and the first product unless z is saved.
+    ((("jaxmoe_z", "jaxmoe_h"), 1), (("jaxmoe_h",), 2), ((), 2)),
+)
+def test_remat_policies_know_the_residuals(names, products):
+    ids, arrays = layer_arguments()
+    policy = jax.checkpoint_policies.save_only_these_names(*names)
+
+    def gradient(fn):
+        return jax.grad(loss_of(fn, ids))
+
+    rematted = gradient(jax.checkpoint(layer, policy=policy))
+    close(jax.jit(rematted)(arrays), jax.jit(gradient(layer))(arrays))
+    plain = ops(gradient(layer), arrays)["jaxmoe_gmm"]
+    assert ops(rematted, arrays)["jaxmoe_gmm"] == plain + products
+
+
+def test_the_layer_is_the_composition_of_its_ops():
+    ids, arrays = layer_arguments()
+
+    def composed(ids, a):
+        order = plan(ids, LAYER.num_experts)
+        z = grouped_gemm(
+            permute(a["x"], order), a["w_gate_up"], order.group_sizes, bias=a["b_gate_up"]
+        )
+        gate, up = jnp.split(z, 2, axis=-1)
+        rows = grouped_gemm(
+            jax.nn.silu(gate) * up, a["w_down"], order.group_sizes, bias=a["b_down"]
+        )
+        return finalize(rows, order, a["weights"])
+
+    close(jax.jit(layer)(ids, arrays), jax.jit(composed)(ids, arrays))
+    close(
+        jax.jit(jax.grad(loss_of(layer, ids)))(arrays),
+        jax.jit(jax.grad(loss_of(composed, ids)))(arrays),
+    )
+
+
+def test_ahead_of_time_compilation_and_one_trace():
+    ids, arrays = layer_arguments()
+    f = jax.jit(layer)
+    compiled = f.lower(ids, arrays).compile()
+    close(compiled(ids, arrays), layer_reference(ids, arrays))
+    for seed in range(3):  # other routing, other values: the same program
+        f(*layer_arguments(seed))
+    assert f._cache_size() == 1
+
+
+def test_eager_without_jit():
+    ids, arrays = layer_arguments()
+    with jax.disable_jit():
+        close(layer(ids, arrays), layer_reference(ids, arrays))
