@@ -156,6 +156,8 @@ class Results:
     def add(self, row: Row) -> None:
         """Keeps, prints and saves one row."""
         self.rows.append(row)
+        if row.sm_clock_mhz:  # read under load, unlike those of the start
+            self.header |= {"sm_clock_mhz": row.sm_clock_mhz, "power_w": row.power_w}
         print(f"[{self.progress} {self.elapsed_s:4.0f}s] {line(row)}", flush=True)
         self.save()
 

@@ -9,10 +9,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.baselines import torch_grouped_mm
-from benchmarks.models import DEFAULT_MODELS, DEFAULT_TOKENS, MODELS, SKEWS
+import jax
 
-_IMPLS = ("jaxmoe", "xla_ragged_dot", "tokamax", torch_grouped_mm.NAME, "dense", "floor")
+from benchmarks import cases, rows, runner
+from benchmarks.baselines import dense, tokamax_gmm, torch_grouped_mm, xla_ragged_dot
+from benchmarks.models import DEFAULT_MODELS, DEFAULT_TOKENS, MODELS, SKEWS
+from benchmarks.suites import SUITES
+from jaxmoe import _targets
+
+_PEERS = (xla_ragged_dot, tokamax_gmm, torch_grouped_mm, dense)
+_IMPLS = ("jaxmoe", *(peer.NAME for peer in _PEERS), "floor")
 _MEMORY = "0.92"  # part of the GPU's memory; JAX's own default leaves a quarter unused
 
 
@@ -21,13 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = _parse(arguments)
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", _MEMORY)
     start = time.monotonic()
-    peers = _torch_rows(args)  # first: once JAX runs, it holds the memory
-    import jax
-
-    from benchmarks import cases, rows, runner
-    from benchmarks.suites import SUITES
-    from jaxmoe import _targets
-
+    peers = _torch_rows(args)  # first: once JAX has a device, it holds the memory
     device = jax.devices()[0]
     if device.platform != "gpu" and args.models is None:
         print("No GPU: choose shapes that a CPU can hold, as --models odd,clamped --tokens 8.")
@@ -79,7 +79,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     def add(flag: str, **options: Any) -> None:
         parser.add_argument(flag, **options)
 
-    add("--suite", type=names, required=True, help="layer, ops")
+    add("--suite", type=names, required=True, help=", ".join(SUITES))
     add("--json", type=Path, help="file for the results, rewritten after every row")
     add("--models", type=names, help=f"of {', '.join(MODELS)}")
     add("--tokens", type=lambda text: [int(t) for t in names(text)], help="numbers of tokens")
@@ -92,7 +92,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--seed", type=int, default=0)
     args = parser.parse_args(arguments)
     known = {
-        "suite": ("layer", "ops"),
+        "suite": tuple(SUITES),
         "models": tuple(MODELS),
         "skew": SKEWS,
         "impl": _IMPLS,

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))  # behind everything: `jaxmoe` stays the installed one
 
-from benchmarks import bounds, plot, report, rows, run, runner, timing  # noqa: E402
+from benchmarks import bounds, report, rows, run, runner, timing  # noqa: E402
 from benchmarks.baselines import xla_ragged_dot  # noqa: E402
 from benchmarks.cases import Case, weight_sets  # noqa: E402
 from benchmarks.models import DEFAULT_MODELS, DEFAULT_TOKENS, MODELS  # noqa: E402
@@ -211,6 +211,7 @@ def _results(date: str, slower: float) -> dict[str, object]:
 
 
 def test_report_of_known_rows(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
     folder = tmp_path / "h200"
     folder.mkdir()
     (folder / "old.json").write_text(json.dumps(_results("2026-01-01", slower=1.5)))
@@ -238,6 +239,9 @@ def test_report_of_known_rows(tmp_path: Path) -> None:
 
 
 def test_plotted_points_are_times_over_floors(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from benchmarks import plot
+
     folder = tmp_path / "h200"
     folder.mkdir()
     (folder / "one.json").write_text(json.dumps(_results("2026-01-01", slower=1.5)))

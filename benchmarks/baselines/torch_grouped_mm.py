@@ -61,6 +61,7 @@ def main() -> None:
                 row = dataclasses.replace(_base(name, tokens, skew), reason=reason)
             print(json.dumps(row.to_json()), flush=True)
             print(line(row), file=sys.stderr, flush=True)  # standard output is read by the parent
+        bench.release()
 
 
 class _Bench:
@@ -75,6 +76,12 @@ class _Bench:
         torch.manual_seed(seed)
         count = max(1, min(_SETS, _WEIGHT_BYTES // layer_bytes(model)))
         self.sets = [self._weights() for _ in range(count)]
+
+    def release(self) -> None:
+        """Gives the memory back before the next model takes its own."""
+        self.sets.clear()
+        if self.device == "cuda":
+            self.torch.cuda.empty_cache()
 
     def _weights(self) -> list[Any]:
         m = self.model
