@@ -56,7 +56,7 @@ def dtype_reason(op: str, **arrays: Any) -> str | None:
     if len(names) == 1 and names <= {"bfloat16", "float16"}:
         return None
     listed = " and ".join(arrays)
-    return _checks.message(op, f"{listed} must both be bf16 or both be f16 on CUDA", **arrays)
+    return _checks.message(op, f"{listed} must all be bf16 or all be f16 on CUDA", **arrays)
 
 
 def _gmm_out(x: Any, w: Any, *_: Any, weight_layout: str, out_dtype: Any, **_params: Any) -> Any:
@@ -227,22 +227,23 @@ def _gmm_scratch(_avals: Any, **_params: Any) -> list[_primitive.Spec]:
 
 
 def _gmm_reason(avals: Any, *, out_dtype: Any, **_params: Any) -> str | None:
-    x, w, _, _, bias = avals
     op = "grouped_gemm"
-    arrays = {"lhs": x, "rhs": w} | ({"bias": bias} if bias.size else {})
+    # As the caller of grouped_gemm knows them: no batch axis.
+    x, w, bias = (jax.ShapeDtypeStruct(avals[i].shape[1:], avals[i].dtype) for i in (0, 1, 4))
     if x.dtype != w.dtype:  # never so in a public call, only in a transpose
         return _backward_reason(x, w)
-    reason = dtype_reason(op, **arrays)
+    reason = dtype_reason(op, **{"lhs": x, "rhs": w} | ({"bias": bias} if bias.size else {}))
     if reason is None and out_dtype not in (x.dtype, jnp.float32):
-        names = f"{_checks.dtype_name(x.dtype)} or f32"
-        reason = _checks.message(
-            op, f"preferred_element_type={out_dtype} must be {names} on CUDA", lhs=x
+        rule = (
+            f"preferred_element_type={_checks.dtype_name(out_dtype)} must be "
+            f"{_checks.dtype_name(x.dtype)} or f32 on CUDA"
         )
+        reason = _checks.message(op, rule, lhs=x)
     return (
         reason
-        or row_reason(op, "lhs", x, 2)
-        or row_reason(op, "rhs", w, 3)
+        or row_reason(op, "lhs", x, 1)
         or row_reason(op, "rhs", w, 2)
+        or row_reason(op, "rhs", w, 1)
     )
 
 

@@ -1,0 +1,335 @@
+"""What CUDA would be asked to run, read from StableHLO on any machine."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxmoe
+from jaxmoe import GemmConfig, Plan, Routing, _gmm, _primitive, _targets, grouped_gemm, moe_mlp
+
+BF16, F16, F32, I32 = jnp.bfloat16, jnp.float16, jnp.float32, jnp.int32
+T, K, E, H, INTER = 6, 2, 4, 32, 16
+
+
+def struct(*shape, dtype=BF16):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def cuda_text(fn, *args, forced=True):
+    """StableHLO of `fn` for CUDA; without `forced` as if the kernels were not there."""
+    fresh = jax.jit(lambda *a: fn(*a))
+    if not forced:
+        return fresh.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    with _targets.force_cuda_lowering():
+        return fresh.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def calls(text):
+    """(target, attributes, operand types, result types) of every custom call of ours."""
+    pattern = re.compile(
+        r"stablehlo\.custom_call @(jaxmoe_\w+)\(.*?mhlo\.backend_config = \{(.*?)\}, "
+        r"operand_layouts = \[(.*?)\], result_layouts = \[(.*?)\]\} : \((.*?)\) -> (.*)"
+    )
+    found = []
+    for target, attrs, in_layouts, out_layouts, ins, outs in pattern.findall(text):
+        for layout in re.findall(r"dense<(.*?)> : tensor<(\d+)xindex>", in_layouts + out_layouts):
+            order, rank = layout
+            assert order in (str(list(range(int(rank)))[::-1]), "0"), "not row-major"
+        types = [re.findall(r"tensor<(.*?)>", t) for t in (ins, outs)]
+        found.append((target, attributes(attrs), *types))
+    return found
+
+
+def attributes(text):
+    """Parses `a = 1 : i64, b = {c = 2.0 : f32}` into a dict of typed strings."""
+    text = re.sub(r"(\w+) = (-?[\w.+-]+) : (i64|f32)", r'"\1": "\2:\3"', text)
+    return eval("{" + re.sub(r"(\w+) = \{", r'"\1": {', text) + "}")  # our own text, no input
+
+
+def layer_structs(width=2 * INTER, dtype=BF16, layout="kn"):
+    w1, w2 = (E, H, width), (E, INTER, H)
+    if layout == "nk":
+        w1, w2 = (E, width, H), (E, H, INTER)
+    return (
+        struct(T, H, dtype=dtype),
+        Routing(struct(T, K, dtype=I32), struct(T, K, dtype=F32)),
+        struct(*w1, dtype=dtype),
+        struct(*w2, dtype=dtype),
+    )
+
+
+def plan_struct():
+    return Plan(struct(E + 1, dtype=I32), struct(T * K, dtype=I32), struct(T, K, dtype=I32))
+
+
+def test_moe_mlp_is_one_call_with_these_attributes():
+    config = (GemmConfig(128, 16, raster=2, gather=True), GemmConfig(256, 128, raster=8))
+    act = jaxmoe.Swiglu(alpha=1.5, beta=1.0, limit=7.0)
+    options = {"activation": act, "gate_up": "interleaved", "weight_layout": "nk"}
+    window = {"num_experts": 9, "expert_offset": 3}
+    (call,) = calls(
+        cuda_text(
+            lambda *a: moe_mlp(*a, config=config, **options, **window), *layer_structs(layout="nk")
+        )
+    )
+    target, attrs, operands, results = call
+    assert target == "jaxmoe_moe_mlp_v1"
+    assert attrs == {
+        "num_experts": "9:i64",
+        "num_local_experts": "4:i64",
+        "expert_offset": "3:i64",
+        "gate_up": "2:i64",
+        "weight_layout": "1:i64",
+        "activation": {
+            "kind": "0:i64",
+            "gated": "1:i64",
+            "c1": "1.500000e+00:f32",
+            "c3": "0.000000e+00:f32",
+            "limit": "7.000000e+00:f32",
+            "beta": "1.000000e+00:f32",
+        },
+        "gemm1": {
+            "weight_tile": "128:i64",
+            "token_tile": "16:i64",
+            "pingpong": "0:i64",
+            "raster": "2:i64",
+            "gather": "1:i64",
+        },
+        "gemm2": {
+            "weight_tile": "256:i64",
+            "token_tile": "128:i64",
+            "pingpong": "0:i64",
+            "raster": "8:i64",
+            "gather": "0:i64",
+        },
+    }
+    assert operands == [
+        "6x32xbf16", "6x2xi32", "6x2xf32", "4x32x32xbf16", "4x32x16xbf16", "0x0xbf16", "0x0xbf16",
+        "0xi32", "0x0xbf16",
+    ]  # fmt: skip
+    assert results[:3] == ["6x32xbf16", "12x32xbf16", "12x16xbf16"]
+    assert re.fullmatch(r"\d+xi32", results[3])
+
+
+def test_optional_operands_of_moe_mlp_are_passed():
+    x, routing, w1, w2 = layer_structs(dtype=F16)
+    given = {
+        "b_gate_up": struct(E, 2 * INTER, dtype=F16),
+        "b_down": struct(E, H, dtype=F16),
+        "expert_map": struct(11, dtype=I32),
+        "residual": struct(T, H, dtype=F16),
+    }
+    text = cuda_text(lambda a, o: moe_mlp(*a, **o), (x, routing, w1, w2), given)
+    ((_, attrs, operands, _),) = calls(text)
+    assert operands[5:] == ["4x32xf16", "4x32xf16", "11xi32", "6x32xf16"]
+    assert (attrs["num_experts"], attrs["num_local_experts"]) == ("11:i64", "4:i64")
+
+
+def test_grouped_gemm_call():
+    args = (struct(10, 24), struct(E, 40, 24), struct(E, dtype=I32))
+    config = GemmConfig(128, 128, pingpong=True, raster=0, gather=True)
+    text = cuda_text(
+        lambda *a: grouped_gemm(
+            *a,
+            weight_layout="nk",
+            preferred_element_type=F32,
+            config=config,
+            bias=jnp.ones((E, 40), BF16),
+        ),
+        *args,
+    )
+    (call,) = calls(text)
+    assert call == (
+        "jaxmoe_gmm_v1",
+        {
+            "weight_layout": "1:i64",
+            "config": {
+                "weight_tile": "128:i64",
+                "token_tile": "128:i64",
+                "pingpong": "1:i64",
+                "raster": "0:i64",
+                "gather": "0:i64",  # rows are in order already
+            },
+        },
+        ["1x10x24xbf16", "1x4x40x24xbf16", "1x4xi32", "1x4xi32", "1x4x40xbf16"],
+        ["1x10x40xf32", "4xi32"],
+    )
+
+
+OTHER_OPS = {
+    "route": (
+        lambda logits: jaxmoe.route(logits, top_k=K, method="softmax"),
+        (struct(T, E, dtype=F32),),
+        ("jaxmoe_route_v1", {"score": "1:i64", "normalize": "0:i64"}),
+        ["6x4xf32"],
+        ["6x2xi32", "6x2xf32"],
+    ),
+    "plan": (
+        lambda ids: jaxmoe.plan(ids, 9, expert_offset=2, num_local_experts=E),
+        (struct(T, K, dtype=I32),),
+        ("jaxmoe_plan_v1", {"num_experts": "9:i64", "expert_offset": "2:i64"}),
+        ["1x6x2xi32", "0xi32"],
+        ["1x5xi32", "1x12xi32", "1x6x2xi32"],
+    ),
+    "permute": (
+        jaxmoe.permute,
+        (struct(T, H), plan_struct()),
+        ("jaxmoe_permute_v1", {}),
+        ["6x32xbf16", "12xi32"],
+        ["12x32xbf16"],
+    ),
+    "finalize": (
+        jaxmoe.finalize,
+        (struct(T * K, H), plan_struct(), struct(T, K, dtype=F32)),
+        ("jaxmoe_finalize_v1", {}),
+        ["12x32xbf16", "6x2xi32", "6x2xf32", "0x0xbf16"],
+        ["6x32xbf16"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_OPS)
+def test_call_of(name):
+    fn, args, (target, attrs), operands, results = OTHER_OPS[name]
+    text = cuda_text(fn, *args)
+    if not attrs:  # a call without attributes has an empty backend_config
+        assert text.count(f"custom_call @{target}(") == 1
+        line = next(line for line in text.splitlines() if target in line)
+        ins, outs = line.split(" : (")[-1].split(" -> ")
+        assert re.findall(r"tensor<(.*?)>", ins) == operands
+        assert re.findall(r"tensor<(.*?)>", outs)[: len(results)] == results
+        return
+    ((got, got_attrs, got_operands, got_results),) = calls(text)
+    assert (got, got_attrs) == (target, attrs)
+    assert got_operands == operands
+    assert got_results[: len(results)] == results
+
+
+def test_every_op_with_a_kernel_has_a_test_here():
+    tested = {target for _, _, (target, _), _, _ in OTHER_OPS.values()}
+    tested |= {"jaxmoe_moe_mlp_v1", "jaxmoe_gmm_v1"}
+    targets = {op.cuda.target for op in _primitive.OPS.values() if op.cuda and op.cuda.target}
+    assert {t for t in targets if t.startswith("jaxmoe_")} == tested
+
+
+def test_vmap_over_tokens_is_one_call_and_shares_the_weights():
+    x, routing, w1, w2 = layer_structs()
+    batched = jax.tree.map(lambda a: struct(3, *a.shape, dtype=a.dtype), (x, routing))
+    text = cuda_text(jax.vmap(moe_mlp, (0, 0, None, None)), *batched, w1, w2)
+    ((_, attrs, operands, _),) = calls(text)
+    assert operands[:5] == ["18x32xbf16", "18x2xi32", "18x2xf32", "4x32x32xbf16", "4x16x32xbf16"]
+    assert attrs["num_local_experts"] == "4:i64"
+
+
+def test_vmap_over_some_weights_is_one_call_and_shares_the_others():
+    x, routing, w1, w2 = layer_structs()
+    axes = (None, None, 0, None)
+    text = cuda_text(jax.vmap(moe_mlp, axes), x, routing, struct(3, *w1.shape), w2)
+    ((_, attrs, operands, _),) = calls(text)
+    assert operands[3:5] == ["12x32x32xbf16", "4x16x32xbf16"]
+    assert attrs["num_local_experts"] == "12:i64"
+
+
+def test_vmap_of_grouped_gemm_is_one_call():
+    args = (struct(3, 10, 24), struct(E, 24, 40), struct(3, E, dtype=I32))
+    text = cuda_text(jax.vmap(grouped_gemm, (0, None, 0)), *args)
+    ((_, _, operands, _),) = calls(text)
+    assert operands == ["3x10x24xbf16", "1x4x24x40xbf16", "3x4xi32", "3x4xi32", "0x0x0xbf16"]
+
+
+def test_scan_over_layers_holds_one_call():
+    x, routing, w1, w2 = layer_structs()
+
+    def network(x, routing, w1, w2):
+        return jax.lax.scan(lambda x, w: (moe_mlp(x, routing, *w), None), x, (w1, w2))[0]
+
+    text = cuda_text(network, x, routing, *(struct(5, *w.shape) for w in (w1, w2)))
+    assert [c[0] for c in calls(text)] == ["jaxmoe_moe_mlp_v1"]
+
+
+def test_forward_mode_runs_on_the_kernels():
+    def tangent(x, routing, w1, w2):
+        return jax.jvp(lambda x: moe_mlp(x, routing, w1, w2), (x,), (x,))[1]
+
+    names = [c[0] for c in calls(cuda_text(tangent, *layer_structs()))]
+    assert names.count("jaxmoe_gmm_v1") == 3  # z and its tangent, and the tangent of the rows
+
+
+def test_without_the_extension_cuda_runs_pure_xla(monkeypatch):
+    monkeypatch.setattr(_targets, "cuda_available", lambda: False)
+    text = cuda_text(moe_mlp, *layer_structs(), forced=False)
+    assert "jaxmoe_" not in text
+    assert "stablehlo.while" in text
+
+
+def test_other_platforms_run_pure_xla():
+    with _targets.force_cuda_lowering():
+        for platform in ("cpu", "tpu"):
+            traced = jax.jit(lambda *a: moe_mlp(*a)).trace(*layer_structs())
+            assert "jaxmoe_" not in traced.lower(lowering_platforms=(platform,)).as_text()
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    (
+        (
+            (struct(9, 12), struct(E, 12, 16)),
+            "lhs.shape[1]=12 must be a positive multiple of 8 on CUDA (rows of 16-byte multiples); "
+            "the nearest legal: 8 and 16",
+        ),
+        (
+            (struct(9, 16), struct(E, 16, 5)),
+            "rhs.shape[2]=5 must be a positive multiple of 8 on CUDA (rows of 16-byte multiples); "
+            "the nearest legal: 8",
+        ),
+        (
+            (struct(9, 16, dtype=F32), struct(E, 16, 8, dtype=F32)),
+            "lhs and rhs must all be bf16 or all be f16 on CUDA",
+        ),
+    ),
+)
+def test_what_cuda_refuses_in_grouped_gemm(args, message):
+    with pytest.raises(NotImplementedError, match=re.escape(message)):
+        cuda_text(grouped_gemm, *args, struct(E, dtype=I32))
+
+
+def test_cuda_refuses_results_without_a_kernel():
+    args = (struct(9, 16), struct(E, 16, 8), struct(E, dtype=I32))
+    with pytest.raises(NotImplementedError, match="preferred_element_type=f16 must be bf16 or f32"):
+        cuda_text(lambda *a: grouped_gemm(*a, preferred_element_type=F16), *args)
+
+
+@pytest.mark.parametrize("hidden, intermediate, name", ((36, 16, "x.shape[1]=36"), (32, 20, "=20")))
+def test_cuda_refuses_unaligned_layers(hidden, intermediate, name):
+    x, routing = struct(T, hidden), layer_structs()[1]
+    w1, w2 = struct(E, hidden, 2 * intermediate), struct(E, intermediate, hidden)
+    with pytest.raises(NotImplementedError, match=re.escape(name)) as error:
+        cuda_text(moe_mlp, x, routing, w1, w2)
+    assert "the nearest legal: " in str(error.value)
+
+
+def test_cuda_refuses_gradients_for_now():
+    def loss(w2, x, routing, w1):
+        return jnp.sum(moe_mlp(x, routing, w1, w2).astype(F32))
+
+    x, routing, w1, w2 = layer_structs()
+    for argnum in (0, 1):
+        with pytest.raises(NotImplementedError, match="backward kernels are not available on CUDA"):
+            cuda_text(jax.grad(loss, argnum), w2, x, routing, w1)
+
+
+def test_vmap_that_would_copy_weights_loops_instead():
+    """A bias for each example, weights shared: a loop of calls, each with the shared weights."""
+    args = (struct(10, 24), struct(E, 24, 40), struct(E, dtype=I32), struct(3, E, 40))
+    text = cuda_text(
+        jax.vmap(lambda a, b, s, c: grouped_gemm(a, b, s, bias=c), (None, None, None, 0)), *args
+    )
+    ((_, _, operands, _),) = calls(text)
+    assert operands[1] == "1x4x24x40xbf16"
+    assert "stablehlo.while" in text
+
+
+def test_tgmm_has_no_target():
+    assert _gmm.tgmm.cuda is not None and _gmm.tgmm.cuda.target == ""
