@@ -4,6 +4,7 @@ import dataclasses
 import datetime
 import importlib.metadata
 import json
+import math
 import os
 import re
 import shlex
@@ -73,7 +74,9 @@ class Row:
 
 
 def _rounded(value: Any) -> Any:
-    return float(f"{value:.5g}") if isinstance(value, float) else value
+    if not isinstance(value, float):
+        return value
+    return float(f"{value:.5g}") if math.isfinite(value) else None  # JSON has no NaN
 
 
 def with_time(
