@@ -37,11 +37,13 @@ bench: $(INSTALLED)  ## Run the layer benchmark (ARGS="--suite ops" for another)
 	$(BIN)/python -m benchmarks.run $(or $(ARGS),--suite layer)
 
 lint: $(INSTALLED)  ## Check format, lint, types and spelling
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run -Werror $(CSRC)
-	$(BIN)/pyright
-	$(BIN)/codespell
+	@status=0; run() { echo "$$1"; $(BIN)/$$1 || status=1; }; \
+	run "ruff check ."; \
+	run "ruff format --check ."; \
+	run "clang-format --dry-run -Werror $(CSRC)"; \
+	run "pyright"; \
+	run "codespell"; \
+	exit $$status
 
 format: $(INSTALLED)  ## Reformat everything in place
 	$(BIN)/ruff check --fix .

@@ -6,6 +6,10 @@ usable() {
   "$1" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 12))' 2>/dev/null
 }
 
+if [ -n "$PYTHON" ] && ! usable "$PYTHON"; then
+  echo "PYTHON=$PYTHON is not a Python >= 3.12 with venv" >&2
+  exit 1
+fi
 for python in $PYTHON python3.12 python3.13 python3.14 python3 python \
   "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.1[2-9]*/bin/python3; do
   if usable "$python"; then
