@@ -94,7 +94,8 @@ def moe_mlp(
     num_local = w_gate_up.shape[0]
     if num_experts is None:
         if expert_map is None:
-            offset = _checks.check_int(_OP, "expert_offset", expert_offset, 0)
+            hint = "give expert_map if it depends on the device"
+            offset = _checks.check_int(_OP, "expert_offset", expert_offset, 0, hint=hint)
             num_experts = offset + num_local
         else:
             _checks.check_rank(_OP, "expert_map", expert_map, "E")

@@ -1,0 +1,133 @@
+"""explain: what it finds, what it says, and that what it says is what is lowered."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxmoe import GemmConfig, Routing, _targets, grouped_gemm, moe_mlp, route
+from jaxmoe._explain import explain
+
+BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
+
+
+def struct(*shape, dtype=BF16):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+LAYER = (struct(16, 64), struct(16, 8, dtype=F32), struct(8, 64, 96), struct(8, 48, 64))
+
+
+def layer(x, logits, w_gate_up, w_down, **options):
+    return moe_mlp(x, route(logits, top_k=2), w_gate_up, w_down, **options)
+
+
+def test_report_of_a_layer():
+    config = (GemmConfig(128, 16, gather=True), GemmConfig(128, 32))
+    report = explain(lambda *a: layer(*a, config=config), *LAYER)
+    assert report.platform == jax.default_backend()
+    assert report.why_no_cuda == _targets.why_not()
+    assert [op.op for op in report.ops] == ["jaxmoe_route", "jaxmoe_moe_mlp"]
+    mlp = report.ops[1]
+    assert mlp.cuda_target == "jaxmoe_moe_mlp_v1"
+    assert mlp.cuda_reason is None
+    assert mlp.operands[:3] == ("bf16[16,64]", "i32[16,2]", "f32[16,2]")
+    assert mlp.cuda_attrs["gemm1"] == config[0].attrs()
+    assert mlp.cuda_attrs["gemm2"] == config[1].attrs()
+    rows, act, index = mlp.cuda_scratch
+    assert (rows.shape, rows.dtype, rows.bytes) == ((32, 64), "bf16", 32 * 64 * 2)
+    assert (act.shape, act.dtype, act.bytes) == ((32, 48), "bf16", 32 * 48 * 2)
+    assert (index.dtype, index.bytes) == ("i32", 4 * index.shape[0])
+    assert mlp.cuda_scratch_bytes == rows.bytes + act.bytes + index.bytes
+    assert mlp.runs == "pure XLA"
+
+
+def test_printed_report():
+    text = str(explain(layer, *LAYER))
+    why = _targets.why_not()
+    assert text.startswith(
+        "default platform: cpu; CUDA kernels " + ("loaded" if why is None else f"not loaded: {why}")
+    )
+    assert "jaxmoe_moe_mlp (bf16[16,64], i32[16,2], f32[16,2], bf16[8,64,96]" in text
+    assert "  here: pure XLA\n  CUDA: FFI call jaxmoe_moe_mlp_v1\n" in text
+    assert "activation: gated 1, kind 0, c1 1, c3 0, limit inf, beta 0" in text
+    assert "scratch: " in text
+    assert str(explain(lambda x: x + 1, 1.0)).endswith("no jaxmoe op found")
+
+
+def test_refusals_say_why():
+    report = explain(grouped_gemm, struct(4, 12), struct(2, 12, 16), struct(2, dtype=I32))
+    (op,) = report.ops
+    assert op.cuda_target is None
+    assert op.cuda_attrs == {} and op.cuda_scratch == ()
+    reason = (
+        "jaxmoe.grouped_gemm: lhs.shape[1]=12 must be a positive multiple of 8 on CUDA (rows of "
+        "16-byte multiples); the nearest legal: 8 and 16. Got lhs: bf16[4,12]."
+    )
+    assert op.cuda_reason == reason
+    assert f"CUDA: refused: {reason}" in str(report)
+
+
+def test_gradients_name_the_kernels_that_are_missing():
+    loss = lambda *a: jnp.sum(layer(*a).astype(F32))  # noqa: E731
+    report = explain(jax.grad(loss, 2), *LAYER)
+    refused = {op.op for op in report.ops if op.cuda_reason is not None}
+    assert "jaxmoe_tgmm" in refused
+    assert all(
+        "backward kernels are not available on CUDA yet" in op.cuda_reason
+        for op in report.ops
+        if op.cuda_reason is not None
+    )
+
+
+@pytest.mark.parametrize(
+    "wrap, where",
+    (
+        (jax.jit, "jit"),
+        (
+            lambda f: lambda x, *a: jax.lax.scan(lambda x, _: (f(x, *a), None), x, length=3)[0],
+            "scan",
+        ),
+        (lambda f: lambda x, *a: jax.lax.fori_loop(0, x.size, lambda _, x: f(x, *a), x), "scan"),
+        (lambda f: lambda x, *a: jax.lax.cond(x[0, 0] > 0, f, lambda x, *a: x, x, *a), "cond"),
+    ),
+)
+def test_ops_inside_other_programs_are_found(wrap, where):
+    (found,) = [op for op in explain(wrap(layer), *LAYER).ops if op.op == "jaxmoe_moe_mlp"]
+    assert where in found.where
+
+
+def test_ops_under_checkpoint_are_found():
+    """JAX names this primitive differently from version to version."""
+    assert [op.op for op in explain(jax.checkpoint(layer), *LAYER).ops] == [
+        "jaxmoe_route",
+        "jaxmoe_moe_mlp",
+    ]
+
+
+def test_arrays_and_structs_give_the_same_report():
+    arrays = [jnp.zeros(s.shape, s.dtype) for s in LAYER]
+    assert explain(layer, *arrays) == explain(layer, *LAYER)
+
+
+def test_it_says_what_is_lowered():
+    routing = Routing(struct(16, 2, dtype=I32), struct(16, 2, dtype=F32))
+    args = (LAYER[0], routing, *LAYER[2:])
+    (op,) = explain(moe_mlp, *args).ops
+    with _targets.force_cuda_lowering():
+        text = jax.jit(moe_mlp).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    assert f"@{op.cuda_target}(" in text
+    results = text.split(f"@{op.cuda_target}(")[1].split(" -> ")[1]
+    for scratch in op.cuda_scratch:
+        assert f"tensor<{'x'.join(map(str, scratch.shape))}x{scratch.dtype}>" in results
+    for name, value in op.cuda_attrs["gemm1"].items():
+        assert f"{name} = {value} : i64" in text
+
+
+def test_on_a_gpu_it_names_the_call(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(_targets, "cuda_available", lambda: True)
+    assert explain(layer, *LAYER).ops[1].runs == "FFI call jaxmoe_moe_mlp_v1"
+    refused = explain(grouped_gemm, struct(4, 12), struct(2, 12, 16), struct(2, dtype=I32))
+    assert refused.ops[0].runs == "nothing: it is refused"
+    monkeypatch.setattr(_targets, "cuda_available", lambda: False)
+    assert explain(layer, *LAYER).ops[1].runs == "pure XLA"
