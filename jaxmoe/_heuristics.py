@@ -8,6 +8,8 @@ are drawn from a counter. Measurements behind the rules are in docs/notes.md.
 import dataclasses
 import math
 
+from jaxmoe.plan import plan_scratch_size
+
 # (weight_tile, token_tile, pingpong) of every kernel in csrc/moe_gemm/moe_gemm.cuh, with the CTAs
 # that share an SM. Tiles of 128 weight rows by up to 64 tokens are for reading weights (two CTAs
 # an SM); the others hold a whole SM's registers in accumulators.
@@ -16,8 +18,7 @@ TILES: dict[tuple[int, int, bool], int] = {
     (128, 16, False): 2,
     (128, 32, False): 2,
     (128, 64, False): 2,
-    (256, 64, False): 1,
-    (256, 96, False): 1,
+    (128, 192, False): 1,
     (128, 128, True): 1,
     (256, 128, False): 1,
 }
@@ -65,31 +66,25 @@ class GemmConfig:
         return {name: int(value) for name, value in dataclasses.asdict(self).items()}
 
 
-def gmm_config(num_rows: int, num_groups: int, k: int, n: int) -> GemmConfig:
-    """The tile for `num_rows` rows spread over `num_groups` groups of a [n, k] weight each."""
-    del k, n
+def gmm_config(num_rows: int, num_groups: int) -> GemmConfig:
+    """The tile for `num_rows` rows spread over `num_groups` groups."""
     mean = num_rows / max(num_groups, 1)
     # Most groups fit one tile, so that each weight is read from memory once.
     usual = mean + 2.0 * math.sqrt(mean)
-    for token_tile in (8, 16, 32, 64):
+    for token_tile in (8, 16, 32):
         if usual <= token_tile:
             return GemmConfig(128, token_tile)
-    if usual <= 96:
-        return GemmConfig(256, 96)
     # With many token tiles a group no longer fits L2 in one pass over a weight tile.
     return GemmConfig(256, 128, raster=8 if mean >= 16 * 128 else 1)
 
 
-def mlp_configs(
-    num_rows: int, num_experts: int, hidden: int, gate_up_rows: int, intermediate: int
-) -> tuple[GemmConfig, GemmConfig]:
+def mlp_configs(num_rows: int, num_experts: int) -> tuple[GemmConfig, GemmConfig]:
     """Tiles of the gate-up and down GEMMs of the fused layer.
 
     `num_experts` is the number of experts that the rows are routed over, local or not.
     """
-    up = gmm_config(num_rows, num_experts, hidden, gate_up_rows)
-    down = gmm_config(num_rows, num_experts, intermediate, hidden)
-    return dataclasses.replace(up, gather=up.token_tile <= _MAX_GATHER_TILE), down
+    down = gmm_config(num_rows, num_experts)
+    return dataclasses.replace(down, gather=down.token_tile <= _MAX_GATHER_TILE), down
 
 
 def gmm_scratch_size() -> int:
@@ -97,10 +92,11 @@ def gmm_scratch_size() -> int:
     return 4
 
 
-def mlp_index_size(num_rows: int, num_local_experts: int, plan_scratch: int) -> int:
+def mlp_index_size(num_rows: int, num_local_experts: int) -> int:
     """int32 elements of the fused layer's index scratch; MlpIndex in csrc/moe_gemm/moe_mlp.h."""
 
     def pad(count: int) -> int:
         return -(-count // 4) * 4
 
+    plan_scratch = plan_scratch_size(1, num_rows, num_local_experts)
     return 4 + pad(num_local_experts + 1) + 2 * pad(num_rows) + plan_scratch

@@ -15,8 +15,8 @@ constexpr int64_t kScratchInts = 4;
 ffi::Error GroupedGemm(cudaStream_t stream,
                        ffi::AnyBuffer lhs,                // [B,T,K]
                        ffi::AnyBuffer rhs,                // [W,E,K,N] or [W,E,N,K]
-                       ffi::AnyBuffer starts,    // [B,E]
-                       ffi::AnyBuffer sizes,     // [B,E]
+                       ffi::AnyBuffer starts,    // [B,G]
+                       ffi::AnyBuffer sizes,     // [B,G]
                        ffi::AnyBuffer bias,               // [W,E,N] or absent
                        ffi::Result<ffi::AnyBuffer> out,   // [B,T,N]
                        ffi::Result<ffi::AnyBuffer> scratch,
@@ -44,15 +44,18 @@ ffi::Error GroupedGemm(cudaStream_t stream,
   for (const ffi::AnyBuffer& integers : {starts, sizes, *scratch}) {
     JAXMOE_RETURN_IF_ERROR(CheckDtype(kOp, "index operand", integers, {ffi::DataType::S32}));
   }
-  if (weights != 1 && weights != batch) return InvalidArgument(kOp, "rhs.shape[0] must be 1 or B");
-  JAXMOE_RETURN_IF_ERROR(CheckShape(kOp, "starts", starts, {batch, experts}));
-  JAXMOE_RETURN_IF_ERROR(CheckShape(kOp, "sizes", sizes, {batch, experts}));
+  // Group g of batch b multiplies weight (b * G + g) mod (W * E).
+  JAXMOE_RETURN_IF_ERROR(CheckRank(kOp, "starts", starts, 2));
+  const int64_t groups = starts.dimensions()[1];
+  if (weights * experts == 0) return InvalidArgument(kOp, "rhs must hold at least one expert");
+  JAXMOE_RETURN_IF_ERROR(CheckShape(kOp, "starts", starts, {batch, groups}));
+  JAXMOE_RETURN_IF_ERROR(CheckShape(kOp, "sizes", sizes, {batch, groups}));
   JAXMOE_RETURN_IF_ERROR(CheckShapeOrAbsent(kOp, "bias", bias, {weights, experts, n}));
   JAXMOE_RETURN_IF_ERROR(CheckShape(kOp, "out", *out, {batch, rows, n}));
   JAXMOE_RETURN_IF_ERROR(CheckShape(kOp, "scratch", *scratch, {kScratchInts}));
   constexpr int64_t kMaxInt = (int64_t{1} << 31) - 1;
   JAXMOE_RETURN_IF_ERROR(CheckRange(kOp, "B*T", batch * rows, 0, kMaxInt));
-  JAXMOE_RETURN_IF_ERROR(CheckRange(kOp, "B*E", batch * experts, 0, kMaxInt));
+  JAXMOE_RETURN_IF_ERROR(CheckRange(kOp, "B*G", batch * groups, 0, kMaxInt));
   if (out->element_count() == 0) return ffi::Error::Success();
 
   const bool out_f32 = out->element_type() == ffi::DataType::F32;
@@ -63,7 +66,7 @@ ffi::Error GroupedGemm(cudaStream_t stream,
   zero.batch = batch;
   zero.num_rows = rows;
   zero.row_bytes = n * (out_f32 ? 4 : 2);
-  zero.num_groups = experts;
+  zero.num_groups = groups;
   zero.zero_counters = scratch->typed_data<int32_t>();
   zero.num_zero_counters = kScratchInts;
   JAXMOE_RETURN_IF_ERROR(CudaStatus(kOp, LaunchZeroRows(zero, stream)));
@@ -80,8 +83,8 @@ ffi::Error GroupedGemm(cudaStream_t stream,
   gemm.tile_counter = scratch->typed_data<int32_t>();
   gemm.x_rows = batch * rows;
   gemm.num_weights = static_cast<int>(weights * experts);
-  gemm.num_groups = static_cast<int>(batch * experts);
-  gemm.groups_per_batch = static_cast<int>(experts);
+  gemm.num_groups = static_cast<int>(batch * groups);
+  gemm.groups_per_batch = static_cast<int>(groups);
   gemm.rows_per_batch = static_cast<int>(rows);
   gemm.k = static_cast<int>(k);
   gemm.n = static_cast<int>(n);

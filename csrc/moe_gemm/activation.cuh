@@ -21,14 +21,18 @@ __device__ __forceinline__ float MaxPropagateNan(float a, float b) {
 // Each form maps (gate, up) to the output; ungated callers pass up = 1, for which the sigmoid form
 // needs beta = 0 and a limit of infinity.
 
-// g * sigmoid(g * (c1 + c3 g^2)) * (u + beta) after clamping: silu, tanh-gelu, clamped swiglu.
-struct SigmoidForm {
+__device__ __forceinline__ float SigmoidTimes(const ActivationParams& p, float gate, float slope,
+                                              float up) {
+  const float g = MinPropagateNan(gate, p.limit);
+  const float u = MaxPropagateNan(MinPropagateNan(up, p.limit), -p.limit);
+  // exp(-z) overflows to infinity for very negative z, where the quotient is 0 as it should be.
+  return __fdividef(g, 1.0f + __expf(-g * slope)) * (u + p.beta);
+}
+
+// g * sigmoid(c1 g) * (u + beta) after clamping: silu and (clamped) swiglu.
+struct SiluForm {
   static __device__ __forceinline__ float Apply(const ActivationParams& p, float gate, float up) {
-    const float g = MinPropagateNan(gate, p.limit);
-    const float u = MaxPropagateNan(MinPropagateNan(up, p.limit), -p.limit);
-    const float z = g * fmaf(p.c3 * g, g, p.c1);
-    // exp(-z) overflows to infinity for very negative z, where the quotient is 0 as it should be.
-    return __fdividef(g, 1.0f + __expf(-z)) * (u + p.beta);
+    return SigmoidTimes(p, gate, p.c1, up);
   }
 };
 
@@ -36,7 +40,8 @@ struct OtherForm {
   static __device__ __forceinline__ float Apply(const ActivationParams& p, float gate, float up) {
     switch (p.kind) {
       case ActivationParams::kSigmoid:
-        return SigmoidForm::Apply(p, gate, up);
+        // c3 = 0 must not meet an infinite gate.
+        return SigmoidTimes(p, gate, p.c3 == 0.0f ? p.c1 : fmaf(p.c3 * gate, gate, p.c1), up);
       case ActivationParams::kErf:
         return 0.5f * gate * (1.0f + erff(gate * 0.70710678118654752f)) * up;
       case ActivationParams::kRelu:

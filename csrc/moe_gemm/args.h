@@ -31,6 +31,7 @@ struct MoeGemmArgs {
   bool gather;
   bool out_f32;
   bool early_groups;
+  bool stream_weights;  // L2 may drop weights first
   ActivationParams activation;
 };
 
@@ -43,6 +44,7 @@ struct Variant {
   int token_tile;
   bool pingpong;
   int ctas_per_sm;
+  int box_rows;  // rows of X a bulk copy brings
   cudaError_t (*launch)(const MoeGemmArgs&, int grid, bool pdl, cudaStream_t);
 };
 

@@ -48,7 +48,7 @@ const char* LaunchMoeGemm(const MoeGemmProblem& p, const TileConfig& tile, cudaS
 
   MoeGemmArgs args{};
   if (const char* error = EncodeWeightMap(p, &args.w_map)) return error;
-  if (const char* error = EncodeTokenMap(p, tile.gather ? 1 : tile.token_tile, &args.x_map)) {
+  if (const char* error = EncodeTokenMap(p, tile.gather ? 1 : variant->box_rows, &args.x_map)) {
     return error;
   }
   args.group_starts = p.group_starts;
@@ -72,6 +72,8 @@ const char* LaunchMoeGemm(const MoeGemmProblem& p, const TileConfig& tile, cudaS
   args.gather = tile.gather;
   args.out_f32 = p.out_f32;
   args.early_groups = p.early_groups;
+  const int64_t mean_rows = CeilDiv(p.rows_per_batch, p.groups_per_batch);
+  args.stream_weights = mean_rows <= tile.token_tile;  // about one token tile a group
   args.activation = p.activation;
 
   int sm_count = 0;

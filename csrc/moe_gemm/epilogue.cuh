@@ -10,10 +10,12 @@
 
 namespace jaxmoe {
 
-// The warpgroup's place in the tile.
+// What of the output a warpgroup holds.
 struct EpilogueSite {
-  TileInfo tile;
-  int feature;   // first output feature of the warpgroup
+  int weight;   // index of the weight matrix, for the bias
+  int row;      // first output row
+  int rows;     // rows to store
+  int feature;  // first output feature
   int weight_row0;  // first weight row of its two 64-row blocks, for the bias
   int weight_row1;
   int consumer;  // for its staging buffer and named barrier
@@ -35,8 +37,9 @@ class Epilogue {
     if constexpr (T::kGated) {
       if (args_.interleaved) {
         StageAll<StageMode::kInterleaved, OtherForm>(acc);
-      } else if (args_.activation.kind == ActivationParams::kSigmoid) {
-        StageAll<StageMode::kHalves, SigmoidForm>(acc);
+      } else if (args_.activation.kind == ActivationParams::kSigmoid &&
+                 args_.activation.c3 == 0.0f) {
+        StageAll<StageMode::kHalves, SiluForm>(acc);
       } else {
         StageAll<StageMode::kHalves, OtherForm>(acc);
       }
@@ -69,7 +72,7 @@ class Epilogue {
   __device__ __forceinline__ float BiasAt(int weight_row) const {
     if (args_.bias == nullptr || weight_row >= args_.n) return 0.0f;
     const Element* bias = static_cast<const Element*>(args_.bias);
-    return ptx::ToFloat(bias[static_cast<int64_t>(site_.tile.weight) * args_.n + weight_row]);
+    return ptx::ToFloat(bias[static_cast<int64_t>(site_.weight) * args_.n + weight_row]);
   }
 
   __device__ __forceinline__ void Sync() const {
@@ -79,8 +82,8 @@ class Epilogue {
   template <StageMode kMode, class Form>
   __device__ __forceinline__ void StageAll(Accumulators<T>& acc) {
 #pragma unroll
-    for (int t0 = 0; t0 < T::kTokenTile; t0 += T::kChunkTokens) {
-      if (t0 < site_.tile.rows) {
+    for (int t0 = 0; t0 < T::kWarpgroupTokens; t0 += T::kChunkTokens) {
+      if (t0 < site_.rows) {
         if (t0 > 0) Sync();  // the chunk before has been copied out
 #pragma unroll
         for (int j = 0; j < T::kChunkTokens / 8; ++j) {
@@ -90,7 +93,7 @@ class Epilogue {
         CopyOut(t0);
       }
     }
-    Sync();  // the staging buffer is free for the next tile
+    if (site_.rows > 0) Sync();  // the staging buffer is free for the next tile
   }
 
   // Eight tokens: accumulator columns group `group`, staging rows 8 * j ...
@@ -148,8 +151,8 @@ class Epilogue {
 #pragma unroll
     for (int pass = 0; pass < (T::kChunkTokens + kRowsPerPass - 1) / kRowsPerPass; ++pass) {
       const int token = pass * kRowsPerPass + site_.thread / kChunksPerRow;
-      if (token < T::kChunkTokens && t0 + token < site_.tile.rows) {
-        const int64_t row = site_.tile.row + t0 + token;
+      if (token < T::kChunkTokens && t0 + token < site_.rows) {
+        const int64_t row = site_.row + t0 + token;
         *reinterpret_cast<uint4*>(out + row * args_.n_out + feature) =
             *reinterpret_cast<const uint4*>(staging_ + token * T::kStagingPitch + chunk * 16);
       }
@@ -162,13 +165,13 @@ class Epilogue {
 #pragma unroll
     for (int block = 0; block < 2; ++block) {
 #pragma unroll
-      for (int i = 0; i < T::kTokenTile / 2; ++i) {
+      for (int i = 0; i < T::kWarpgroupTokens / 2; ++i) {
         const int e = i % 4;
         const int token = i / 4 * 8 + 2 * (lane_ % 4) + e % 2;
         const int feature =
             site_.feature + block * 64 + warp_ * 16 + (e / 2) * 8 + lane_ / 4;
-        if (token < site_.tile.rows && feature < args_.n_out) {
-          const int64_t row = site_.tile.row + token;
+        if (token < site_.rows && feature < args_.n_out) {
+          const int64_t row = site_.row + token;
           out[row * args_.n_out + feature] = acc[block][i] + bias_[block][e / 2];
         }
       }

@@ -1,19 +1,27 @@
-// One warpgroup's k loop: 128 weight rows by kTokenTile tokens accumulated in registers.
+// One warpgroup's k loop: 128 weight rows by its tokens accumulated in registers.
 #pragma once
 
 #include "csrc/moe_gemm/tile.cuh"
 
 namespace jaxmoe {
 
-// acc[b] is the 64 x kTokenTile block b of the warpgroup; gate and up rows when gated.
+// acc[b] is the 64-row block b of the warpgroup by its tokens; gate and up rows when gated.
 template <class T>
-using Accumulators = float[2][T::kTokenTile / 2];
+using Accumulators = float[2][T::kWarpgroupTokens / 2];
 
-template <class T>
-__device__ __forceinline__ void RunMainloop(const SharedStorage<T>& smem, int num_k_steps,
-                                            int first_block, int lane,
-                                            PipelineState<T::kStages>& stage,
-                                            Accumulators<T>& acc) {
+// What a warpgroup takes of each stage.
+struct WarpgroupShare {
+  int first_block;  // of its two 64-row weight blocks
+  int first_token;
+  int rows;         // tokens that are stored
+  int columns;      // tokens that are multiplied: wgmma's N covers at least these
+};
+
+template <class T, int kN>
+__device__ __forceinline__ void RunKSteps(const SharedStorage<T>& smem, int num_k_steps,
+                                          const WarpgroupShare& share, int lane,
+                                          PipelineState<T::kStages>& stage,
+                                          Accumulators<T>& acc) {
   // One k step is four k16 instructions. K-major: 32 bytes along the 128-byte row. MN-major: 16
   // rows of 128 bytes.
   constexpr uint32_t kWeightK16 = T::kMajor == cute::SM90::GMMA::Major::K ? 32 : 16 * 128;
@@ -21,8 +29,9 @@ __device__ __forceinline__ void RunMainloop(const SharedStorage<T>& smem, int nu
   for (int step = 0; step < num_k_steps; ++step) {
     ptx::BarrierWait(smem.full(stage.index), stage.parity);
     const uint32_t weights = ptx::SmemAddress(smem.weights(stage.index)) +
-                             first_block * T::kBlockBytes;
-    const uint32_t tokens = ptx::SmemAddress(smem.tokens(stage.index));
+                             share.first_block * T::kBlockBytes;
+    const uint32_t tokens = ptx::SmemAddress(smem.tokens(stage.index)) +
+                            share.first_token * T::kStepBytes;
     ptx::FenceAccumulator(acc[0]);
     ptx::FenceAccumulator(acc[1]);
     cute::warpgroup_arrive();
@@ -33,7 +42,7 @@ __device__ __forceinline__ void RunMainloop(const SharedStorage<T>& smem, int nu
       for (int block = 0; block < 2; ++block) {
         const uint64_t a = ptx::Swizzle128Descriptor(weights + block * T::kBlockBytes +
                                                      k16 * kWeightK16);
-        ptx::Wgmma<typename T::Element, T::kTokenTile, T::kMajor>(a, b, acc[block],
+        ptx::Wgmma<typename T::Element, kN, T::kMajor>(a, b, acc[block],
                                                                   step > 0 || k16 > 0);
       }
     }
@@ -50,6 +59,21 @@ __device__ __forceinline__ void RunMainloop(const SharedStorage<T>& smem, int nu
   ptx::FenceAccumulator(acc[0]);
   ptx::FenceAccumulator(acc[1]);
   if (lane == 0) ptx::BarrierArrive(smem.empty(previous));
+}
+
+// Runs the k loop with the smallest wgmma N that covers the share. Columns past it stay undefined.
+template <class T, int kN = T::kTokenStep>
+__device__ __forceinline__ void RunMainloop(const SharedStorage<T>& smem, int num_k_steps,
+                                            const WarpgroupShare& share, int lane,
+                                            PipelineState<T::kStages>& stage,
+                                            Accumulators<T>& acc) {
+  if constexpr (kN < T::kWarpgroupTokens) {
+    if (share.columns > kN) {
+      RunMainloop<T, kN + T::kTokenStep>(smem, num_k_steps, share, lane, stage, acc);
+      return;
+    }
+  }
+  RunKSteps<T, kN>(smem, num_k_steps, share, lane, stage, acc);
 }
 
 }  // namespace jaxmoe

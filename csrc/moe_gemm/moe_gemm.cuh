@@ -16,6 +16,17 @@
 namespace jaxmoe {
 
 template <class T>
+__device__ __forceinline__ WarpgroupShare Share(int rows, int consumer) {
+  if constexpr (T::kSplit == Split::kTokens) {
+    constexpr int kStep = 2 * T::kTokenStep;
+    const int half = (rows + kStep - 1) / kStep * T::kTokenStep;
+    const int first = consumer * half;
+    return {0, first, min(max(rows - first, 0), half), half};
+  }
+  return {T::kSplit == Split::kWeights ? 2 * consumer : 0, 0, rows, rows};
+}
+
+template <class T>
 __device__ __forceinline__ void RunConsumer(const MoeGemmArgs& args, const SharedStorage<T>& smem,
                                             int consumer) {
   const int thread = threadIdx.x % 128;
@@ -24,7 +35,6 @@ __device__ __forceinline__ void RunConsumer(const MoeGemmArgs& args, const Share
   constexpr int kOrderBarrier = 3;
   PipelineState<T::kStages> stage;
   PipelineState<T::kRing> slot;
-  const int first_block = T::kPingpong ? 0 : 2 * consumer;
   if constexpr (T::kPingpong) {
     if (consumer == 1) {
       slot.Advance();
@@ -37,19 +47,22 @@ __device__ __forceinline__ void RunConsumer(const MoeGemmArgs& args, const Share
     const TileInfo info = smem.ring()[slot.index];
     if (info.rows == 0) break;
 
+    const WarpgroupShare share = Share<T>(info.rows, consumer);
     Accumulators<T> acc;
     if constexpr (T::kPingpong) ptx::NamedBarrierSync(kOrderBarrier + consumer, 256);
-    RunMainloop<T>(smem, args.num_k_steps, first_block, lane, stage, acc);
+    RunMainloop<T>(smem, args.num_k_steps, share, lane, stage, acc);
     if constexpr (T::kPingpong) ptx::NamedBarrierArrive(kOrderBarrier + (consumer ^ 1), 256);
     __syncwarp();
     if (lane == 0) ptx::BarrierArrive(smem.ring_empty(slot.index));
 
     EpilogueSite site;
-    site.tile = info;
+    site.weight = info.weight;
+    site.row = info.row + share.first_token;
+    site.rows = share.rows;
     site.feature = info.w_tile * (T::kGated ? T::kWeightTile / 2 : T::kWeightTile) +
-                   (first_block / 2) * T::kOutFeatures;
-    site.weight_row0 = WeightRow<T>(args, info.w_tile, first_block);
-    site.weight_row1 = WeightRow<T>(args, info.w_tile, first_block + 1);
+                   (share.first_block / 2) * T::kOutFeatures;
+    site.weight_row0 = WeightRow<T>(args, info.w_tile, share.first_block);
+    site.weight_row1 = WeightRow<T>(args, info.w_tile, share.first_block + 1);
     site.consumer = consumer;
     site.thread = thread;
     Epilogue<T>(args, smem, site).Run(acc);
@@ -75,12 +88,12 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
     ptx::PrefetchTensorMap(&args.x_map);
     for (int s = 0; s < T::kStages; ++s) {
       ptx::BarrierInit(smem.full(s), 1);
-      ptx::BarrierInit(smem.empty(s), 4 * (T::kPingpong ? 1 : T::kConsumers));
+      ptx::BarrierInit(smem.empty(s), 4 * T::kReaders);
     }
     for (int s = 0; s < T::kRing; ++s) {
       ptx::BarrierInit(smem.ring_full(s), 1);
       // The weight producer, the token producer and the warps of the consumers of this slot.
-      ptx::BarrierInit(smem.ring_empty(s), 2 + 4 * (T::kPingpong ? 1 : T::kConsumers));
+      ptx::BarrierInit(smem.ring_empty(s), 2 + 4 * T::kReaders);
     }
     ptx::BarrierInitFence();
   }
@@ -119,27 +132,24 @@ cudaError_t LaunchVariant(const MoeGemmArgs& args, int grid, bool pdl, cudaStrea
 }
 
 // The tile table of one element type and weight layout. Decode tiles (one consumer warpgroup, two
-// CTAs an SM) keep >= 96 KB of weights in flight per SM; prefill tiles use the whole SM.
+// CTAs an SM) keep >= 96 KB of weights in flight per SM; the others use the whole SM.
 template <class Element, cute::SM90::GMMA::Major kMajor, bool kGated, int kWt, int kTt, int kStages,
-          bool kPingpong, int kCtas>
+          Split kSplit, int kCtas>
 Variant MakeVariant(DType dtype, WeightLayout layout) {
-  using T = Tile<Element, kMajor, kGated, kWt, kTt, kStages, kPingpong, kCtas>;
-  return {dtype, layout, kGated, kWt, kTt, kPingpong, kCtas, &LaunchVariant<T>};
+  using T = Tile<Element, kMajor, kGated, kWt, kTt, kStages, kSplit, kCtas>;
+  return {dtype, layout, kGated, kWt, kTt, T::kPingpong, kCtas, T::kBoxRows, &LaunchVariant<T>};
 }
 
 template <class Element, cute::SM90::GMMA::Major kMajor>
 VariantTable MakeVariants(DType dtype, WeightLayout layout) {
-#define JAXMOE_TILE(gated, wt, tt, stages, pingpong, ctas) \
-  MakeVariant<Element, kMajor, gated, wt, tt, stages, pingpong, ctas>(dtype, layout)
+#define JAXMOE_TILE(wt, tt, stages, split, ctas)                                      \
+  MakeVariant<Element, kMajor, true, wt, tt, stages, Split::split, ctas>(dtype, layout), \
+      MakeVariant<Element, kMajor, false, wt, tt, stages, Split::split, ctas>(dtype, layout)
   static const Variant rows[] = {
-      JAXMOE_TILE(true, 128, 8, 6, false, 2),    JAXMOE_TILE(false, 128, 8, 6, false, 2),
-      JAXMOE_TILE(true, 128, 16, 5, false, 2),   JAXMOE_TILE(false, 128, 16, 5, false, 2),
-      JAXMOE_TILE(true, 128, 32, 5, false, 2),   JAXMOE_TILE(false, 128, 32, 5, false, 2),
-      JAXMOE_TILE(true, 128, 64, 4, false, 2),   JAXMOE_TILE(false, 128, 64, 4, false, 2),
-      JAXMOE_TILE(true, 256, 64, 5, false, 1),   JAXMOE_TILE(false, 256, 64, 5, false, 1),
-      JAXMOE_TILE(true, 256, 96, 4, false, 1),   JAXMOE_TILE(false, 256, 96, 4, false, 1),
-      JAXMOE_TILE(true, 128, 128, 6, true, 1),   JAXMOE_TILE(false, 128, 128, 6, true, 1),
-      JAXMOE_TILE(true, 256, 128, 4, false, 1),  JAXMOE_TILE(false, 256, 128, 4, false, 1),
+      JAXMOE_TILE(128, 8, 6, kNone, 2),      JAXMOE_TILE(128, 16, 5, kNone, 2),
+      JAXMOE_TILE(128, 32, 5, kNone, 2),     JAXMOE_TILE(128, 64, 4, kNone, 2),
+      JAXMOE_TILE(128, 192, 5, kTokens, 1),  JAXMOE_TILE(128, 128, 6, kPingpong, 1),
+      JAXMOE_TILE(256, 128, 4, kWeights, 1),
   };
 #undef JAXMOE_TILE
   return {rows, static_cast<int>(sizeof(rows) / sizeof(rows[0]))};

@@ -23,10 +23,17 @@ __device__ __forceinline__ int WeightRow(const MoeGemmArgs& args, int w_tile, in
 }
 
 template <class T>
+__device__ __forceinline__ int TokenBoxes(int rows) {
+  return (rows + T::kBoxRows - 1) / T::kBoxRows;
+}
+
+template <class T>
 __device__ void RunWeightProducer(const MoeGemmArgs& args, const SharedStorage<T>& smem) {
-  // Decode reads each weight once; prefill tiles of one expert share them through L2.
-  const uint64_t policy = ptx::CreatePolicy<T::kDecode ? ptx::CachePolicy::kEvictFirst
-                                                       : ptx::CachePolicy::kEvictNormal>();
+  // A weight that is read once must not push rows of X out of L2; one that several token tiles
+  // share is kept like anything else.
+  const uint64_t policy = args.stream_weights
+                              ? ptx::CreatePolicy<ptx::CachePolicy::kEvictFirst>()
+                              : ptx::CreatePolicy<ptx::CachePolicy::kEvictNormal>();
   PipelineState<T::kStages> stage;
   PipelineState<T::kRing> slot;
   while (true) {
@@ -36,7 +43,8 @@ __device__ void RunWeightProducer(const MoeGemmArgs& args, const SharedStorage<T
     slot.Advance();
     if (info.rows == 0) break;
 
-    const uint32_t token_bytes = args.gather ? info.rows * T::kStepBytes : T::kTokenBytes;
+    const uint32_t token_bytes =
+        (args.gather ? info.rows : TokenBoxes<T>(info.rows) * T::kBoxRows) * T::kStepBytes;
     int row[T::kWeightBlocks];
 #pragma unroll
     for (int b = 0; b < T::kWeightBlocks; ++b) row[b] = WeightRow<T>(args, info.w_tile, b);
@@ -63,8 +71,7 @@ __device__ void RunWeightProducer(const MoeGemmArgs& args, const SharedStorage<T
 template <class T>
 __device__ void RunTokenProducer(const MoeGemmArgs& args, const SharedStorage<T>& smem, int lane) {
   constexpr int kRowsPerLane = (T::kTokenTile + 31) / 32;
-  const uint64_t policy = ptx::CreatePolicy<T::kDecode ? ptx::CachePolicy::kEvictLast
-                                                       : ptx::CachePolicy::kEvictNormal>();
+  const uint64_t policy = ptx::CreatePolicy<ptx::CachePolicy::kEvictLast>();
   GridDependencyWait();  // X is the previous kernel's output
   PipelineState<T::kStages> stage;
   PipelineState<T::kRing> slot;
@@ -76,6 +83,7 @@ __device__ void RunTokenProducer(const MoeGemmArgs& args, const SharedStorage<T>
     slot.Advance();
     if (info.rows == 0) break;
 
+    const int boxes = TokenBoxes<T>(info.rows);
     int source[kRowsPerLane];
 #pragma unroll
     for (int i = 0; i < kRowsPerLane; ++i) {
@@ -96,8 +104,9 @@ __device__ void RunTokenProducer(const MoeGemmArgs& args, const SharedStorage<T>
             ptx::TmaLoad2D(dst + r * T::kStepBytes, &args.x_map, full, k, source[i], policy);
           }
         }
-      } else if (lane == 0) {
-        ptx::TmaLoad2D(dst, &args.x_map, full, k, info.row, policy);
+      } else if (lane < boxes) {
+        ptx::TmaLoad2D(dst + lane * T::kBoxRows * T::kStepBytes, &args.x_map, full, k,
+                       info.row + lane * T::kBoxRows, policy);
       }
       stage.Advance();
     }

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "csrc/moe_gemm/moe_gemm.h"
+#include "csrc/moe_gemm/wgmma_shapes.cuh"
 
 namespace jaxmoe::ptx {
 
@@ -109,8 +110,8 @@ __device__ __forceinline__ uint64_t Swizzle128Descriptor(uint32_t smem_address) 
   return kSwizzle128 | kStride | kLeading | ((smem_address & 0x3FFFF) >> 4);
 }
 
-template <class Atom, int... kIs>
-__device__ __forceinline__ void WgmmaCall(uint64_t a, uint64_t b, float (&acc)[sizeof...(kIs)],
+template <class Atom, int kSize, int... kIs>
+__device__ __forceinline__ void WgmmaCall(uint64_t a, uint64_t b, float (&acc)[kSize],
                                           bool accumulate, std::integer_sequence<int, kIs...>) {
   Atom::fma(a, b, acc[kIs]...,
             accumulate ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
@@ -119,29 +120,39 @@ __device__ __forceinline__ void WgmmaCall(uint64_t a, uint64_t b, float (&acc)[s
 template <class Element, int kN, cute::SM90::GMMA::Major kMajorA>
 struct WgmmaAtom;
 
-#define JAXMOE_WGMMA_ATOM(N)                                                                  \
-  template <cute::SM90::GMMA::Major kMajorA>                                                        \
-  struct WgmmaAtom<__nv_bfloat16, N, kMajorA> {                                               \
-    using type = cute::SM90::GMMA::MMA_64x##N##x16_F32BF16BF16_SS<kMajorA,                    \
-                                                                  cute::SM90::GMMA::Major::K>;      \
-  };                                                                                          \
-  template <cute::SM90::GMMA::Major kMajorA>                                                        \
-  struct WgmmaAtom<__half, N, kMajorA> {                                                      \
-    using type =                                                                              \
-        cute::SM90::GMMA::MMA_64x##N##x16_F32F16F16_SS<kMajorA, cute::SM90::GMMA::Major::K>;        \
+#define JAXMOE_WGMMA_ATOM(N, BF16_ATOM, FP16_ATOM)                    \
+  template <cute::SM90::GMMA::Major kMajorA>                          \
+  struct WgmmaAtom<__nv_bfloat16, N, kMajorA> {                       \
+    using type = BF16_ATOM<kMajorA, cute::SM90::GMMA::Major::K>;      \
+  };                                                                  \
+  template <cute::SM90::GMMA::Major kMajorA>                          \
+  struct WgmmaAtom<__half, N, kMajorA> {                              \
+    using type = FP16_ATOM<kMajorA, cute::SM90::GMMA::Major::K>;      \
   }
-JAXMOE_WGMMA_ATOM(8);
-JAXMOE_WGMMA_ATOM(16);
-JAXMOE_WGMMA_ATOM(32);
-JAXMOE_WGMMA_ATOM(64);
-JAXMOE_WGMMA_ATOM(96);
-JAXMOE_WGMMA_ATOM(128);
+#define JAXMOE_CUTLASS_ATOM(N)                                        \
+  JAXMOE_WGMMA_ATOM(N, cute::SM90::GMMA::MMA_64x##N##x16_F32BF16BF16_SS, \
+                    cute::SM90::GMMA::MMA_64x##N##x16_F32F16F16_SS)
+#define JAXMOE_OWN_ATOM(N) \
+  JAXMOE_WGMMA_ATOM(N, Mma64x##N##x16F32BF16BF16, Mma64x##N##x16F32F16F16)
+JAXMOE_CUTLASS_ATOM(8);
+JAXMOE_CUTLASS_ATOM(16);
+JAXMOE_CUTLASS_ATOM(32);
+JAXMOE_OWN_ATOM(48);
+JAXMOE_CUTLASS_ATOM(64);
+JAXMOE_OWN_ATOM(80);
+JAXMOE_CUTLASS_ATOM(96);
+JAXMOE_OWN_ATOM(112);
+JAXMOE_CUTLASS_ATOM(128);
+#undef JAXMOE_OWN_ATOM
+#undef JAXMOE_CUTLASS_ATOM
 #undef JAXMOE_WGMMA_ATOM
 
-// acc[64 x kN] (+)= A[64 x 16] * B[kN x 16]^T, both operands in shared memory.
-template <class Element, int kN, cute::SM90::GMMA::Major kMajorA>
-__device__ __forceinline__ void Wgmma(uint64_t a, uint64_t b, float (&acc)[kN / 2],
+// acc[64 x kN] (+)= A[64 x 16] * B[kN x 16]^T, both operands in shared memory. Uses the first kN
+// columns of an accumulator that may have more.
+template <class Element, int kN, cute::SM90::GMMA::Major kMajorA, int kSize>
+__device__ __forceinline__ void Wgmma(uint64_t a, uint64_t b, float (&acc)[kSize],
                                       bool accumulate) {
+  static_assert(kN / 2 <= kSize, "the accumulator is too small");
   using Atom = typename WgmmaAtom<Element, kN, kMajorA>::type;
   WgmmaCall<Atom>(a, b, acc, accumulate, std::make_integer_sequence<int, kN / 2>{});
 }

@@ -48,8 +48,13 @@ class TileScheduler {
     const int token_tile = in_panel / width;
     info->w_tile = panel * args_.raster + in_panel - token_tile * width;
     info->weight = (window_ + owner) % args_.num_weights;
-    info->row = start + token_tile * T::kTokenTile;
-    info->rows = min(size - token_tile * T::kTokenTile, T::kTokenTile);
+    // The group's rows are spread evenly over its tiles: 270 rows are 96 + 96 + 78, which wgmma
+    // multiplies as 272 columns, not 128 + 128 + 14, whose tiles drift apart in time.
+    const int even = (size + token_tiles - 1) / token_tiles;
+    constexpr int kStep = T::kTokenStep * (T::kSplit == Split::kTokens ? 2 : 1);
+    const int tile_rows = (even + kStep - 1) / kStep * kStep;
+    info->row = start + token_tile * tile_rows;
+    info->rows = min(size - token_tile * tile_rows, tile_rows);
     return true;
   }
 

@@ -37,7 +37,7 @@ const char* Encode(const MoeGemmProblem& problem, const void* base, cuuint32_t r
   const CUresult result =
       encode(map, type, rank, const_cast<void*>(base), dims, strides_bytes, box, element_strides,
              CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+             CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS
              ? nullptr
              : "cuTensorMapEncodeTiled refused an operand (16-byte aligned base and row pitch?)";

@@ -16,8 +16,16 @@ struct alignas(16) TileInfo {
   int w_tile;  // weight tile index
 };
 
+// How two consumer warpgroups share the work.
+enum class Split {
+  kNone,      // there is one
+  kWeights,   // each takes 128 of the tile's 256 weight rows
+  kTokens,    // each takes half of the tile's tokens
+  kPingpong,  // each takes every other tile
+};
+
 template <class Element_, cute::SM90::GMMA::Major kMajor_, bool kGated_, int kWeightTile_,
-          int kTokenTile_, int kStages_, bool kPingpong_, int kCtasPerSm_>
+          int kTokenTile_, int kStages_, Split kSplit_, int kCtasPerSm_>
 struct Tile {
   using Element = Element_;
   static constexpr cute::SM90::GMMA::Major kMajor = kMajor_;
@@ -25,18 +33,22 @@ struct Tile {
   static constexpr int kWeightTile = kWeightTile_;
   static constexpr int kTokenTile = kTokenTile_;
   static constexpr int kStages = kStages_;
-  static constexpr bool kPingpong = kPingpong_;
+  static constexpr Split kSplit = kSplit_;
+  static constexpr bool kPingpong = kSplit == Split::kPingpong;
   static constexpr int kCtasPerSm = kCtasPerSm_;
   static constexpr bool kDecode = kCtasPerSm == 2;  // bound by reading weights, not by wgmma
 
-  // A consumer warpgroup always owns 128 weight rows (two wgmma M blocks: when gated, one of gate
-  // rows and one of the matching up rows) by kTokenTile tokens.
+  // A consumer warpgroup always owns 128 weight rows: two wgmma M blocks, when gated one of gate
+  // rows and one of the matching up rows.
   static constexpr int kWarpgroupRows = 128;
-  static constexpr int kConsumers = kPingpong ? 2 : kWeightTile / kWarpgroupRows;
+  static constexpr int kWarpgroupTokens = kSplit == Split::kTokens ? kTokenTile / 2 : kTokenTile;
+  static constexpr int kConsumers = kSplit == Split::kNone ? 1 : 2;
   static constexpr int kThreads = 128 * (kConsumers + 1);
+  // Warpgroups that read a stage, and warps that hand it back.
+  static constexpr int kReaders = kPingpong ? 1 : kConsumers;
   static constexpr int kWeightBlocks = kWeightTile / 64;
-  static_assert(kWeightTile % kWarpgroupRows == 0, "a warpgroup owns 128 weight rows");
-  static_assert(!kPingpong || kWeightTile == kWarpgroupRows, "a ping-pong tile is one warpgroup's");
+  static_assert(kWeightTile == (kSplit == Split::kWeights ? 2 : 1) * kWarpgroupRows,
+                "the split decides how many weight rows a tile has");
 
   static constexpr int kStepBytes = 128;                // bytes of k in a pipeline step
   static constexpr int kStepK = kStepBytes / sizeof(Element);
@@ -45,12 +57,18 @@ struct Tile {
   static constexpr int kTokenBytes = kTokenTile * kStepBytes;
   static constexpr int kStageBytes = kWeightBytes + kTokenBytes;
 
+  // Rows of X come in boxes, and wgmma's N is chosen at run time in steps, so that a tile with few
+  // rows loads and multiplies little more than those. Decode is bound by weights: one box, one N.
+  static constexpr int kTokenStep = kDecode ? kTokenTile : 16;  // of one warpgroup
+  static constexpr int kBoxRows = kDecode ? kTokenTile : 32;
+
   // The epilogue goes through shared memory a chunk of tokens at a time. Rows are padded by 16
   // bytes so that the 8 rows of a transposed stmatrix fall into different banks.
   static constexpr int kOutFeatures = kGated ? 64 : 128;  // of one warpgroup
-  static constexpr int kMaxChunk = kGated && kTokenTile % 64 == 0 ? 64 : 32;
-  static constexpr int kChunkTokens = kTokenTile < kMaxChunk ? kTokenTile : kMaxChunk;
-  static_assert(kTokenTile % kChunkTokens == 0, "chunks cover the tile exactly");
+  static constexpr int kMaxChunk = kGated && kWarpgroupTokens % 64 == 0 ? 64 : 32;
+  static constexpr int kChunkTokens =
+      kWarpgroupTokens < kMaxChunk ? kWarpgroupTokens : kMaxChunk;
+  static_assert(kWarpgroupTokens % kChunkTokens == 0, "chunks cover the tile exactly");
   static constexpr int kStagingPitch = kOutFeatures * 2 + 16;
   static constexpr int kStagingBytes = kChunkTokens * kStagingPitch;
 

@@ -1,0 +1,57 @@
+"""Writes csrc/moe_gemm/wgmma_shapes.cuh: the wgmma shapes that CUTLASS's light headers lack.
+
+CUTLASS keeps N = 48, 80, 112 in an extension header that takes half a minute to parse. Run from
+the repository root: python tools/generate_wgmma.py
+"""
+
+import pathlib
+
+SHAPES = (48, 80, 112)
+TYPES = (("F32BF16BF16", "bf16"), ("F32F16F16", "f16"))
+
+HEADER = """\
+// wgmma shapes that CUTLASS's light headers lack. Written by tools/generate_wgmma.py.
+#pragma once
+
+#include <cstdint>
+#include <cute/arch/mma_sm90_gmma.hpp>
+
+// clang-format off
+namespace jaxmoe::ptx {
+"""
+
+
+def atom(n: int, name: str, ptx: str) -> str:
+    count = n // 2
+    parameters = ", ".join(f"float& d{i}" for i in range(count))
+    registers = ", ".join(f"%{i}" for i in range(count))
+    operands = ", ".join(f'"+f"(d{i})' for i in range(count))
+    return f"""
+template <cute::SM90::GMMA::Major kMajorA, cute::SM90::GMMA::Major kMajorB>
+struct Mma64x{n}x16{name} {{
+  static __device__ __forceinline__ void fma(uint64_t a, uint64_t b, {parameters},
+                                             cute::SM90::GMMA::ScaleOut scale_d) {{
+    asm volatile(
+        "{{\\n"
+        ".reg .pred p;\\n"
+        "setp.ne.b32 p, %{count + 2}, 0;\\n"
+        "wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{ptx}.{ptx} "
+        "{{{registers}}}, "
+        "%{count}, %{count + 1}, p, 1, 1, %{count + 3}, %{count + 4};\\n"
+        "}}\\n"
+        : {operands}
+        : "l"(a), "l"(b), "r"(static_cast<int32_t>(scale_d)),
+          "n"(static_cast<int32_t>(kMajorA)), "n"(static_cast<int32_t>(kMajorB)));
+  }}
+}};
+"""
+
+
+def main() -> None:
+    body = "".join(atom(n, *kind) for n in SHAPES for kind in TYPES)
+    path = pathlib.Path("csrc/moe_gemm/wgmma_shapes.cuh")
+    path.write_text(HEADER + body + "\n}  // namespace jaxmoe::ptx\n// clang-format on\n")
+
+
+if __name__ == "__main__":
+    main()
