@@ -71,10 +71,12 @@ def gmm_config(num_rows: int, num_groups: int) -> GemmConfig:
     mean = num_rows / max(num_groups, 1)
     # Most groups fit one tile, so that each weight is read from memory once.
     usual = mean + 2.0 * math.sqrt(mean)
-    for token_tile in (8, 16, 32):
+    for token_tile in (8, 16, 32, 64):
         if usual <= token_tile:
             return GemmConfig(128, token_tile)
-    # With many token tiles a group no longer fits L2 in one pass over a weight tile.
+    if 128 < usual <= 192:
+        return GemmConfig(128, 192)
+    # With 16 token tiles or more a group, panels of weight tiles share X in L2.
     return GemmConfig(256, 128, raster=8 if mean >= 16 * 128 else 1)
 
 

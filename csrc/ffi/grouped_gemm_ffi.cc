@@ -89,7 +89,7 @@ ffi::Error GroupedGemm(cudaStream_t stream,
   gemm.k = static_cast<int>(k);
   gemm.n = static_cast<int>(n);
   gemm.out_f32 = out_f32;
-  gemm.pdl = OverlapsPrevious(config.config());
+  gemm.pdl = OverlapsPrevious(rows, groups);
   if (const char* error = LaunchMoeGemm(gemm, config.config(), stream)) {
     return InvalidArgument(kOp, error);
   }

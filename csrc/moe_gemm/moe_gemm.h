@@ -37,9 +37,9 @@ struct TileConfig {
   bool gather = false;    // X rows fetched through row_index, one bulk copy a row
 };
 
-// Whether a GEMM with this tile is launched to overlap the end of the kernel before it: those
-// bound by memory gain, compute-bound ones measured slower (two streams share L2 and power).
-constexpr bool OverlapsPrevious(const TileConfig& tile) { return tile.token_tile <= 64; }
+// Whether a GEMM is launched to overlap the end of the kernel before it. Those bound by reading
+// weights gain 2-4 us; compute-bound ones measured slower (two streams share L2 and power).
+constexpr bool OverlapsPrevious(int64_t rows, int64_t groups) { return rows <= 192 * groups; }
 
 // One grouped GEMM. Pointers are device pointers.
 struct MoeGemmProblem {

@@ -31,7 +31,7 @@ MoeGemmProblem GateUpProblem(const MoeMlpParams& p, const MlpIndex& at) {
   gemm.gated = p.gated;
   gemm.gate_up = p.gate_up;
   gemm.activation = p.activation;
-  gemm.pdl = OverlapsPrevious(p.gemm1);
+  gemm.pdl = OverlapsPrevious(rows, p.num_experts);
   gemm.early_groups = gemm.pdl && !p.gemm1.gather;  // the permute ran since the plan
   return gemm;
 }
@@ -53,7 +53,7 @@ MoeGemmProblem DownProblem(const MoeMlpParams& p, const MlpIndex& at) {
   gemm.rows_per_batch = static_cast<int>(gemm.x_rows);
   gemm.k = static_cast<int>(p.intermediate);
   gemm.n = static_cast<int>(p.hidden);
-  gemm.pdl = OverlapsPrevious(p.gemm2);
+  gemm.pdl = OverlapsPrevious(gemm.x_rows, p.num_experts);
   gemm.early_groups = gemm.pdl;  // the gate-up GEMM ran since the plan
   return gemm;
 }
