@@ -1,0 +1,65 @@
+"""Tile choice: every choice is a kernel that exists, and the Python table is the C++ one."""
+
+import dataclasses
+import pathlib
+import re
+
+import pytest
+
+from jaxmoe import GemmConfig, _heuristics
+
+KERNEL_TABLE = pathlib.Path(__file__).parents[1] / "csrc" / "moe_gemm" / "moe_gemm.cuh"
+
+
+def test_tiles_are_the_instantiated_ones():
+    text = KERNEL_TABLE.read_text(encoding="utf-8")
+    rows = re.findall(r"JAXMOE_TILE\((\d+), (\d+), \d+, (k\w+), (\d)\)", text)
+    built = {(int(wt), int(tt), split == "kPingpong"): int(ctas) for wt, tt, split, ctas in rows}
+    assert built == _heuristics.TILES
+
+
+@pytest.mark.parametrize("num_experts", (1, 8, 40, 128, 160, 256, 384, 512))
+@pytest.mark.parametrize("top_k", (1, 2, 8, 22))
+def test_every_choice_exists(num_experts, top_k):
+    for exponent in range(17):
+        up, down = _heuristics.mlp_configs(2**exponent * top_k, num_experts)
+        for config in (up, down):
+            assert (config.weight_tile, config.token_tile, config.pingpong) in _heuristics.TILES
+        assert not down.gather
+
+
+def test_a_tile_holds_the_rows_most_groups_have():
+    for mean in (1, 4, 16, 40, 100, 120, 150):
+        config = _heuristics.gmm_config(mean * 128, 128)
+        assert config.token_tile >= mean
+
+
+def test_attributes_are_integers():
+    attrs = GemmConfig(256, 128, raster=8).attrs()
+    assert attrs == {
+        "weight_tile": 256,
+        "token_tile": 128,
+        "pingpong": 0,
+        "raster": 8,
+        "gather": 0,
+    }
+    assert all(type(value) is int for value in attrs.values())
+    assert dataclasses.fields(GemmConfig)[0].name == "weight_tile"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    (
+        ((100, 8), r"\(weight_tile, token_tile, pingpong\)=\(100, 8, False\) must be one of"),
+        ((128, 8, True), r"\(128, 8, True\) must be one of"),
+        ((128, 8, False, -1), r"raster=-1 must be 0 or positive"),
+    ),
+)
+def test_unknown_tiles_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        GemmConfig(*arguments)
+
+
+def test_index_scratch_covers_its_parts():
+    # 4 counters, 5 -> 8 offsets, 2 x 20 row indices, 1 of the plan.
+    assert _heuristics.mlp_index_size(18, 4) == 4 + 8 + 40 + 1
