@@ -19,7 +19,7 @@ demo: $(INSTALLED)  ## Run a whole layer on the devices there are, checked and t
 	@$(BIN)/python examples/demo.py
 
 test: $(INSTALLED)  ## Run the tests that need no GPU
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 $(ARGS)
 
 test-gpu: $(INSTALLED)  ## Run the tests that need one GPU
 	$(BIN)/python -m pytest -m gpu $(ARGS)
