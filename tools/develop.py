@@ -62,7 +62,8 @@ def requirements() -> list[str]:
     pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     project = pyproject["project"]
     extras = project["optional-dependencies"]
-    needed = project["dependencies"] + extras["test"] + pyproject["dependency-groups"]["lint"]
+    needed = project["dependencies"] + extras["test"] + extras["bench"]
+    needed += pyproject["dependency-groups"]["lint"]
     return needed + (extras["cuda"] if Path("/proc/driver/nvidia/version").exists() else [])
 
 
