@@ -205,3 +205,15 @@ def test_automatic_sharding_keeps_the_values():
     ids, arrays = arguments()
     sharded = {n: jax.device_put(a, jax.NamedSharding(m, P("expert"))) for n, a in arrays.items()}
     close(jax.jit(layer)(ids, sharded), whole_layer(ids, arrays))
+
+
+def test_replicated_arguments_on_an_explicit_mesh():
+    """The default kind of mesh: replicated in, replicated out, gradient included."""
+    m = mesh(4, kind=AxisType.Explicit)
+    ids, arrays = arguments()
+    want = value_and_gradients(whole_layer, ids, arrays)
+    with jax.set_mesh(m):
+        ids, arrays = jax.device_put((ids, arrays), jax.NamedSharding(m, P()))
+        got = value_and_gradients(layer, ids, arrays)
+    assert got[0].sharding.is_fully_replicated
+    close(got, want)

@@ -382,3 +382,19 @@ def test_eager_without_jit():
     ids, arrays = layer_arguments()
     with jax.disable_jit():
         close(layer(ids, arrays), layer_reference(ids, arrays))
+
+
+def test_vmap_without_rows():
+    sizes = jnp.zeros((V, E), jnp.int32)
+    got = jax.vmap(grouped_gemm, (0, None, 0))(jnp.zeros((V, 0, K)), jnp.ones((E, K, N)), sizes)
+    assert got.shape == (V, 0, N)
+    ids, arrays = layer_arguments(num_tokens=0)
+    w_down = jnp.stack([arrays["w_down"]] * V)
+    mapped = jax.vmap(lambda w: layer(ids, {**arrays, "w_down": w, "residual": arrays["x"]}))
+    assert mapped(w_down).shape == (V, 0, LAYER.hidden)
+
+
+def test_pmap():
+    (lhs, rhs, sizes, bias), axes = stacked(gemm_arguments, (1, 0, 1, 0))
+    got = jax.pmap(gemm, in_axes=tuple(axes))(lhs, rhs, sizes, bias)
+    close(got, loop(gemm_reference, (lhs, rhs, sizes, bias), axes))
