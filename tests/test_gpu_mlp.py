@@ -152,11 +152,11 @@ def test_real_layers(name, num_tokens):
     options = {"activation": layer.activation, "gate_up": layer.gate_up, "weight_layout": "nk"}
 
     @jax.jit
-    def fn(x, logits):
+    def fn(x, logits, w_gate_up, w_down, bias):
         routing = route(logits, top_k=layer.top_k)
         return moe_mlp(x, routing, w_gate_up, w_down, **bias, **options), routing
 
-    out, routing = fn(x, logits)
+    out, routing = fn(x, logits, w_gate_up, w_down, bias)
     for t in np.random.default_rng(0).integers(0, num_tokens, 4):
         ids = np.asarray(routing.expert_ids[t])
         here = on_cpu(
@@ -299,7 +299,8 @@ def test_forward_mode_runs_and_reverse_mode_says_what_is_missing():
 def test_shard_map_and_ahead_of_time(check_vma):
     layer = Layer("", "", 64, 64, 4, 2)
     inputs = layer_inputs(layer, 20, "uniform", np.random.default_rng(14), jnp.bfloat16)
-    mesh = jax.make_mesh((1,), ("d",), devices=jax.devices()[:1])
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((1,), ("d",), axis_types=auto, devices=jax.devices()[:1])
     spec = jax.sharding.PartitionSpec
     per_token = ("x", "expert_ids", "weights")
     specs = {n: spec("d") if n in per_token else spec() for n in inputs}
