@@ -4,8 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxmoe import GemmConfig, Routing, _targets, grouped_gemm, moe_mlp, route
-from jaxmoe._explain import explain
+from jaxmoe import GemmConfig, Routing, _targets, explain, grouped_gemm, moe_mlp, route
 
 BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
 
