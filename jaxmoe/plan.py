@@ -129,14 +129,14 @@ def check_window(
 def plan_scratch_size(batch: int, num_rows: int, num_local_experts: int) -> int:
     """Returns how many int32 of scratch the CUDA kernel needs: `PlanScratchInts` of plan.h.
 
-    Small problems take one thread block for each batch entry and none; larger ones count every
-    expert in at most 512 chunks of rows.
+    Small problems take one kernel and none; larger ones count every expert in every chunk of rows.
     """
-    if num_rows <= 4096 and num_local_experts <= 1024:
+    if num_rows <= 8192:
         return 1
-    chunk_rows = 1024 * max(1, -(-num_rows // (1024 * 512)))
-    chunks = max(1, -(-num_rows // chunk_rows))
-    return batch * num_local_experts * (chunks + 1)
+    of_64 = 512 * -(-num_rows // (512 * 64))
+    of_128 = 2048 * -(-num_rows // (2048 * 128))
+    chunks = -(-num_rows // min(of_64, of_128))
+    return batch * chunks * num_local_experts
 
 
 def plan_xla(

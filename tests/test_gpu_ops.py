@@ -54,11 +54,13 @@ def _check_plan(ids, num_experts):
     [
         31,  # less than a warp
         33,  # a second warp with one slot
-        1024,  # one slot a thread
-        1025,  # two slots a thread, the last warps empty
-        3073,  # four slots a thread, the last of them mostly empty
-        4096,  # the largest problem of one kernel
-        4097,  # the smallest of three kernels: four chunks and one slot
+        512,  # the largest problem of one block
+        513,  # a second block with one slot
+        5000,  # ten blocks, the last not full
+        8192,  # the largest of one kernel
+        8193,  # the smallest of two kernels, the last chunk of one slot
+        32769,  # chunks of 1024, the last of one slot
+        65537,  # chunks of 1536: two slots a thread, a quarter of the warps empty
     ],
 )
 def test_plan_of_every_number_of_slots_per_thread(num_rows, num_experts):
@@ -70,10 +72,12 @@ def test_plan_of_every_number_of_slots_per_thread(num_rows, num_experts):
 @pytest.mark.parametrize(
     ("num_tokens", "num_experts", "top_k"),
     [
-        (16384, 256, 8),  # 128 chunks of 1024 rows
-        (2, 1025, 7),  # few rows, too many experts for one kernel: a window of one expert
+        (16384, 256, 8),  # 64 chunks of 2048 rows, a full tile
+        (2, 1025, 7),  # few rows, a window of one expert
         (700, 3000, 3),  # three windows, the last not full
-        (66000, 16, 8),  # chunks of 2048 rows
+        (4000, 3000, 3),  # the same with a table
+        (36000, 16, 8),  # chunks of two tiles, the last chunk not full
+        (33000, 1100, 8),  # tiles and windows
     ],
 )
 def test_plan_in_chunks_and_windows(kind, num_tokens, num_experts, top_k):
@@ -81,7 +85,7 @@ def test_plan_in_chunks_and_windows(kind, num_tokens, num_experts, top_k):
     _check_plan(expert_ids(kind, rng, num_tokens, num_experts, top_k), num_experts)
 
 
-@pytest.mark.parametrize("num_tokens", [40, 1400])
+@pytest.mark.parametrize("num_tokens", [40, 1400, 3000])
 def test_vmapped_plan_is_one_call(num_tokens):
     rng = np.random.default_rng(num_tokens)
     ids = np.stack([expert_ids("with_invalid", rng, num_tokens, 12, 3) for _ in range(5)])
@@ -255,7 +259,7 @@ def test_every_op_runs_its_kernel():
 
 
 @pytest.mark.sanitizer
-@pytest.mark.parametrize(("num_tokens", "num_experts"), [(11, 5), (700, 9), (3, 1030), (2100, 9)])
+@pytest.mark.parametrize(("num_tokens", "num_experts"), [(11, 5), (700, 9), (3, 1030), (4200, 9)])
 def test_sanitize_plan(num_tokens, num_experts):
     rng = np.random.default_rng(num_tokens)
     _check_plan(_garbage_indices(rng, (num_tokens, 2), num_experts), num_experts)

@@ -190,21 +190,25 @@ def test_no_work_for_each_expert():
 
 
 def test_scratch_size():
-    assert plan_scratch_size(3, 4096, 1024) == 1
-    assert plan_scratch_size(2, 4097, 8) == 2 * 8 * (5 + 1)
-    assert plan_scratch_size(1, 100, 1025) == 1025 * 2
-    assert plan_scratch_size(1, 1024 * 512, 4) == 4 * 513
-    assert plan_scratch_size(1, 1024 * 512 + 1, 4) == 4 * (257 + 1)  # chunks of 2048
+    assert plan_scratch_size(3, 8192, 3000) == 1
+    assert plan_scratch_size(2, 8193, 8) == 2 * 17 * 8  # chunks of 512 rows
+    assert plan_scratch_size(1, 32768, 128) == 64 * 128
+    assert plan_scratch_size(1, 32769, 128) == 33 * 128  # of 1024
+    assert plan_scratch_size(1, 131072, 256) == 64 * 256  # of 2048
+    assert plan_scratch_size(1, 131073, 256) == 65 * 256
+    assert plan_scratch_size(1, 2**18, 1025) == 128 * 1025
+    assert plan_scratch_size(1, 2**18 + 1, 4) == 65 * 4  # of 4096
+    assert plan_scratch_size(1, 2**31 - 1, 4) == 128 * 4
 
 
 def test_lowers_for_cuda_with_scratch():
-    ids = jax.ShapeDtypeStruct((700, 8), jnp.int32)
+    ids = jax.ShapeDtypeStruct((1100, 8), jnp.int32)
     fn = jax.jit(lambda i: plan(i, 16, expert_offset=4, num_local_experts=8))
     with _targets.force_cuda_lowering():
         text = fn.trace(ids).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@jaxmoe_plan_v1") == 1
     assert "num_experts = 16 : i64" in text and "expert_offset = 4 : i64" in text
-    assert f"tensor<{plan_scratch_size(1, 5600, 8)}xi32>" in text
+    assert f"tensor<{plan_scratch_size(1, 8800, 8)}xi32>" in text
 
 
 @pytest.mark.parametrize(
@@ -274,11 +278,13 @@ def test_refusals(call, error, message):
     [
         (0, 8, 2),
         (1, 128, 8),
-        (512, 8, 8),  # the largest problem of one thread block
-        (513, 8, 8),  # the smallest of several
+        (64, 8, 8),  # the largest problem of one thread block
+        (513, 1, 1),  # the smallest of several
+        (1024, 8, 8),  # the largest of one kernel
+        (2731, 8, 3),  # the smallest of two
         (4096, 128, 8),
-        (33, 1025, 3),  # more experts than one thread block takes
-        (70001, 40, 8),  # chunks of more than 1024 rows
+        (33, 1025, 3),  # more experts than threads of a block
+        (70001, 40, 8),  # chunks of several tiles
     ],
 )
 def test_kernel(routing, num_tokens, num_experts, top_k):

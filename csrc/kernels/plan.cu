@@ -1,4 +1,4 @@
-// Launches the plan kernels: one for small problems, three for large ones.
+// Launches the plan kernels: one for small problems, two for large ones.
 #include <algorithm>
 
 #include "csrc/kernels/plan.cuh"
@@ -9,51 +9,23 @@ namespace {
 
 constexpr int64_t kMaxGrid = 0x7fffffff;
 
-cudaError_t LaunchPlanSmall(const PlanParams& p, cudaStream_t stream) {
-  int64_t rows = p.num_tokens * p.top_k;
-  int64_t iters = CeilDiv(rows, kPlanSmallMaxThreads);  // slots per thread
-  int64_t row_warps = iters > 0 ? CeilDiv(rows, iters * kWarpSize) : 0;
-  // One thread per slot and one per expert.
-  int64_t threads = std::max<int64_t>(row_warps * kWarpSize, RoundUp(p.num_local_experts, 32));
-  threads = std::clamp<int64_t>(threads, 128, kPlanSmallMaxThreads);
-  int64_t counts_bytes = RoundUp(row_warps * p.num_local_experts * sizeof(uint16_t), 16);
-  return LaunchKernel(PlanSmallKernel,
-                      dim3(static_cast<unsigned>(p.batch)),
-                      dim3(static_cast<unsigned>(threads)),
-                      counts_bytes + rows * sizeof(int32_t),
-                      stream,
-                      p.pdl,
-                      p,
-                      static_cast<int>(row_warps),
-                      static_cast<int>(iters),
-                      static_cast<int>(counts_bytes));
-}
-
-cudaError_t LaunchPlanLarge(const PlanParams& p, cudaStream_t stream) {
-  int64_t rows = p.num_tokens * p.top_k;
+PlanShape MakeShape(int64_t rows, int64_t local_experts) {
   int64_t chunk_rows = PlanChunkRows(rows);
-  int chunks = static_cast<int>(std::max<int64_t>(1, CeilDiv(rows, chunk_rows)));
-  int64_t expert_blocks = CeilDiv(p.num_local_experts, kWarpSize);
-  if (p.batch * chunks > kMaxGrid || p.batch * expert_blocks > kMaxGrid) {
-    return cudaErrorInvalidConfiguration;
-  }
-  dim3 chunk_grid(static_cast<unsigned>(p.batch * chunks));
-  dim3 chunk_block(kPlanLargeThreads);
-  JAXMOE_RETURN_IF_CUDA_ERROR(LaunchKernel(
-      PlanCountKernel, chunk_grid, chunk_block, 0, stream, p.pdl, p, chunks, chunk_rows));
-  if (expert_blocks > 0) {
-    JAXMOE_RETURN_IF_CUDA_ERROR(LaunchKernel(PlanScanKernel,
-                                             dim3(static_cast<unsigned>(p.batch * expert_blocks)),
-                                             dim3(kPlanSmallMaxThreads),
-                                             0,
-                                             stream,
-                                             p.pdl,
-                                             p,
-                                             chunks,
-                                             static_cast<unsigned>(expert_blocks)));
-  }
-  return LaunchKernel(
-      PlanPlaceKernel, chunk_grid, chunk_block, 0, stream, p.pdl, p, chunks, chunk_rows);
+  int64_t block_rows = std::min(rows, chunk_rows);
+  int64_t tile_rows = std::min<int64_t>(block_rows, kPlanTileRows);
+  int64_t iters = CeilDiv(tile_rows, kPlanMaxThreads);
+  int64_t width = std::min<int64_t>(local_experts, kPlanWindow);
+  PlanShape shape{};
+  shape.chunks = static_cast<int>(PlanChunks(rows));
+  shape.chunk_rows = static_cast<int>(chunk_rows);
+  shape.iters = static_cast<int>(iters);
+  shape.row_warps = iters > 0 ? static_cast<int>(CeilDiv(tile_rows, iters * kWarpSize)) : 0;
+  shape.width = static_cast<int>(width);
+  // Several chunks: many threads to count the others with. One: a thread per slot and per expert.
+  int64_t threads = std::max<int64_t>(shape.row_warps * kWarpSize, RoundUp(width, kWarpSize));
+  shape.threads = static_cast<int>(
+      shape.chunks > 1 ? kPlanMaxThreads : std::clamp<int64_t>(threads, 128, kPlanMaxThreads));
+  return shape;
 }
 
 }  // namespace
@@ -62,8 +34,19 @@ cudaError_t LaunchPlan(const PlanParams& params, cudaStream_t stream) {
   int64_t rows = params.num_tokens * params.top_k;
   if (rows > kMaxGrid || params.batch > kMaxGrid) return cudaErrorInvalidValue;
   if (params.batch == 0) return cudaSuccess;
-  return PlanIsSmall(rows, params.num_local_experts) ? LaunchPlanSmall(params, stream)
-                                                     : LaunchPlanLarge(params, stream);
+  PlanShape shape = MakeShape(rows, params.num_local_experts);
+  if (params.batch * shape.chunks > kMaxGrid) return cudaErrorInvalidConfiguration;
+  dim3 grid(static_cast<unsigned>(params.batch * shape.chunks));
+  dim3 block(static_cast<unsigned>(shape.threads));
+  int64_t smem_bytes = PlanPlaceSmemBytes(shape);
+  if (rows <= kPlanDirectRows) {
+    return LaunchKernel(
+        PlanPlaceKernel<false>, grid, block, smem_bytes, stream, params.pdl, params, shape);
+  }
+  JAXMOE_RETURN_IF_CUDA_ERROR(LaunchKernel(
+      PlanCountKernel, grid, dim3(kPlanCountThreads), 0, stream, params.pdl, params, shape));
+  // Overlaps the counting whatever came before: the pair is ours.
+  return LaunchKernel(PlanPlaceKernel<true>, grid, block, smem_bytes, stream, true, params, shape);
 }
 
 }  // namespace jaxmoe

@@ -9,26 +9,25 @@
 
 namespace jaxmoe {
 
-// Problems up to both limits take one kernel and no scratch, larger ones three kernels.
-inline constexpr int64_t kPlanSmallRows = 4096;
-inline constexpr int64_t kPlanSmallExperts = 1024;
-inline constexpr int64_t kPlanMaxChunks = 512;
+// Problems of at most this many rows take one kernel and no scratch, larger ones two kernels.
+inline constexpr int64_t kPlanDirectRows = 8192;
 
-// Rows handled by one thread block of the three-kernel path.
+// Rows handled by one thread block: 512, up to 2048 to keep to 64 blocks, more to keep to 128.
 constexpr int64_t PlanChunkRows(int64_t rows) {
-  int64_t chunk = 1024 * CeilDiv(rows, 1024 * kPlanMaxChunks);
-  return chunk > 0 ? chunk : 1024;
+  int64_t of_64 = 512 * CeilDiv(rows, 512 * 64);
+  int64_t of_128 = 2048 * CeilDiv(rows, 2048 * 128);
+  int64_t chunk = of_64 < of_128 ? of_64 : of_128;
+  return chunk > 0 ? chunk : 512;
 }
 
-constexpr bool PlanIsSmall(int64_t rows, int64_t local_experts) {
-  return rows <= kPlanSmallRows && local_experts <= kPlanSmallExperts;
+constexpr int64_t PlanChunks(int64_t rows) {
+  int64_t chunks = CeilDiv(rows, PlanChunkRows(rows));
+  return chunks > 0 ? chunks : 1;
 }
 
 // int32 elements of scratch. The same formula is `plan_scratch_size` in jaxmoe/plan.py.
 constexpr int64_t PlanScratchInts(int64_t batch, int64_t rows, int64_t local_experts) {
-  if (PlanIsSmall(rows, local_experts)) return 1;
-  int64_t chunks = CeilDiv(rows, PlanChunkRows(rows));
-  return batch * local_experts * ((chunks > 0 ? chunks : 1) + 1);
+  return rows <= kPlanDirectRows ? 1 : batch * PlanChunks(rows) * local_experts;
 }
 
 // R = num_tokens * top_k rows per batch entry, E_l = num_local_experts.
