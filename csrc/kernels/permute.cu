@@ -1,4 +1,4 @@
-// Launches permute with the widest unit that divides a row.
+// Launches both forms of permute with the widest unit that divides a row.
 #include <algorithm>
 
 #include "csrc/common/types.h"
@@ -7,6 +7,8 @@
 namespace jaxmoe {
 
 namespace {
+
+constexpr int64_t kMaxInt = 0x7fffffff;
 
 template <typename Unit>
 cudaError_t LaunchPermuteUnit(const PermuteParams& p, cudaStream_t stream) {
@@ -27,15 +29,29 @@ cudaError_t LaunchPermuteUnit(const PermuteParams& p, cudaStream_t stream) {
                       static_cast<unsigned>(row_units));
 }
 
-}  // namespace
+template <typename Unit>
+cudaError_t LaunchPermuteUnit(const PermuteSlotsParams& p, cudaStream_t stream) {
+  int sm_count = 0;
+  JAXMOE_RETURN_IF_CUDA_ERROR(GetSmCount(&sm_count));
+  int64_t row_units = p.row_bytes / static_cast<int64_t>(sizeof(Unit));
+  int64_t units = p.num_tokens * row_units;
+  int64_t threads =
+      std::clamp<int64_t>(RoundUp(CeilDiv(units, sm_count), 32), 32, kPermuteMaxThreads);
+  int64_t blocks = CeilDiv(units, threads);
+  if (blocks > kMaxInt) return cudaErrorInvalidConfiguration;
+  return LaunchKernel(PermuteSlotsKernel<Unit>,
+                      dim3(static_cast<unsigned>(blocks)),
+                      dim3(static_cast<unsigned>(threads)),
+                      0,
+                      stream,
+                      p.pdl,
+                      p,
+                      static_cast<unsigned>(row_units));
+}
 
-cudaError_t LaunchPermute(const PermuteParams& params, cudaStream_t stream) {
-  constexpr int64_t kMaxInt = 0x7fffffff;
-  if (params.num_tokens > kMaxInt || params.num_rows > kMaxInt || params.row_bytes > kMaxInt) {
-    return cudaErrorInvalidValue;
-  }
-  if (params.num_rows == 0 || params.row_bytes == 0) return cudaSuccess;
-  // The widest power of two that divides the row length and both addresses.
+// Launches with the widest power of two that divides the row length and both addresses.
+template <typename Params>
+cudaError_t LaunchWidest(const Params& params, cudaStream_t stream) {
   uintptr_t bits = reinterpret_cast<uintptr_t>(params.x) |
                    reinterpret_cast<uintptr_t>(params.rows) |
                    static_cast<uintptr_t>(params.row_bytes);
@@ -44,6 +60,25 @@ cudaError_t LaunchPermute(const PermuteParams& params, cudaStream_t stream) {
   if (bits % 4 == 0) return LaunchPermuteUnit<uint32_t>(params, stream);
   if (bits % 2 == 0) return LaunchPermuteUnit<uint16_t>(params, stream);
   return LaunchPermuteUnit<uint8_t>(params, stream);
+}
+
+}  // namespace
+
+cudaError_t LaunchPermute(const PermuteParams& params, cudaStream_t stream) {
+  if (params.num_tokens > kMaxInt || params.num_rows > kMaxInt || params.row_bytes > kMaxInt) {
+    return cudaErrorInvalidValue;
+  }
+  if (params.num_rows == 0 || params.row_bytes == 0) return cudaSuccess;
+  return LaunchWidest(params, stream);
+}
+
+cudaError_t LaunchPermuteSlots(const PermuteSlotsParams& params, cudaStream_t stream) {
+  if (params.num_tokens > kMaxInt || params.num_rows > kMaxInt || params.row_bytes > kMaxInt ||
+      params.top_k > kMaxInt) {
+    return cudaErrorInvalidValue;
+  }
+  if (params.num_tokens == 0 || params.row_bytes == 0) return cudaSuccess;
+  return LaunchWidest(params, stream);
 }
 
 }  // namespace jaxmoe

@@ -1,4 +1,4 @@
-// Launcher of permute: copies token rows into expert order.
+// Launchers of permute: copy token rows into expert order, by row or by token.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -19,5 +19,20 @@ struct PermuteParams {
 };
 
 cudaError_t LaunchPermute(const PermuteParams& params, cudaStream_t stream);
+
+// rows[slot_to_row[t,k]] = x[t]; slots outside [0,R) are skipped. Rows that no slot names keep what
+// they hold. Every row of x is read once.
+struct PermuteSlotsParams {
+  const void* x;               // [T,H]
+  const int32_t* slot_to_row;  // [T,K]
+  void* rows;                  // [R,H]
+  int64_t num_tokens;          // T < 2^31
+  int64_t top_k;               // K < 2^31
+  int64_t num_rows;            // R < 2^31
+  int64_t row_bytes;           // H * element size; < 2^31
+  bool pdl;
+};
+
+cudaError_t LaunchPermuteSlots(const PermuteSlotsParams& params, cudaStream_t stream);
 
 }  // namespace jaxmoe

@@ -106,15 +106,16 @@ const char* LaunchMoeMlp(const MoeMlpParams& p, cudaStream_t stream) {
 
   if (const char* error = Reason(LaunchPlan(MakePlan(p, at), stream))) return error;
   if (!p.gemm1.gather) {
-    PermuteParams permute{};
+    PermuteSlotsParams permute{};
     permute.x = p.x;
-    permute.row_to_token = p.index + at.row_to_token;
-    permute.rows = p.rows;
+    permute.slot_to_row = p.index + at.slot_to_row;
+    permute.rows = p.rows;  // those of no group stay undefined: no tile stores anything of them
     permute.num_tokens = p.num_tokens;
+    permute.top_k = p.top_k;
     permute.num_rows = rows;
     permute.row_bytes = p.hidden * ElementSize(p.dtype);
     permute.pdl = true;
-    if (const char* error = Reason(LaunchPermute(permute, stream))) return error;
+    if (const char* error = Reason(LaunchPermuteSlots(permute, stream))) return error;
   }
   if (const char* error = LaunchMoeGemm(GateUpProblem(p, at), p.gemm1, stream)) return error;
   TileConfig down = p.gemm2;
