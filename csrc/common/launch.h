@@ -28,6 +28,9 @@ __device__ __forceinline__ void GridDependencyLaunch() {
 }
 
 // Launches `kernel`; with `pdl` it may start before the previous kernel of the stream has finished.
+// Every kernel asks for the split of L1 with the most shared memory: an SM changes its split only
+// when it is idle, so the blocks of a GEMM (up to 227 KiB) could not start beside those of a small
+// kernel that runs with a large L1.
 template <typename... KernelArgs, typename... Args>
 cudaError_t LaunchKernel(void (*kernel)(KernelArgs...),
                          dim3 grid,
@@ -36,11 +39,14 @@ cudaError_t LaunchKernel(void (*kernel)(KernelArgs...),
                          cudaStream_t stream,
                          bool pdl,
                          Args&&... args) {
-  constexpr size_t kDefaultSmemBytes = 48 * 1024;  // larger blocks must be asked for
+  // More than 48 KiB, static shared memory included, must be asked for.
+  constexpr size_t kDefaultSmemBytes = 40 * 1024;
   if (smem_bytes > kDefaultSmemBytes) {
     JAXMOE_RETURN_IF_CUDA_ERROR(cudaFuncSetAttribute(
         kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(smem_bytes)));
   }
+  JAXMOE_RETURN_IF_CUDA_ERROR(cudaFuncSetAttribute(
+      kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
