@@ -34,9 +34,7 @@ struct ActivationAttrs {
   float limit;
   float beta;
 
-  ActivationParams params() const {
-    return {static_cast<int>(kind), c1, c3, limit, beta};
-  }
+  ActivationParams params() const { return {static_cast<int>(kind), c1, c3, limit, beta}; }
 };
 
 }  // namespace jaxmoe

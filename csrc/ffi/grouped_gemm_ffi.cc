@@ -13,12 +13,12 @@ constexpr char kOp[] = "grouped_gemm";
 constexpr int64_t kScratchInts = 4;
 
 ffi::Error GroupedGemm(cudaStream_t stream,
-                       ffi::AnyBuffer lhs,                // [B,T,K]
-                       ffi::AnyBuffer rhs,                // [W,E,K,N] or [W,E,N,K]
-                       ffi::AnyBuffer starts,    // [B,G]
-                       ffi::AnyBuffer sizes,     // [B,G]
-                       ffi::AnyBuffer bias,               // [W,E,N] or absent
-                       ffi::Result<ffi::AnyBuffer> out,   // [B,T,N]
+                       ffi::AnyBuffer lhs,               // [B,T,K]
+                       ffi::AnyBuffer rhs,               // [W,E,K,N] or [W,E,N,K]
+                       ffi::AnyBuffer starts,            // [B,G]
+                       ffi::AnyBuffer sizes,             // [B,G]
+                       ffi::AnyBuffer bias,              // [W,E,N] or absent
+                       ffi::Result<ffi::AnyBuffer> out,  // [B,T,N]
                        ffi::Result<ffi::AnyBuffer> scratch,
                        int64_t weight_layout,
                        TileAttrs config) {
@@ -39,8 +39,7 @@ ffi::Error GroupedGemm(cudaStream_t stream,
   JAXMOE_RETURN_IF_ERROR(CheckDtype(kOp, "rhs", rhs, {lhs.element_type()}));
   JAXMOE_RETURN_IF_ERROR(CheckDtype(kOp, "bias", bias, {lhs.element_type()}));
   JAXMOE_RETURN_IF_ERROR(CheckDtype(kOp, "out", *out, {lhs.element_type(), ffi::DataType::F32}));
-  JAXMOE_RETURN_IF_ERROR(
-      CheckShape(kOp, "rhs", rhs, {weights, experts, kn ? k : n, kn ? n : k}));
+  JAXMOE_RETURN_IF_ERROR(CheckShape(kOp, "rhs", rhs, {weights, experts, kn ? k : n, kn ? n : k}));
   for (const ffi::AnyBuffer& integers : {starts, sizes, *scratch}) {
     JAXMOE_RETURN_IF_ERROR(CheckDtype(kOp, "index operand", integers, {ffi::DataType::S32}));
   }
@@ -103,12 +102,12 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(GroupedGemmFfi,
                               jaxmoe::GroupedGemm,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<xla::ffi::AnyBuffer>()                // lhs
-                                  .Arg<xla::ffi::AnyBuffer>()                // rhs
+                                  .Arg<xla::ffi::AnyBuffer>()  // lhs
+                                  .Arg<xla::ffi::AnyBuffer>()  // rhs
                                   .Arg<xla::ffi::AnyBuffer>()  // starts
                                   .Arg<xla::ffi::AnyBuffer>()  // sizes
-                                  .Arg<xla::ffi::AnyBuffer>()                // bias
-                                  .Ret<xla::ffi::AnyBuffer>()                // out
+                                  .Arg<xla::ffi::AnyBuffer>()  // bias
+                                  .Ret<xla::ffi::AnyBuffer>()  // out
                                   .Ret<xla::ffi::AnyBuffer>()  // scratch
                                   .Attr<int64_t>("weight_layout")
                                   .Attr<jaxmoe::TileAttrs>("config"),

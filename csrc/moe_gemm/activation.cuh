@@ -21,7 +21,9 @@ __device__ __forceinline__ float MaxPropagateNan(float a, float b) {
 // Each form maps (gate, up) to the output; ungated callers pass up = 1, for which the sigmoid form
 // needs beta = 0 and a limit of infinity.
 
-__device__ __forceinline__ float SigmoidTimes(const ActivationParams& p, float gate, float slope,
+__device__ __forceinline__ float SigmoidTimes(const ActivationParams& p,
+                                              float gate,
+                                              float slope,
                                               float up) {
   const float g = MinPropagateNan(gate, p.limit);
   const float u = MaxPropagateNan(MinPropagateNan(up, p.limit), -p.limit);

@@ -20,12 +20,12 @@ struct MoeGemmArgs {
   int groups_per_batch;
   int rows_per_batch;
   int num_weights;
-  int n;             // weight rows
-  int n_out;         // output features
+  int n;      // weight rows
+  int n_out;  // output features
   int num_k_steps;
   int num_w_tiles;
-  int raster;        // weight tiles per panel, >= 1
-  int gate_base;     // first weight row of the gate half (halves layout)
+  int raster;     // weight tiles per panel, >= 1
+  int gate_base;  // first weight row of the gate half (halves layout)
   int up_base;
   bool interleaved;  // gate and up alternate by row
   bool gather;

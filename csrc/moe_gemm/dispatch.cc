@@ -9,8 +9,8 @@
 namespace jaxmoe {
 namespace {
 
-constexpr VariantTable (*kTables[])() = {&Bf16KnVariants, &Bf16NkVariants, &Fp16KnVariants,
-                                         &Fp16NkVariants};
+constexpr VariantTable (*kTables[])() = {
+    &Bf16KnVariants, &Bf16NkVariants, &Fp16KnVariants, &Fp16NkVariants};
 
 const Variant* FindVariant(const MoeGemmProblem& p, const TileConfig& tile) {
   for (const auto& table_of : kTables) {
@@ -38,8 +38,10 @@ const char* Message(const char* format, int a, int b, int c) {
 const char* LaunchMoeGemm(const MoeGemmProblem& p, const TileConfig& tile, cudaStream_t stream) {
   const Variant* variant = FindVariant(p, tile);
   if (variant == nullptr) {
-    return Message("no kernel with weight_tile=%d token_tile=%d pingpong=%d", tile.weight_tile,
-                   tile.token_tile, tile.pingpong);
+    return Message("no kernel with weight_tile=%d token_tile=%d pingpong=%d",
+                   tile.weight_tile,
+                   tile.token_tile,
+                   tile.pingpong);
   }
   if (p.num_groups == 0 || p.rows_per_batch == 0 || p.n == 0) return nullptr;
   if (p.k % 8 != 0 || p.n % 8 != 0 || p.k == 0) {
@@ -83,11 +85,9 @@ const char* LaunchMoeGemm(const MoeGemmProblem& p, const TileConfig& tile, cudaS
   // Token tiles of all groups together: at most one ragged tile a group beyond the full ones.
   const int64_t batches = CeilDiv(p.num_groups, p.groups_per_batch);
   const int64_t rows = batches * p.rows_per_batch;
-  const int64_t token_tiles =
-      rows / tile.token_tile + std::min<int64_t>(p.num_groups, rows);
-  const int64_t grid =
-      std::min<int64_t>(token_tiles * args.num_w_tiles,
-                        static_cast<int64_t>(sm_count) * variant->ctas_per_sm);
+  const int64_t token_tiles = rows / tile.token_tile + std::min<int64_t>(p.num_groups, rows);
+  const int64_t grid = std::min<int64_t>(token_tiles * args.num_w_tiles,
+                                         static_cast<int64_t>(sm_count) * variant->ctas_per_sm);
   const cudaError_t status = variant->launch(args, static_cast<int>(grid), p.pdl, stream);
   return status == cudaSuccess ? nullptr : cudaGetErrorString(status);
 }

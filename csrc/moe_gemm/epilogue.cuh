@@ -12,10 +12,10 @@ namespace jaxmoe {
 
 // What of the output a warpgroup holds.
 struct EpilogueSite {
-  int weight;   // index of the weight matrix, for the bias
-  int row;      // first output row
-  int rows;     // rows to store
-  int feature;  // first output feature
+  int weight;       // index of the weight matrix, for the bias
+  int row;          // first output row
+  int rows;         // rows to store
+  int feature;      // first output feature
   int weight_row0;  // first weight row of its two 64-row blocks, for the bias
   int weight_row1;
   int consumer;  // for its staging buffer and named barrier
@@ -27,10 +27,14 @@ class Epilogue {
  public:
   using Element = typename T::Element;
 
-  __device__ Epilogue(const MoeGemmArgs& args, const SharedStorage<T>& smem,
+  __device__ Epilogue(const MoeGemmArgs& args,
+                      const SharedStorage<T>& smem,
                       const EpilogueSite& site)
-      : args_(args), site_(site), staging_(smem.staging(site.consumer)),
-        warp_(site.thread / 32), lane_(site.thread % 32) {}
+      : args_(args),
+        site_(site),
+        staging_(smem.staging(site.consumer)),
+        warp_(site.thread / 32),
+        lane_(site.thread % 32) {}
 
   __device__ __forceinline__ void Run(Accumulators<T>& acc) {
     LoadBias();
@@ -75,9 +79,7 @@ class Epilogue {
     return ptx::ToFloat(bias[static_cast<int64_t>(site_.weight) * args_.n + weight_row]);
   }
 
-  __device__ __forceinline__ void Sync() const {
-    ptx::NamedBarrierSync(1 + site_.consumer, 128);
-  }
+  __device__ __forceinline__ void Sync() const { ptx::NamedBarrierSync(1 + site_.consumer, 128); }
 
   template <StageMode kMode, class Form>
   __device__ __forceinline__ void StageAll(Accumulators<T>& acc) {
@@ -168,8 +170,7 @@ class Epilogue {
       for (int i = 0; i < T::kWarpgroupTokens / 2; ++i) {
         const int e = i % 4;
         const int token = i / 4 * 8 + 2 * (lane_ % 4) + e % 2;
-        const int feature =
-            site_.feature + block * 64 + warp_ * 16 + (e / 2) * 8 + lane_ / 4;
+        const int feature = site_.feature + block * 64 + warp_ * 16 + (e / 2) * 8 + lane_ / 4;
         if (token < site_.rows && feature < args_.n_out) {
           const int64_t row = site_.row + token;
           out[row * args_.n_out + feature] = acc[block][i] + bias_[block][e / 2];

@@ -13,13 +13,15 @@ using Accumulators = float[2][T::kWarpgroupTokens / 2];
 struct WarpgroupShare {
   int first_block;  // of its two 64-row weight blocks
   int first_token;
-  int rows;         // tokens that are stored
-  int columns;      // tokens that are multiplied: wgmma's N covers at least these
+  int rows;     // tokens that are stored
+  int columns;  // tokens that are multiplied: wgmma's N covers at least these
 };
 
 template <class T, int kN>
-__device__ __forceinline__ void RunKSteps(const SharedStorage<T>& smem, int num_k_steps,
-                                          const WarpgroupShare& share, int lane,
+__device__ __forceinline__ void RunKSteps(const SharedStorage<T>& smem,
+                                          int num_k_steps,
+                                          const WarpgroupShare& share,
+                                          int lane,
                                           PipelineState<T::kStages>& stage,
                                           Accumulators<T>& acc) {
   // One k step is four k16 instructions. K-major: 32 bytes along the 128-byte row. MN-major: 16
@@ -28,10 +30,10 @@ __device__ __forceinline__ void RunKSteps(const SharedStorage<T>& smem, int num_
   int previous = -1;
   for (int step = 0; step < num_k_steps; ++step) {
     ptx::BarrierWait(smem.full(stage.index), stage.parity);
-    const uint32_t weights = ptx::SmemAddress(smem.weights(stage.index)) +
-                             share.first_block * T::kBlockBytes;
-    const uint32_t tokens = ptx::SmemAddress(smem.tokens(stage.index)) +
-                            share.first_token * T::kStepBytes;
+    const uint32_t weights =
+        ptx::SmemAddress(smem.weights(stage.index)) + share.first_block * T::kBlockBytes;
+    const uint32_t tokens =
+        ptx::SmemAddress(smem.tokens(stage.index)) + share.first_token * T::kStepBytes;
     ptx::FenceAccumulator(acc[0]);
     ptx::FenceAccumulator(acc[1]);
     cute::warpgroup_arrive();
@@ -40,10 +42,9 @@ __device__ __forceinline__ void RunKSteps(const SharedStorage<T>& smem, int num_
       const uint64_t b = ptx::Swizzle128Descriptor(tokens + k16 * 32);
 #pragma unroll
       for (int block = 0; block < 2; ++block) {
-        const uint64_t a = ptx::Swizzle128Descriptor(weights + block * T::kBlockBytes +
-                                                     k16 * kWeightK16);
-        ptx::Wgmma<typename T::Element, kN, T::kMajor>(a, b, acc[block],
-                                                                  step > 0 || k16 > 0);
+        const uint64_t a =
+            ptx::Swizzle128Descriptor(weights + block * T::kBlockBytes + k16 * kWeightK16);
+        ptx::Wgmma<typename T::Element, kN, T::kMajor>(a, b, acc[block], step > 0 || k16 > 0);
       }
     }
     cute::warpgroup_commit_batch();
@@ -63,8 +64,10 @@ __device__ __forceinline__ void RunKSteps(const SharedStorage<T>& smem, int num_
 
 // Runs the k loop with the smallest wgmma N that covers the share. Columns past it stay undefined.
 template <class T, int kN = T::kTokenStep>
-__device__ __forceinline__ void RunMainloop(const SharedStorage<T>& smem, int num_k_steps,
-                                            const WarpgroupShare& share, int lane,
+__device__ __forceinline__ void RunMainloop(const SharedStorage<T>& smem,
+                                            int num_k_steps,
+                                            const WarpgroupShare& share,
+                                            int lane,
                                             PipelineState<T::kStages>& stage,
                                             Accumulators<T>& acc) {
   if constexpr (kN < T::kWarpgroupTokens) {

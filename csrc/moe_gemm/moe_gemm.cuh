@@ -27,7 +27,8 @@ __device__ __forceinline__ WarpgroupShare Share(int rows, int consumer) {
 }
 
 template <class T>
-__device__ __forceinline__ void RunConsumer(const MoeGemmArgs& args, const SharedStorage<T>& smem,
+__device__ __forceinline__ void RunConsumer(const MoeGemmArgs& args,
+                                            const SharedStorage<T>& smem,
                                             int consumer) {
   const int thread = threadIdx.x % 128;
   const int lane = thread % 32;
@@ -127,14 +128,20 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
 
 template <class T>
 cudaError_t LaunchVariant(const MoeGemmArgs& args, int grid, bool pdl, cudaStream_t stream) {
-  return LaunchKernel(&MoeGemmKernel<T>, dim3(grid), dim3(T::kThreads), T::kDynamicBytes, stream,
-                      pdl, args);
+  return LaunchKernel(
+      &MoeGemmKernel<T>, dim3(grid), dim3(T::kThreads), T::kDynamicBytes, stream, pdl, args);
 }
 
 // The tile table of one element type and weight layout. Decode tiles (one consumer warpgroup, two
 // CTAs an SM) keep >= 96 KB of weights in flight per SM; the others use the whole SM.
-template <class Element, cute::SM90::GMMA::Major kMajor, bool kGated, int kWt, int kTt, int kStages,
-          Split kSplit, int kCtas>
+template <class Element,
+          cute::SM90::GMMA::Major kMajor,
+          bool kGated,
+          int kWt,
+          int kTt,
+          int kStages,
+          Split kSplit,
+          int kCtas>
 Variant MakeVariant(DType dtype, WeightLayout layout) {
   using T = Tile<Element, kMajor, kGated, kWt, kTt, kStages, kSplit, kCtas>;
   return {dtype, layout, kGated, kWt, kTt, T::kPingpong, kCtas, T::kBoxRows, &LaunchVariant<T>};
@@ -142,13 +149,16 @@ Variant MakeVariant(DType dtype, WeightLayout layout) {
 
 template <class Element, cute::SM90::GMMA::Major kMajor>
 VariantTable MakeVariants(DType dtype, WeightLayout layout) {
-#define JAXMOE_TILE(wt, tt, stages, split, ctas)                                      \
+#define JAXMOE_TILE(wt, tt, stages, split, ctas)                                         \
   MakeVariant<Element, kMajor, true, wt, tt, stages, Split::split, ctas>(dtype, layout), \
       MakeVariant<Element, kMajor, false, wt, tt, stages, Split::split, ctas>(dtype, layout)
   static const Variant rows[] = {
-      JAXMOE_TILE(128, 8, 6, kNone, 2),      JAXMOE_TILE(128, 16, 5, kNone, 2),
-      JAXMOE_TILE(128, 32, 5, kNone, 2),     JAXMOE_TILE(128, 64, 4, kNone, 2),
-      JAXMOE_TILE(128, 192, 5, kTokens, 1),  JAXMOE_TILE(128, 128, 6, kPingpong, 1),
+      JAXMOE_TILE(128, 8, 6, kNone, 2),
+      JAXMOE_TILE(128, 16, 5, kNone, 2),
+      JAXMOE_TILE(128, 32, 5, kNone, 2),
+      JAXMOE_TILE(128, 64, 4, kNone, 2),
+      JAXMOE_TILE(128, 192, 5, kTokens, 1),
+      JAXMOE_TILE(128, 128, 6, kPingpong, 1),
       JAXMOE_TILE(256, 128, 4, kWeights, 1),
   };
 #undef JAXMOE_TILE

@@ -43,33 +43,34 @@ constexpr bool OverlapsPrevious(int64_t rows, int64_t groups) { return rows <= 1
 
 // One grouped GEMM. Pointers are device pointers.
 struct MoeGemmProblem {
-  DType dtype = DType::kBFloat16;      // of x, w, bias and (unless out_f32) out
+  DType dtype = DType::kBFloat16;  // of x, w, bias and (unless out_f32) out
   WeightLayout layout = WeightLayout::kKN;
-  const void* x = nullptr;             // [x_rows, k]
-  const void* w = nullptr;             // [num_weights, k, n] or [num_weights, n, k]
-  const void* bias = nullptr;          // [num_weights, n] or null
-  void* out = nullptr;                 // [batch * rows_per_batch, n_out]
-  const int* group_starts = nullptr;   // [num_groups]; with group_sizes null [num_groups + 1]
-  const int* group_sizes = nullptr;    // [num_groups] or null: starts[g + 1] - starts[g]
-  const int* row_index = nullptr;      // [rows_per_batch] row -> x row, when tile.gather
-  int* tile_counter = nullptr;         // one int, zero when the kernel starts
+  const void* x = nullptr;            // [x_rows, k]
+  const void* w = nullptr;            // [num_weights, k, n] or [num_weights, n, k]
+  const void* bias = nullptr;         // [num_weights, n] or null
+  void* out = nullptr;                // [batch * rows_per_batch, n_out]
+  const int* group_starts = nullptr;  // [num_groups]; with group_sizes null [num_groups + 1]
+  const int* group_sizes = nullptr;   // [num_groups] or null: starts[g + 1] - starts[g]
+  const int* row_index = nullptr;     // [rows_per_batch] row -> x row, when tile.gather
+  int* tile_counter = nullptr;        // one int, zero when the kernel starts
   int64_t x_rows = 0;
-  int num_weights = 0;                 // group g multiplies weight g % num_weights
+  int num_weights = 0;  // group g multiplies weight g % num_weights
   int num_groups = 0;
   int groups_per_batch = 0;
   int rows_per_batch = 0;
   int k = 0;
-  int n = 0;                           // rows of the weight: 2 * n_out when gated
+  int n = 0;  // rows of the weight: 2 * n_out when gated
   bool gated = false;
   GateUp gate_up = GateUp::kGateUp;
-  bool out_f32 = false;                // only when not gated
+  bool out_f32 = false;  // only when not gated
   ActivationParams activation;
-  bool pdl = false;                    // programmatic dependent launch
-  bool early_groups = false;           // groups were written before the previous launch began
+  bool pdl = false;           // programmatic dependent launch
+  bool early_groups = false;  // groups were written before the previous launch began
 };
 
 // Returns null when launched, otherwise a static or thread-local message. Never allocates.
-const char* LaunchMoeGemm(const MoeGemmProblem& problem, const TileConfig& tile,
+const char* LaunchMoeGemm(const MoeGemmProblem& problem,
+                          const TileConfig& tile,
                           cudaStream_t stream);
 
 }  // namespace jaxmoe

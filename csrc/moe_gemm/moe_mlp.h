@@ -31,20 +31,20 @@ struct MlpIndex {
 
 // T tokens, K choices, R = T * K rows, H hidden, I intermediate, E experts of which E_l are local.
 struct MoeMlpParams {
-  DType dtype = DType::kBFloat16;      // of every float array but `weights`
-  const void* x = nullptr;             // [T, H]
-  const int32_t* expert_ids = nullptr; // [T, K]
-  const float* weights = nullptr;      // [T, K]
-  const void* w_gate_up = nullptr;     // [E1, H, N1] or [E1, N1, H], N1 = 2 I when gated, else I
-  const void* w_down = nullptr;        // [E2, I, H] or [E2, H, I]
-  const void* b_gate_up = nullptr;     // [E1, N1] or null
-  const void* b_down = nullptr;        // [E2, H] or null
-  const int32_t* expert_map = nullptr; // [E] or null
-  const void* residual = nullptr;      // [T, H] or null
-  void* y = nullptr;                   // [T, H]
-  void* rows = nullptr;                // [R, H] scratch
-  void* act = nullptr;                 // [R, I] scratch
-  int32_t* index = nullptr;            // [MlpIndex::size] scratch
+  DType dtype = DType::kBFloat16;       // of every float array but `weights`
+  const void* x = nullptr;              // [T, H]
+  const int32_t* expert_ids = nullptr;  // [T, K]
+  const float* weights = nullptr;       // [T, K]
+  const void* w_gate_up = nullptr;      // [E1, H, N1] or [E1, N1, H], N1 = 2 I when gated, else I
+  const void* w_down = nullptr;         // [E2, I, H] or [E2, H, I]
+  const void* b_gate_up = nullptr;      // [E1, N1] or null
+  const void* b_down = nullptr;         // [E2, H] or null
+  const int32_t* expert_map = nullptr;  // [E] or null
+  const void* residual = nullptr;       // [T, H] or null
+  void* y = nullptr;                    // [T, H]
+  void* rows = nullptr;                 // [R, H] scratch
+  void* act = nullptr;                  // [R, I] scratch
+  int32_t* index = nullptr;             // [MlpIndex::size] scratch
   int64_t num_tokens = 0;
   int64_t top_k = 0;
   int64_t hidden = 0;
@@ -52,8 +52,8 @@ struct MoeMlpParams {
   int64_t num_experts = 0;
   int64_t num_local_experts = 0;
   int64_t expert_offset = 0;
-  int64_t num_gate_up_weights = 0;     // E1: group g uses weight g % E1
-  int64_t num_down_weights = 0;        // E2
+  int64_t num_gate_up_weights = 0;  // E1: group g uses weight g % E1
+  int64_t num_down_weights = 0;     // E2
   WeightLayout layout = WeightLayout::kKN;
   bool gated = true;
   GateUp gate_up = GateUp::kGateUp;

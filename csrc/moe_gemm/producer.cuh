@@ -31,9 +31,8 @@ template <class T>
 __device__ void RunWeightProducer(const MoeGemmArgs& args, const SharedStorage<T>& smem) {
   // A weight that is read once must not push rows of X out of L2; one that several token tiles
   // share is kept like anything else.
-  const uint64_t policy = args.stream_weights
-                              ? ptx::CreatePolicy<ptx::CachePolicy::kEvictFirst>()
-                              : ptx::CreatePolicy<ptx::CachePolicy::kEvictNormal>();
+  const uint64_t policy = args.stream_weights ? ptx::CreatePolicy<ptx::CachePolicy::kEvictFirst>()
+                                              : ptx::CreatePolicy<ptx::CachePolicy::kEvictNormal>();
   PipelineState<T::kStages> stage;
   PipelineState<T::kRing> slot;
   while (true) {
@@ -58,8 +57,13 @@ __device__ void RunWeightProducer(const MoeGemmArgs& args, const SharedStorage<T
 #pragma unroll
       for (int b = 0; b < T::kWeightBlocks; ++b) {
         const bool k_major = T::kMajor == cute::SM90::GMMA::Major::K;
-        ptx::TmaLoad3D(dst + b * T::kBlockBytes, &args.w_map, full, k_major ? k : row[b],
-                       k_major ? row[b] : k, info.weight, policy);
+        ptx::TmaLoad3D(dst + b * T::kBlockBytes,
+                       &args.w_map,
+                       full,
+                       k_major ? k : row[b],
+                       k_major ? row[b] : k,
+                       info.weight,
+                       policy);
       }
       stage.Advance();
     }
@@ -105,8 +109,12 @@ __device__ void RunTokenProducer(const MoeGemmArgs& args, const SharedStorage<T>
           }
         }
       } else if (lane < boxes) {
-        ptx::TmaLoad2D(dst + lane * T::kBoxRows * T::kStepBytes, &args.x_map, full, k,
-                       info.row + lane * T::kBoxRows, policy);
+        ptx::TmaLoad2D(dst + lane * T::kBoxRows * T::kStepBytes,
+                       &args.x_map,
+                       full,
+                       k,
+                       info.row + lane * T::kBoxRows,
+                       policy);
       }
       stage.Advance();
     }

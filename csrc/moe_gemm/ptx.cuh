@@ -5,10 +5,10 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cutlass/arch/reg_reconfig.h>
 
 #include <cstdint>
 #include <cute/arch/mma_sm90_gmma.hpp>
-#include <cutlass/arch/reg_reconfig.h>
 #include <utility>
 
 #include "csrc/moe_gemm/moe_gemm.h"
@@ -81,21 +81,29 @@ __device__ __forceinline__ uint64_t CreatePolicy() {
   return policy;
 }
 
-__device__ __forceinline__ void TmaLoad2D(void* dst, const CUtensorMap* map, uint64_t* bar, int c0,
-                                          int c1, uint64_t policy) {
+__device__ __forceinline__ void TmaLoad2D(
+    void* dst, const CUtensorMap* map, uint64_t* bar, int c0, int c1, uint64_t policy) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
       ".L2::cache_hint [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(SmemAddress(dst)),
-      "l"(reinterpret_cast<uint64_t>(map)), "r"(SmemAddress(bar)), "r"(c0), "r"(c1), "l"(policy)
+      "l"(reinterpret_cast<uint64_t>(map)),
+      "r"(SmemAddress(bar)),
+      "r"(c0),
+      "r"(c1),
+      "l"(policy)
       : "memory");
 }
 
-__device__ __forceinline__ void TmaLoad3D(void* dst, const CUtensorMap* map, uint64_t* bar, int c0,
-                                          int c1, int c2, uint64_t policy) {
+__device__ __forceinline__ void TmaLoad3D(
+    void* dst, const CUtensorMap* map, uint64_t* bar, int c0, int c1, int c2, uint64_t policy) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
       ".L2::cache_hint [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(SmemAddress(dst)),
-      "l"(reinterpret_cast<uint64_t>(map)), "r"(SmemAddress(bar)), "r"(c0), "r"(c1), "r"(c2),
+      "l"(reinterpret_cast<uint64_t>(map)),
+      "r"(SmemAddress(bar)),
+      "r"(c0),
+      "r"(c1),
+      "r"(c2),
       "l"(policy)
       : "memory");
 }
@@ -111,29 +119,34 @@ __device__ __forceinline__ uint64_t Swizzle128Descriptor(uint32_t smem_address) 
 }
 
 template <class Atom, int kSize, int... kIs>
-__device__ __forceinline__ void WgmmaCall(uint64_t a, uint64_t b, float (&acc)[kSize],
-                                          bool accumulate, std::integer_sequence<int, kIs...>) {
-  Atom::fma(a, b, acc[kIs]...,
+__device__ __forceinline__ void WgmmaCall(uint64_t a,
+                                          uint64_t b,
+                                          float (&acc)[kSize],
+                                          bool accumulate,
+                                          std::integer_sequence<int, kIs...>) {
+  Atom::fma(a,
+            b,
+            acc[kIs]...,
             accumulate ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
 }
 
 template <class Element, int kN, cute::SM90::GMMA::Major kMajorA>
 struct WgmmaAtom;
 
-#define JAXMOE_WGMMA_ATOM(N, BF16_ATOM, FP16_ATOM)                    \
-  template <cute::SM90::GMMA::Major kMajorA>                          \
-  struct WgmmaAtom<__nv_bfloat16, N, kMajorA> {                       \
-    using type = BF16_ATOM<kMajorA, cute::SM90::GMMA::Major::K>;      \
-  };                                                                  \
-  template <cute::SM90::GMMA::Major kMajorA>                          \
-  struct WgmmaAtom<__half, N, kMajorA> {                              \
-    using type = FP16_ATOM<kMajorA, cute::SM90::GMMA::Major::K>;      \
+#define JAXMOE_WGMMA_ATOM(N, BF16_ATOM, FP16_ATOM)               \
+  template <cute::SM90::GMMA::Major kMajorA>                     \
+  struct WgmmaAtom<__nv_bfloat16, N, kMajorA> {                  \
+    using type = BF16_ATOM<kMajorA, cute::SM90::GMMA::Major::K>; \
+  };                                                             \
+  template <cute::SM90::GMMA::Major kMajorA>                     \
+  struct WgmmaAtom<__half, N, kMajorA> {                         \
+    using type = FP16_ATOM<kMajorA, cute::SM90::GMMA::Major::K>; \
   }
 #define JAXMOE_CUTLASS_ATOM(N)                                        \
-  JAXMOE_WGMMA_ATOM(N, cute::SM90::GMMA::MMA_64x##N##x16_F32BF16BF16_SS, \
+  JAXMOE_WGMMA_ATOM(N,                                                \
+                    cute::SM90::GMMA::MMA_64x##N##x16_F32BF16BF16_SS, \
                     cute::SM90::GMMA::MMA_64x##N##x16_F32F16F16_SS)
-#define JAXMOE_OWN_ATOM(N) \
-  JAXMOE_WGMMA_ATOM(N, Mma64x##N##x16F32BF16BF16, Mma64x##N##x16F32F16F16)
+#define JAXMOE_OWN_ATOM(N) JAXMOE_WGMMA_ATOM(N, Mma64x##N##x16F32BF16BF16, Mma64x##N##x16F32F16F16)
 JAXMOE_CUTLASS_ATOM(8);
 JAXMOE_CUTLASS_ATOM(16);
 JAXMOE_CUTLASS_ATOM(32);
@@ -150,7 +163,9 @@ JAXMOE_CUTLASS_ATOM(128);
 // acc[64 x kN] (+)= A[64 x 16] * B[kN x 16]^T, both operands in shared memory. Uses the first kN
 // columns of an accumulator that may have more.
 template <class Element, int kN, cute::SM90::GMMA::Major kMajorA, int kSize>
-__device__ __forceinline__ void Wgmma(uint64_t a, uint64_t b, float (&acc)[kSize],
+__device__ __forceinline__ void Wgmma(uint64_t a,
+                                      uint64_t b,
+                                      float (&acc)[kSize],
                                       bool accumulate) {
   static_assert(kN / 2 <= kSize, "the accumulator is too small");
   using Atom = typename WgmmaAtom<Element, kN, kMajorA>::type;
@@ -170,10 +185,11 @@ __device__ __forceinline__ void FenceAccumulator(float (&acc)[kSize]) {
 // Stores two 8x8 matrices of 16-bit elements, each transposed: lane i of the first 8 gives the
 // address of row i of the first matrix, lanes 8-15 those of the second.
 __device__ __forceinline__ void StoreMatrix2Transposed(void* row, uint32_t a, uint32_t b) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(
-                   SmemAddress(row)),
-               "r"(a), "r"(b)
-               : "memory");
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(SmemAddress(row)),
+      "r"(a),
+      "r"(b)
+      : "memory");
 }
 
 template <class Element>

@@ -68,10 +68,9 @@ class TileScheduler {
     if (g < args_.num_groups) {
       const int rows = args_.rows_per_batch;
       const int begin = args_.group_starts[g];
-      const int64_t end =
-          args_.group_sizes != nullptr
-              ? static_cast<int64_t>(begin) + max(args_.group_sizes[g], 0)
-              : static_cast<int64_t>(args_.group_starts[g + 1]);
+      const int64_t end = args_.group_sizes != nullptr
+                              ? static_cast<int64_t>(begin) + max(args_.group_sizes[g], 0)
+                              : static_cast<int64_t>(args_.group_starts[g + 1]);
       const int first = min(max(begin, 0), rows);
       const int last = static_cast<int>(min(max(end, int64_t{0}), static_cast<int64_t>(rows)));
       start_ = (g / args_.groups_per_batch) * rows + first;

@@ -25,8 +25,12 @@ EncodeTiled GetEncoder() {
 
 constexpr cuuint32_t kBox = 64;  // elements of the contiguous dimension: 128 bytes
 
-const char* Encode(const MoeGemmProblem& problem, const void* base, cuuint32_t rank,
-                   const cuuint64_t* dims, const cuuint64_t* strides_bytes, const cuuint32_t* box,
+const char* Encode(const MoeGemmProblem& problem,
+                   const void* base,
+                   cuuint32_t rank,
+                   const cuuint64_t* dims,
+                   const cuuint64_t* strides_bytes,
+                   const cuuint32_t* box,
                    CUtensorMap* map) {
   const EncodeTiled encode = GetEncoder();
   if (encode == nullptr) return "the driver has no cuTensorMapEncodeTiled";
@@ -34,10 +38,18 @@ const char* Encode(const MoeGemmProblem& problem, const void* base, cuuint32_t r
   const CUtensorMapDataType type = problem.dtype == DType::kBFloat16
                                        ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                                        : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-  const CUresult result =
-      encode(map, type, rank, const_cast<void*>(base), dims, strides_bytes, box, element_strides,
-             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-             CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result = encode(map,
+                                 type,
+                                 rank,
+                                 const_cast<void*>(base),
+                                 dims,
+                                 strides_bytes,
+                                 box,
+                                 element_strides,
+                                 CU_TENSOR_MAP_INTERLEAVE_NONE,
+                                 CU_TENSOR_MAP_SWIZZLE_128B,
+                                 CU_TENSOR_MAP_L2_PROMOTION_NONE,
+                                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS
              ? nullptr
              : "cuTensorMapEncodeTiled refused an operand (16-byte aligned base and row pitch?)";
@@ -50,8 +62,8 @@ const char* EncodeWeightMap(const MoeGemmProblem& problem, CUtensorMap* map) {
   const cuuint64_t n = problem.n;
   const cuuint64_t element = ElementSize(problem.dtype);
   const bool k_inner = problem.layout == WeightLayout::kNK;
-  const cuuint64_t dims[3] = {k_inner ? k : n, k_inner ? n : k,
-                              static_cast<cuuint64_t>(problem.num_weights)};
+  const cuuint64_t dims[3] = {
+      k_inner ? k : n, k_inner ? n : k, static_cast<cuuint64_t>(problem.num_weights)};
   const cuuint64_t strides[2] = {dims[0] * element, k * n * element};
   const cuuint32_t box[3] = {kBox, 64, 1};
   return Encode(problem, problem.w, 3, dims, strides, box, map);

@@ -24,8 +24,14 @@ enum class Split {
   kPingpong,  // each takes every other tile
 };
 
-template <class Element_, cute::SM90::GMMA::Major kMajor_, bool kGated_, int kWeightTile_,
-          int kTokenTile_, int kStages_, Split kSplit_, int kCtasPerSm_>
+template <class Element_,
+          cute::SM90::GMMA::Major kMajor_,
+          bool kGated_,
+          int kWeightTile_,
+          int kTokenTile_,
+          int kStages_,
+          Split kSplit_,
+          int kCtasPerSm_>
 struct Tile {
   using Element = Element_;
   static constexpr cute::SM90::GMMA::Major kMajor = kMajor_;
@@ -50,9 +56,9 @@ struct Tile {
   static_assert(kWeightTile == (kSplit == Split::kWeights ? 2 : 1) * kWarpgroupRows,
                 "the split decides how many weight rows a tile has");
 
-  static constexpr int kStepBytes = 128;                // bytes of k in a pipeline step
+  static constexpr int kStepBytes = 128;  // bytes of k in a pipeline step
   static constexpr int kStepK = kStepBytes / sizeof(Element);
-  static constexpr int kBlockBytes = 64 * kStepBytes;   // one 64-row weight block
+  static constexpr int kBlockBytes = 64 * kStepBytes;  // one 64-row weight block
   static constexpr int kWeightBytes = kWeightTile * kStepBytes;
   static constexpr int kTokenBytes = kTokenTile * kStepBytes;
   static constexpr int kStageBytes = kWeightBytes + kTokenBytes;
@@ -66,8 +72,7 @@ struct Tile {
   // bytes so that the 8 rows of a transposed stmatrix fall into different banks.
   static constexpr int kOutFeatures = kGated ? 64 : 128;  // of one warpgroup
   static constexpr int kMaxChunk = kGated && kWarpgroupTokens % 64 == 0 ? 64 : 32;
-  static constexpr int kChunkTokens =
-      kWarpgroupTokens < kMaxChunk ? kWarpgroupTokens : kMaxChunk;
+  static constexpr int kChunkTokens = kWarpgroupTokens < kMaxChunk ? kWarpgroupTokens : kMaxChunk;
   static_assert(kWarpgroupTokens % kChunkTokens == 0, "chunks cover the tile exactly");
   static constexpr int kStagingPitch = kOutFeatures * 2 + 16;
   static constexpr int kStagingBytes = kChunkTokens * kStagingPitch;

@@ -1,0 +1,83 @@
+// Operand checks of the fused layer's handler.
+#pragma once
+
+#include "csrc/ffi/checks.h"
+#include "csrc/ffi/gemm_attrs.h"
+#include "csrc/moe_gemm/moe_mlp.h"
+
+namespace jaxmoe {
+
+inline constexpr char kMoeMlp[] = "moe_mlp";
+
+struct MlpAttrs {
+  int64_t num_experts;
+  int64_t num_local_experts;
+  int64_t expert_offset;
+  int64_t gate_up;
+  int64_t weight_layout;
+};
+
+struct MlpBuffers {
+  ffi::AnyBuffer x;                  // [T,H]
+  ffi::AnyBuffer expert_ids;         // [T,K]
+  ffi::AnyBuffer weights;            // [T,K]
+  ffi::AnyBuffer w_gate_up, w_down;  // [E1,...], [E2,...]
+  ffi::AnyBuffer b_gate_up, b_down;  // [E1,N1] and [E2,H], or absent
+  ffi::AnyBuffer expert_map;         // [E] or absent
+  ffi::AnyBuffer residual;           // [T,H] or absent
+  ffi::AnyBuffer y, rows, act;       // [T,H], [R,H], [R,I]
+  ffi::AnyBuffer index;              // [IndexLayout::size]
+};
+
+inline ffi::Error CheckBuffers(const MlpBuffers& b,
+                               const MlpAttrs& attrs,
+                               const ActivationAttrs& act) {
+  JAXMOE_RETURN_IF_ERROR(CheckRank(kMoeMlp, "x", b.x, 2));
+  JAXMOE_RETURN_IF_ERROR(CheckRank(kMoeMlp, "expert_ids", b.expert_ids, 2));
+  JAXMOE_RETURN_IF_ERROR(CheckRank(kMoeMlp, "act", b.act, 2));
+  JAXMOE_RETURN_IF_ERROR(CheckRank(kMoeMlp, "w_gate_up", b.w_gate_up, 3));
+  JAXMOE_RETURN_IF_ERROR(CheckRank(kMoeMlp, "w_down", b.w_down, 3));
+  const int64_t tokens = b.x.dimensions()[0];
+  const int64_t hidden = b.x.dimensions()[1];
+  const int64_t top_k = b.expert_ids.dimensions()[1];
+  const int64_t rows = tokens * top_k;
+  const int64_t intermediate = b.act.dimensions()[1];
+  const int64_t n1 = act.gated ? 2 * intermediate : intermediate;
+  const int64_t e1 = b.w_gate_up.dimensions()[0];
+  const int64_t e2 = b.w_down.dimensions()[0];
+  const bool kn = attrs.weight_layout == static_cast<int64_t>(WeightLayout::kKN);
+  JAXMOE_RETURN_IF_ERROR(CheckRange(kMoeMlp, "weight_layout", attrs.weight_layout, 0, 1));
+  JAXMOE_RETURN_IF_ERROR(CheckRange(kMoeMlp, "gate_up", attrs.gate_up, 0, 2));
+  JAXMOE_RETURN_IF_ERROR(CheckDtype(kMoeMlp, "x", b.x, {ffi::DataType::BF16, ffi::DataType::F16}));
+  for (const ffi::AnyBuffer& other :
+       {b.w_gate_up, b.w_down, b.b_gate_up, b.b_down, b.residual, b.y, b.rows, b.act}) {
+    JAXMOE_RETURN_IF_ERROR(CheckDtype(kMoeMlp, "operand", other, {b.x.element_type()}));
+  }
+  for (const ffi::AnyBuffer& integers : {b.expert_ids, b.expert_map, b.index}) {
+    JAXMOE_RETURN_IF_ERROR(CheckDtype(kMoeMlp, "index operand", integers, {ffi::DataType::S32}));
+  }
+  JAXMOE_RETURN_IF_ERROR(CheckDtype(kMoeMlp, "weights", b.weights, {ffi::DataType::F32}));
+  JAXMOE_RETURN_IF_ERROR(CheckShape(kMoeMlp, "expert_ids", b.expert_ids, {tokens, top_k}));
+  JAXMOE_RETURN_IF_ERROR(CheckShape(kMoeMlp, "weights", b.weights, {tokens, top_k}));
+  JAXMOE_RETURN_IF_ERROR(
+      CheckShape(kMoeMlp, "w_gate_up", b.w_gate_up, {e1, kn ? hidden : n1, kn ? n1 : hidden}));
+  JAXMOE_RETURN_IF_ERROR(CheckShape(
+      kMoeMlp, "w_down", b.w_down, {e2, kn ? intermediate : hidden, kn ? hidden : intermediate}));
+  JAXMOE_RETURN_IF_ERROR(CheckShapeOrAbsent(kMoeMlp, "b_gate_up", b.b_gate_up, {e1, n1}));
+  JAXMOE_RETURN_IF_ERROR(CheckShapeOrAbsent(kMoeMlp, "b_down", b.b_down, {e2, hidden}));
+  JAXMOE_RETURN_IF_ERROR(
+      CheckShapeOrAbsent(kMoeMlp, "expert_map", b.expert_map, {attrs.num_experts}));
+  JAXMOE_RETURN_IF_ERROR(CheckShapeOrAbsent(kMoeMlp, "residual", b.residual, {tokens, hidden}));
+  JAXMOE_RETURN_IF_ERROR(CheckShape(kMoeMlp, "y", b.y, {tokens, hidden}));
+  JAXMOE_RETURN_IF_ERROR(CheckShape(kMoeMlp, "rows", b.rows, {rows, hidden}));
+  JAXMOE_RETURN_IF_ERROR(CheckShape(kMoeMlp, "act", b.act, {rows, intermediate}));
+  constexpr int64_t kMaxInt = (int64_t{1} << 31) - 1;
+  JAXMOE_RETURN_IF_ERROR(CheckRange(kMoeMlp, "T*K", rows, 0, kMaxInt));
+  JAXMOE_RETURN_IF_ERROR(
+      CheckRange(kMoeMlp, "num_local_experts", attrs.num_local_experts, 1, kMaxInt));
+  JAXMOE_RETURN_IF_ERROR(CheckRange(kMoeMlp, "w_gate_up.shape[0]", e1, 1, kMaxInt));
+  JAXMOE_RETURN_IF_ERROR(CheckRange(kMoeMlp, "w_down.shape[0]", e2, 1, kMaxInt));
+  return CheckShape(kMoeMlp, "index", b.index, {MlpIndex(rows, attrs.num_local_experts).size});
+}
+
+}  // namespace jaxmoe
