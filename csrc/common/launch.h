@@ -28,9 +28,6 @@ __device__ __forceinline__ void GridDependencyLaunch() {
 }
 
 // Launches `kernel`; with `pdl` it may start before the previous kernel of the stream has finished.
-// Every kernel asks for the split of L1 with the most shared memory: an SM changes its split only
-// when it is idle, so the blocks of a GEMM (up to 227 KiB) could not start beside those of a small
-// kernel that runs with a large L1.
 template <typename... KernelArgs, typename... Args>
 cudaError_t LaunchKernel(void (*kernel)(KernelArgs...),
                          dim3 grid,
@@ -60,6 +57,16 @@ cudaError_t LaunchKernel(void (*kernel)(KernelArgs...),
   cudaError_t status = cudaLaunchKernelEx(&config, kernel, static_cast<Args&&>(args)...);
   if (status != cudaSuccess) (void)cudaGetLastError();  // reported here, so not left for others
   return status;
+}
+
+// For kernels that a GEMM follows: runs them with the most shared memory and the least L1. An SM
+// changes this split only when it is idle, so with a large L1 the blocks of the GEMM (up to 227 KiB
+// of shared memory) could not start beside the kernel's last ones. Not for kernels that wait for
+// many loads: those in flight hold lines of L1, of which 28 KiB are left.
+template <typename... KernelArgs>
+cudaError_t PreferSharedMemory(void (*kernel)(KernelArgs...)) {
+  return cudaFuncSetAttribute(
+      kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
 }
 
 // Streaming multiprocessors of the current device.
