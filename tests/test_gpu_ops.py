@@ -188,7 +188,8 @@ def _check_finalize(num_tokens, top_k, hidden, dtype, residual):
         (1, 1, 8),  # one piece
         (64, 1, 2048),  # two loads in flight
         (200, 2, 4096),
-        (33, 3, 2880),  # eight loads in flight, five of them of no row
+        (33, 3, 2880),  # four loads in flight, one of them of no row
+        (33, 5, 2880),  # eight loads in flight, three of them of no row
         (500, 8, 512),  # a block of threads covers several tokens
         (50, 9, 72),  # a second round of one load
         (40, 22, 96),
@@ -272,7 +273,7 @@ def test_sanitize_permute(hidden):
 
 
 @pytest.mark.sanitizer
-@pytest.mark.parametrize(("top_k", "hidden"), [(2, 40), (5, 40), (3, 7)])
+@pytest.mark.parametrize(("top_k", "hidden"), [(2, 40), (3, 40), (5, 40), (3, 7)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sanitize_finalize(top_k, hidden, dtype):
     _check_finalize(9, top_k, hidden, dtype, residual=True)

@@ -36,6 +36,7 @@ cudaError_t LaunchFinalizeType(const FinalizeParams& p, cudaStream_t stream) {
   constexpr int kSize = 16 / sizeof(T);
   if (bits % 16 != 0) return LaunchFinalizeSized<T, 1, 8>(p, stream);
   if (p.top_k <= 2) return LaunchFinalizeSized<T, kSize, 2>(p, stream);
+  if (p.top_k <= 4) return LaunchFinalizeSized<T, kSize, 4>(p, stream);
   return LaunchFinalizeSized<T, kSize, 8>(p, stream);
 }
 

@@ -4,11 +4,11 @@
 //   first, residual last, one rounding. Slots outside [0,R) are skipped, so that whatever their row
 //   or weight would be (NaN too) cannot reach the sum.
 // Threads: one per 16-byte piece of a row of y (one per element where rows are not such multiples),
-//   flattened over (t, piece). Up to 8 row loads in flight a thread (2 where K <= 2, with fewer
-//   registers and more threads). No shared memory.
-// Bytes: (R + T) H s plus T H s of a residual; qwen3-30b T = 4096: 151 MB, 35 us. At T <= 64 the
-// time
-//   is three dependent trips to memory: predicted 2 us.
+//   flattened over (t, piece). Row loads in flight a thread: 2, 4 or 8 by K, with fewer registers
+//   and so more threads for the small ones: 48 to 96 KiB an SM. No shared memory.
+// Bytes: (R + T) H s plus T H s of a residual; at 4.3 TB/s qwen3 T = 4096 35 us (measured 40), T =
+//   16384 140 (143), deepseek 123 (128), gpt-oss 27 (38 with 8 loads and 24 warps an SM; 32
+//   predicted with 4 and 40). At T <= 64 the time is three dependent trips to memory: 2 us.
 // Why this shape: a block per token leaves most SMs idle at T = 1; scatter with atomics would save
 //   the read of rows and lose the order of the sum.
 #pragma once
@@ -25,7 +25,9 @@
 namespace jaxmoe {
 
 inline constexpr int kFinalizeMaxThreads = 256;
-inline constexpr int kFinalizeBlocksPerSm = 3;  // 80 registers; 96 KiB of loads in flight
+
+// Blocks that registers must leave room for: 40, 48 or 80 registers.
+constexpr int FinalizeBlocksPerSm(int unroll) { return unroll <= 2 ? 6 : unroll <= 4 ? 5 : 3; }
 
 // What a thread moves of a row: 16 bytes, or one element.
 template <typename T, int kSize>
@@ -92,7 +94,7 @@ struct Piece<T, 1> {
 
 // T: element type. kSize: elements a thread sums. kUnroll: row loads in flight.
 template <typename T, int kSize, int kUnroll>
-__global__ void __launch_bounds__(kFinalizeMaxThreads, kFinalizeBlocksPerSm)
+__global__ void __launch_bounds__(kFinalizeMaxThreads, FinalizeBlocksPerSm(kUnroll))
     FinalizeKernel(FinalizeParams params, unsigned row_pieces) {
   using P = Piece<T, kSize>;
   using Bits = typename P::Bits;
