@@ -1,6 +1,7 @@
 """Mixture-of-Experts layers inside `jax.jit`, with CUDA kernels for NVIDIA GPUs."""
 
 from ._explain import explain as explain
+from ._export import export_checks as export_checks
 from ._heuristics import GemmConfig as GemmConfig
 from .activation import Activation as Activation
 from .activation import Swiglu as Swiglu

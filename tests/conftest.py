@@ -1,5 +1,7 @@
 """Test session setup: strict JAX promotion, 8 CPU devices, and the `gpu` tiers."""
 
+import os
+
 import jax
 import pytest
 
@@ -18,6 +20,9 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_numpy_rank_promotion", "raise")
     if not _wants_gpu(config):
         jax.config.update("jax_platforms", "cpu")
+        # Most of the time goes into LLVM's passes over programs that run once.
+        flags = os.environ.get("XLA_FLAGS", "")
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_backend_optimization_level=0".strip()
 
 
 def _gpu_count() -> int:

@@ -16,6 +16,7 @@ from jaxmoe import _targets
 
 ROOT = Path(__file__).resolve().parent.parent
 PUBLIC_NAMES = {
+    "export_checks",
     "Activation",
     "GemmConfig",
     "Plan",
