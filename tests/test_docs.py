@@ -1,0 +1,250 @@
+"""The documentation: its code runs, its links lead somewhere, what it names exists."""
+
+import dataclasses
+import doctest
+import importlib
+import inspect
+import pkgutil
+import re
+import types
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxmoe
+from jaxmoe import _primitive, _targets
+from jaxmoe.activation import ACTIVATIONS, GATE_UP_ORDERS
+from jaxmoe.grouped_gemm import WEIGHT_LAYOUTS
+from jaxmoe.routing import METHODS
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted(
+    str(path.relative_to(ROOT))
+    for pattern in ("*.md", "docs/*.md", "benchmarks/*.md")
+    for path in ROOT.glob(pattern)
+)
+# Pages whose code runs and whose file names are checked; the log of measurements may speak of what
+# is gone.
+REFERENCES = ("README.md", "docs/adding_a_kernel.md", "docs/numerics.md", "docs/semantics.md")
+PLOT = "docs/img/layer.svg"  # drawn from committed results
+MODULES = sorted(f"jaxmoe.{m.name}" for m in pkgutil.iter_modules(jaxmoe.__path__))
+MODULES = [name for name in MODULES if name != "jaxmoe._cuda_ffi"]
+
+
+def read(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+
+
+def public() -> dict[str, object]:
+    values = {name: value for name, value in vars(jaxmoe).items() if not name.startswith("_")}
+    return {n: v for n, v in values.items() if not isinstance(v, types.ModuleType)}
+
+
+def python_blocks(page: str) -> list[tuple[int, str]]:
+    """Returns (line in the page, code) of each block marked python."""
+    text = read(page)
+    return [
+        (text.count("\n", 0, match.start(1)), match[1])
+        for match in re.finditer(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    ]
+
+
+@pytest.mark.parametrize("page", REFERENCES)
+def test_code_of_the_page_runs(page, monkeypatch, capsys) -> None:
+    """The blocks of a page run one after the other in one namespace, as a reader would."""
+    monkeypatch.setattr(_primitive, "OPS", dict(_primitive.OPS))  # a page may define an op
+    blocks = python_blocks(page)
+    assert blocks
+    scope: dict[str, object] = {"__name__": "__main__"}
+    for line, code in blocks:
+        # Newlines in front, so that a traceback has the line numbers of the page.
+        exec(compile("\n" * line + code, str(ROOT / page), "exec"), scope)
+    printed = capsys.readouterr().out
+    assert page != "README.md" or "FFI call jaxmoe_moe_mlp_v1" in printed
+
+
+def test_readme_shows_one_layer_however_it_is_run(capsys) -> None:
+    """The layer of the first block, its gradient, and the same layer over 8 devices."""
+    scope: dict[str, object] = {}
+    values = []
+    for _, code in python_blocks("README.md"):
+        exec(code, scope)
+        values.append(jax.device_get(scope["y"]))
+    assert "jaxmoe_moe_mlp" in capsys.readouterr().out
+    first, *_, last = values
+    assert jax.device_count() == 8
+    assert first.shape == (16, 64) and first.any()
+    # psum adds parts that were rounded to bf16 on their own
+    assert abs(first.astype("float32") - last.astype("float32")).max() <= 2**-7 * abs(first).max()
+    assert scope["grad"].shape == scope["w_down"].shape and scope["grad"].any()
+
+
+def _layer(x, weights, w_gate_up, w_down):
+    ids = jnp.zeros(weights.shape, jnp.int32)
+    return jaxmoe.moe_mlp(x, jaxmoe.Routing(ids, weights), w_gate_up, w_down)
+
+
+def _product(lhs, rhs, bias):
+    return jaxmoe.grouped_gemm(lhs, rhs, jnp.array([2, 2], jnp.int32), bias=bias)
+
+
+def _sum_of_rows(rows, weights):
+    plan = jaxmoe.plan(jnp.zeros(weights.shape, jnp.int32), 2)
+    return jaxmoe.finalize(rows, plan, weights)
+
+
+BF16_4X8 = jnp.zeros((4, 8), jnp.bfloat16)
+BF16_2X8X8 = jnp.zeros((2, 8, 8), jnp.bfloat16)
+WEIGHTS = jnp.ones((4, 1), jnp.float32)
+# README's column "reverse mode on CUDA": function, arguments, those whose gradient CUDA refuses.
+GRADIENTS = {
+    "route": (lambda x: jaxmoe.route(x, top_k=2).weights, (BF16_4X8,), ()),
+    "permute": (
+        lambda x: jaxmoe.permute(x, jaxmoe.plan(jnp.zeros((4, 1), jnp.int32), 2)),
+        (BF16_4X8,),
+        (),
+    ),
+    "finalize": (_sum_of_rows, (BF16_4X8, WEIGHTS), ()),
+    "grouped_gemm": (_product, (BF16_4X8, BF16_2X8X8, BF16_4X8[:2]), (1, 2)),
+    "moe_mlp": (
+        _layer,
+        (BF16_4X8, WEIGHTS, jnp.zeros((2, 8, 16), jnp.bfloat16), BF16_2X8X8),
+        (0, 2, 3),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_what_readme_says_of_reverse_mode_on_cuda(name) -> None:
+    fn, args, refused = GRADIENTS[name]
+    for argnum in range(len(args)):
+        gradient = jax.grad(lambda *a: fn(*a).astype(jnp.float32).sum(), argnum)
+        with _targets.force_cuda_lowering():
+            traced = jax.jit(gradient).trace(*args)
+            if argnum in refused:
+                with pytest.raises(NotImplementedError, match="backward kernels are not available"):
+                    traced.lower(lowering_platforms=("cuda",))
+            else:
+                assert traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_docstring_examples(name) -> None:
+    module = importlib.import_module(name)
+    runner = doctest.DocTestRunner(verbose=False)
+    report: list[str] = []
+    for test in doctest.DocTestFinder().find(module):
+        runner.run(test, out=report.append)
+    assert runner.summarize(verbose=False).failed == 0, "".join(report)
+
+
+@pytest.mark.parametrize("name", sorted(public()))
+def test_every_public_function_has_an_example(name) -> None:
+    value = public()[name]
+    doc = inspect.getdoc(value) or ""
+    if inspect.isfunction(value):
+        assert ">>> " in doc and "Returns:" in doc
+        assert all(f"{argument}:" in doc for argument in _arguments(value)), name
+    else:
+        fields = [field.name for field in dataclasses.fields(value) if field.init]
+        own = name == "Swiglu"  # its arguments are not its fields
+        assert own or all(re.search(rf"\b{field}\b", doc) for field in fields), name
+
+
+def _arguments(function) -> list[str]:
+    kinds = inspect.Parameter
+    return [
+        {kinds.VAR_POSITIONAL: "*", kinds.VAR_KEYWORD: "**"}.get(p.kind, "") + name
+        for name, p in inspect.signature(function).parameters.items()
+        if (function.__name__, name) != ("explain", "args")  # "*args, **kwargs:" in one entry
+    ]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page) -> None:
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", without_code(read(page))):
+        if re.match(r"https://|http://|mailto:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (ROOT / page).parent / path if path else ROOT / page
+        drawn = file.resolve() == ROOT / PLOT and not any(
+            (ROOT / "benchmarks" / "results" / "h200").glob("*.json")
+        )
+        if not file.exists() and not drawn:
+            broken.append(target)
+        elif anchor and anchor not in _anchors(file):
+            broken.append(target)
+    assert broken == []
+
+
+def _anchors(file: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", without_code(file.read_text(encoding="utf-8")), re.M)
+    plain = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
+    return {heading.strip().replace(" ", "-") for heading in plain}
+
+
+@pytest.mark.parametrize("page", REFERENCES)
+def test_named_files_exist(page) -> None:
+    """Paths such as csrc/ffi/checks.h; a page that names a moved file fails here."""
+    text = re.sub(r"https?://\S+", "", read(page))
+    named = re.findall(r"(?<![\w/.<>-])[\w.-]+(?:/[\w.-]+)+\.(?:py|md|cuh|cu|cc|h|svg)\b", text)
+    assert named
+    missing = {name for name in named if not (ROOT / name).exists()}
+    assert missing <= {PLOT}
+
+
+@pytest.mark.parametrize("page", REFERENCES)
+def test_named_tests_exist(page) -> None:
+    defined: set[str] = set()
+    for path in (ROOT / "tests").glob("test_*.py"):
+        defined |= {path.stem, *re.findall(r"^def (test_\w+)", path.read_text("utf-8"), re.M)}
+    missing = set(re.findall(r"\btest_\w+", read(page))) - defined - {"test_"}
+    assert missing == set()
+
+
+@pytest.mark.parametrize("name", sorted(public()))
+def test_public_names_are_documented(name) -> None:
+    text = read("README.md") + read("docs/semantics.md")
+    assert re.search(rf"\bjaxmoe\.{name}\b", text)
+
+
+def test_signatures_in_semantics_are_the_real_ones() -> None:
+    text = " ".join(read("docs/semantics.md").split())
+    for name, value in public().items():
+        if not inspect.isfunction(value) or name in ("explain", "export_checks"):
+            continue
+        written = re.search(rf"`jaxmoe\.{name}\((.*?)\) -> ", text)
+        assert written, name
+        bare = re.sub(r" \[[^]]*\]", "", written[1])  # without shapes
+        real = []
+        for parameter in inspect.signature(value).parameters.values():
+            if parameter.kind is parameter.KEYWORD_ONLY and "*" not in real:
+                real.append("*")
+            has_default = parameter.default is not parameter.empty
+            default = f"={parameter.default!r}".replace("'", '"') if has_default else ""
+            real.append(parameter.name + default)
+        assert bare.replace("top_k=K", "top_k").split(", ") == real
+
+
+def test_semantics_has_a_row_for_every_name() -> None:
+    rows = re.findall(r'^\| `"(\w+)"`', read("docs/semantics.md"), re.M)
+    expected = [*METHODS, *WEIGHT_LAYOUTS, *ACTIVATIONS, *WEIGHT_LAYOUTS, *GATE_UP_ORDERS]
+    assert sorted(rows) == sorted(expected)
+
+
+def test_readme_names_the_make_targets_that_exist() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", read("Makefile"), re.M))
+    named = set(re.findall(r"`make ([a-z-]+)", "".join(map(read, PAGES))))
+    assert named <= targets and {"demo", "test"} <= named
+
+
+def test_nothing_is_left_to_write() -> None:
+    left = re.compile(r"\b(TODO|FIXME|TBD|XXX|lorem)\b")
+    assert [page for page in PAGES if left.search(read(page))] == []
