@@ -14,7 +14,7 @@ from jaxmoe import reference
 
 DTYPE = jnp.bfloat16
 SCHEME = "bf16"
-WEIGHT_BYTES = 48 * 2**30  # device memory for all distinct layers of a model together
+WEIGHT_BYTES = 32 * 2**30  # device memory for all distinct layers of a model, in each layout
 MAX_WEIGHT_SETS = 8
 SAMPLED_TOKENS = 16
 
@@ -28,6 +28,16 @@ class Weights(NamedTuple):
     b_down: jax.Array | None
 
 
+class WeightSets(list[Weights]):
+    """Distinct layers of one model, [E, H, 2I] and [E, I, H], the contraction first."""
+
+    @functools.cached_property
+    def nk(self) -> list[Weights]:
+        """The same layers in checkpoint order, [E, 2I, H] and [E, H, I]."""
+        turn = jax.jit(lambda a: jax.lax.map(lambda one: one.T, a))
+        return [w._replace(w_gate_up=turn(w.w_gate_up), w_down=turn(w.w_down)) for w in self]
+
+
 class Routed(NamedTuple):
     """Routing of one layer, and the logits it comes from."""
 
@@ -36,10 +46,11 @@ class Routed(NamedTuple):
     logits: jax.Array
 
 
-def weight_sets(model: Layer, seed: int) -> list[Weights]:
+def weight_sets(model: Layer, seed: int) -> WeightSets:
     """Returns as many distinct layers as fit in `WEIGHT_BYTES`, at most `MAX_WEIGHT_SETS`."""
     count = max(1, min(MAX_WEIGHT_SETS, WEIGHT_BYTES // layer_bytes(model)))
-    return [_layer_weights(key, model) for key in jax.random.split(jax.random.key(seed), count)]
+    keys = jax.random.split(jax.random.key(seed), count)
+    return WeightSets(_layer_weights(key, model) for key in keys)
 
 
 @functools.partial(jax.jit, static_argnames="model")
@@ -102,7 +113,7 @@ class Case:
     num_tokens: int
     skew: str
     seed: int
-    sets: list[Weights]
+    sets: WeightSets
 
     @functools.cached_property
     def x(self) -> jax.Array:

@@ -81,14 +81,15 @@ def _kind(row: Row) -> tuple[Any, ...]:
 
 def summary(report: Report) -> str:
     """Returns the README's section: the layer table, what it says, and where it comes from."""
-    head = ["model", "tokens", "floor", "jaxmoe", "of floor", "sustained", "vs dense"]
+    head = ["model", "tokens", "floor", "jaxmoe", "of floor", "[E,K,N]", "sustained", "vs dense"]
     head += [heading for heading, _ in _MEASURED] + [f"{name}*" for name in _PEERS]
     body = [_summary_row(report, model, tokens) for model, tokens in report.points()]
     filled = [i for i in range(len(head)) if any(cells[i] != "-" for cells in body)]
     parts = [_table([head[i] for i in filled], [[cells[i] for i in filled] for cells in body])]
     parts.append(
-        "Microseconds per whole MoE layer, bf16, routing given, uniform. *floor*: the larger of "
-        "bytes / 4.3 TB/s and FLOPs / 780 TFLOP/s. *sustained*: under a second of load, for "
+        "Microseconds per whole MoE layer, bf16, routing given, uniform; weights in checkpoint "
+        'order (`weight_layout="nk"`), *[E,K,N]* with the contraction first. *floor*: the '
+        "larger of bytes / 4.3 TB/s and FLOPs / 780 TFLOP/s. *sustained*: under a second of load, for "
         "compute-heavy rows. *vs dense*: TFLOP/s over those of `jnp.matmul` with equal FLOPs."
     )
     for heading, models in _losses(report).items():
@@ -105,6 +106,7 @@ def _summary_row(report: Report, model: str, tokens: int) -> list[str]:
     ours = report.find(model, tokens, "jaxmoe")
     loaded = report.find(model, tokens, "jaxmoe", regime="sustained")
     floor = report.find(model, tokens, "floor", regime=None)
+    other_layout = report.find(model, tokens, "jaxmoe[kn]")
     others = [report.find(model, tokens, impl) for _, impl in _MEASURED]
     return [
         model,
@@ -112,6 +114,7 @@ def _summary_row(report: Report, model: str, tokens: int) -> list[str]:
         _us(floor and floor.us),
         f"**{_us(ours and ours.us)}**",
         f"{ours.floor_fraction:.0%}" if ours and ours.floor_fraction else "-",
+        _us(other_layout and other_layout.us),
         _us(loaded and loaded.us),
         f"{ours.vs_dense:.2f}" if ours and ours.vs_dense else "-",
         *(_us(row and row.us) for row in others),

@@ -18,7 +18,7 @@ from benchmarks.suites import SUITES
 from jaxmoe import _targets
 
 _PEERS = (xla_ragged_dot, tokamax_gmm, torch_grouped_mm, dense)
-_IMPLS = ("jaxmoe", *(peer.NAME for peer in _PEERS), "floor")
+_IMPLS = ("jaxmoe", "jaxmoe[kn]", *(peer.NAME for peer in _PEERS), "floor")
 _MEMORY = "0.92"  # part of the GPU's memory; JAX's own default leaves a quarter unused
 
 

@@ -139,7 +139,7 @@ def _explain_op(op: _primitive.Op, eqn: Any, where: str, platform: str) -> OpRep
     if op.cuda is None:
         reason = f"{op.name} has no CUDA kernel."
     else:
-        reason = op.cuda.reason(avals, **eqn.params)
+        reason = op.cuda.reason(avals, **eqn.params) or _targets.device_reason()
     if op.cuda is not None and reason is None:
         target = op.cuda.target
         attrs = op.cuda.attrs(avals, **eqn.params)

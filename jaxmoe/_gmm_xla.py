@@ -34,7 +34,7 @@ def gmm_xla(
     precision: Any,
     **_params: Any,
 ) -> tuple[jax.Array]:
-    """Computes `gmm` (see grouped_gemm.py). Where groups overlap, the one of larger index wins."""
+    """Computes `gmm` (see _gmm.py). Where groups overlap, the one of larger index wins."""
     batch, rows_per_batch, k = x.shape
     num_rows = batch * rows_per_batch
     n = w.shape[3] if weight_layout == "kn" else w.shape[2]
@@ -76,7 +76,7 @@ def tgmm_xla(
     out_dtype: Any,
     precision: Any,
 ) -> tuple[jax.Array]:
-    """Computes `tgmm` (see grouped_gemm.py)."""
+    """Computes `tgmm` (see _gmm.py)."""
     batch, rows_per_batch, k = x.shape
     n = dy.shape[2]
     num_weights = weight_shape[0] * weight_shape[1]

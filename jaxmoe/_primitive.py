@@ -279,7 +279,7 @@ def _lower_xla(rule: Any, ctx: Any, *operands: Any, **params: Any) -> Any:
 def _lower_cuda(op: Op, xla_rule: Any, ctx: Any, *operands: Any, **params: Any) -> Any:
     if op.cuda is None or not lowers_to_cuda(op):
         return xla_rule(ctx, *operands, **params)
-    reason = op.cuda.reason(ctx.avals_in, **params)
+    reason = op.cuda.reason(ctx.avals_in, **params) or _targets.device_reason()
     if reason is not None:
         raise NotImplementedError(reason)
     scratch = [ShapedArray(s, d) for s, d in op.cuda.scratch(ctx.avals_in, **params)]

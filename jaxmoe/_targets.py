@@ -12,6 +12,8 @@ import jax
 
 _NO_EXTENSION = "this build of jaxmoe has no CUDA extension (built with JAXMOE_CUDA=OFF)"
 
+_CAPABILITY = "9.0"  # what csrc is compiled for
+
 # Part of JAX's trace context, so that a function traced outside is traced again inside.
 _lowering_forced = jax.make_user_context(False)
 
@@ -74,6 +76,26 @@ def cuda_available() -> bool:
 def why_not() -> str | None:
     """Returns why the CUDA handlers are not registered, None if they are."""
     return _why_not
+
+
+def device_reason() -> str | None:
+    """Returns why a CUDA device of this process cannot run the kernels, None if all can.
+
+    None too where there is no such device: programs may be lowered for another machine.
+    """
+    try:
+        devices = jax.local_devices(backend="cuda")
+    except RuntimeError:
+        return None
+    for device in devices:
+        capability = str(getattr(device, "compute_capability", _CAPABILITY))
+        if capability != _CAPABILITY:
+            return (
+                f"jaxmoe: the CUDA kernels are for compute capability {_CAPABILITY} (Hopper); "
+                f"{device.device_kind} has {capability}. Install jaxmoe with JAXMOE_CUDA=OFF to "
+                "run the XLA implementation there"
+            )
+    return None
 
 
 def execute_count(target: str) -> int:

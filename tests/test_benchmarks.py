@@ -13,7 +13,7 @@ sys.path.append(str(ROOT))  # behind everything: `jaxmoe` stays the installed on
 
 from benchmarks import bounds, report, rows, run, runner, timing  # noqa: E402
 from benchmarks.baselines import xla_ragged_dot  # noqa: E402
-from benchmarks.cases import Case, weight_sets  # noqa: E402
+from benchmarks.cases import Case, WeightSets, weight_sets  # noqa: E402
 from benchmarks.models import DEFAULT_MODELS, DEFAULT_TOKENS, MODELS  # noqa: E402
 from benchmarks.suites import SUITES  # noqa: E402
 
@@ -62,7 +62,7 @@ def test_compute_heavy_begins_at_half_the_memory_time() -> None:
 
 
 def test_expected_hit_is_the_mean_of_uniform_draws() -> None:
-    case = Case(MODELS["wide"], num_tokens=12, skew="uniform", seed=3, sets=[])
+    case = Case(MODELS["wide"], num_tokens=12, skew="uniform", seed=3, sets=WeightSets())
     expected = bounds.expected_hit(case.model, case.num_tokens)  # 40 * (1 - 0.95^12) = 18.4
     assert expected == pytest.approx(18.386, abs=1e-3)
     assert case.hit(200) == pytest.approx(expected, abs=0.6)
@@ -71,7 +71,7 @@ def test_expected_hit_is_the_mean_of_uniform_draws() -> None:
 def test_zipf_routing_prefers_few_experts_and_repeats_none() -> None:
     counts = {}
     for skew in ("uniform", "zipf"):
-        case = Case(MODELS["wide"], num_tokens=500, skew=skew, seed=1, sets=[])
+        case = Case(MODELS["wide"], num_tokens=500, skew=skew, seed=1, sets=WeightSets())
         ids = np.asarray(case.routings(1)[0].expert_ids)
         assert (np.sort(ids, axis=1)[:, 1:] != np.sort(ids, axis=1)[:, :-1]).all()
         counts[skew] = np.bincount(ids.reshape(-1), minlength=40).max()
@@ -164,7 +164,7 @@ def test_unknown_names_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_wrong_results_are_not_timed_and_failures_stop_nothing() -> None:
     model = MODELS["odd"]
-    case = Case(model, 3, "uniform", 0, weight_sets(model, 0)[:1])
+    case = Case(model, 3, "uniform", 0, WeightSets(weight_sets(model, 0)[:1]))
     good = next(e for e in SUITES["layer"](case) if (e.op, e.impl) == ("moe_mlp", "jaxmoe"))
 
     def refuse() -> float:

@@ -9,6 +9,7 @@ import types
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 import jaxmoe
@@ -207,6 +208,7 @@ with warnings.catch_warnings(record=True) as caught:
     import jaxmoe
     from jaxmoe import _targets
 import jax
+import jax.numpy as jnp
 print(json.dumps({
     "available": _targets.cuda_available(),
     "warnings": [str(w.message) for w in caught if "jaxmoe" in str(w.message)],
@@ -291,3 +293,17 @@ def test_first_line_states_the_job() -> None:
         if not first.startswith(opening) or len(first.split()) < 3:
             wordless.append(f"{path.relative_to(ROOT)}: {first!r}")
     assert wordless == []
+
+
+class _Device:
+    device_kind = "NVIDIA A100"
+    compute_capability = "8.0"
+
+
+def test_other_cards_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _targets.device_reason() is None, "no card at all: lowering for another machine"
+    monkeypatch.setattr(jax, "local_devices", lambda backend: [_Device()])
+    with _targets.force_cuda_lowering():
+        lowering = jax.jit(jaxmoe.plan, static_argnums=1).trace(jnp.zeros((2, 1), jnp.int32), 4)
+        with pytest.raises(NotImplementedError, match=r"9\.0 \(Hopper\); NVIDIA A100 has 8\.0"):
+            lowering.lower(lowering_platforms=("cuda",))

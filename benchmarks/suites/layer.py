@@ -14,21 +14,29 @@ from benchmarks.cases import Case, Routed, Weights
 from benchmarks.models import Layer
 from benchmarks.suites.entry import Entry, chain_length
 
+KN = "jaxmoe[kn]"
 _MOST_LAYERS = 16  # of a layer made of many XLA ops, whose compilation takes long
 
 
 def moe_mlp(model: Layer, x: Any, r: Routed, w: Weights, residual: Any) -> jax.Array:
-    """Runs jaxmoe's layer with the routing given as data."""
-    routing = jaxmoe.Routing(r.expert_ids, r.weights)
-    return _call(model, x, routing, w, residual)
+    """Runs jaxmoe's layer with the routing given as data, weights in checkpoint order."""
+    return _call(model, x, jaxmoe.Routing(r.expert_ids, r.weights), w, residual, "nk")
+
+
+def moe_mlp_kn(model: Layer, x: Any, r: Routed, w: Weights, residual: Any) -> jax.Array:
+    """Runs the same with the contraction first in the weights, as `ragged_dot` has it."""
+    return _call(model, x, jaxmoe.Routing(r.expert_ids, r.weights), w, residual, "kn")
 
 
 def routed_moe_mlp(model: Layer, x: Any, r: Routed, w: Weights, residual: Any) -> jax.Array:
     """Runs jaxmoe's router on given logits, then its layer."""
-    return _call(model, x, jaxmoe.route(r.logits, top_k=model.top_k), w, residual)
+    routing = jaxmoe.route(r.logits, top_k=model.top_k)
+    return _call(model, x, routing, w, residual, "nk")
 
 
-def _call(model: Layer, x: Any, routing: Any, w: Weights, residual: Any) -> jax.Array:
+def _call(
+    model: Layer, x: Any, routing: Any, w: Weights, residual: Any, weight_layout: str
+) -> jax.Array:
     return jaxmoe.moe_mlp(
         x,
         routing,
@@ -38,6 +46,7 @@ def _call(model: Layer, x: Any, routing: Any, w: Weights, residual: Any) -> jax.
         b_gate_up=w.b_gate_up,
         b_down=w.b_down,
         gate_up=model.gate_up,
+        weight_layout=weight_layout,
         residual=residual,
     )
 
@@ -68,17 +77,20 @@ def entries(case: Case) -> list[Entry]:
     ) -> Entry:
         step = _step(layer, model)
 
+        def sets() -> list[Weights]:
+            return case.sets.nk if impl == "jaxmoe" else case.sets
+
         def make(count: int) -> chain.Chain:
             residual = jnp.array(case.x, copy=True)
-            return chain.dependent(step, residual, case.x, case.routings(count), case.sets)
+            return chain.dependent(step, residual, case.x, case.routings(count), sets())
 
         def check() -> float:
             x, r = case.fresh
-            y = chain.single(step)(x, r, case.sets[0], jnp.zeros_like(x))
+            y = chain.single(step)(x, r, sets()[0], jnp.zeros_like(x))
             return case.layer_error(y)
 
         layers = chain_length(even, times_floor=times_floor)
-        if impl != "jaxmoe":
+        if not impl.startswith("jaxmoe"):
             layers = min(layers, _MOST_LAYERS)
         return Entry(op, impl, work, hit, layers, make, check, refusal, len(case.sets))
 
@@ -87,6 +99,7 @@ def entries(case: Case) -> list[Entry]:
     too_slow = slow.refusal(work.flops, model.num_experts, num_rows, width)
     out = [
         entry("moe_mlp", "jaxmoe", moe_mlp),
+        entry("moe_mlp", KN, moe_mlp_kn),
         entry("route+moe_mlp", "jaxmoe", routed_moe_mlp),
         entry("moe_mlp", slow.NAME, _ragged_dot, slower, too_slow),
         entry("moe_mlp", tokamax_gmm.NAME, _tokamax, 2.0, tokamax_gmm.refusal()),

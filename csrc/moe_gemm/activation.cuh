@@ -45,7 +45,8 @@ struct OtherForm {
         // c3 = 0 must not meet an infinite gate.
         return SigmoidTimes(p, gate, p.c3 == 0.0f ? p.c1 : fmaf(p.c3 * gate, gate, p.c1), up);
       case ActivationParams::kErf:
-        return 0.5f * gate * (1.0f + erff(gate * 0.70710678118654752f)) * up;
+        // 1 + erf would cancel for negative gates.
+        return 0.5f * gate * erfcf(gate * -0.70710678118654752f) * up;
       case ActivationParams::kRelu:
         return MaxPropagateNan(gate, 0.0f) * up;
       case ActivationParams::kRelu2: {
