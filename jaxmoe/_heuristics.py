@@ -23,9 +23,8 @@ TILES: dict[tuple[int, int, bool], int] = {
     (256, 128, False): 1,
 }
 
-# A one-row bulk copy takes about 20 clocks to issue: fetching rows of X through the index beats a
-# copy into expert order only while a tile has few of them.
-_MAX_GATHER_TILE = 32
+# Fetching rows of x through the index beats a copy into expert order while a tile has few of them.
+_MAX_GATHERED_ROWS = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,16 +67,14 @@ class GemmConfig:
 
 def gmm_config(num_rows: int, num_groups: int) -> GemmConfig:
     """The tile for `num_rows` rows spread over `num_groups` groups."""
-    mean = num_rows / max(num_groups, 1)
-    # Most groups fit one tile, so that each weight is read from memory once.
-    usual = mean + 2.0 * math.sqrt(mean)
-    for token_tile in (8, 16, 32, 64):
+    usual = _usual_rows(num_rows, num_groups)
+    for token_tile in (8, 16, 32):
         if usual <= token_tile:
             return GemmConfig(128, token_tile)
     if 128 < usual <= 192:
         return GemmConfig(128, 192)
     # With 16 token tiles or more a group, panels of weight tiles share X in L2.
-    return GemmConfig(256, 128, raster=8 if mean >= 16 * 128 else 1)
+    return GemmConfig(256, 128, raster=8 if num_rows >= 16 * 128 * num_groups else 1)
 
 
 def mlp_configs(num_rows: int, num_experts: int) -> tuple[GemmConfig, GemmConfig]:
@@ -86,7 +83,14 @@ def mlp_configs(num_rows: int, num_experts: int) -> tuple[GemmConfig, GemmConfig
     `num_experts` is the number of experts that the rows are routed over, local or not.
     """
     down = gmm_config(num_rows, num_experts)
-    return dataclasses.replace(down, gather=down.token_tile <= _MAX_GATHER_TILE), down
+    gather = _usual_rows(num_rows, num_experts) <= _MAX_GATHERED_ROWS
+    return dataclasses.replace(down, gather=gather), down
+
+
+def _usual_rows(num_rows: int, num_groups: int) -> float:
+    """Rows that most groups do not exceed: a tile of so many reads each weight once."""
+    mean = num_rows / max(num_groups, 1)
+    return mean + 2.0 * math.sqrt(mean)
 
 
 def gmm_scratch_size() -> int:

@@ -89,7 +89,9 @@ ffi::Error GroupedGemm(cudaStream_t stream,
   gemm.n = static_cast<int>(n);
   gemm.out_f32 = out_f32;
   gemm.pdl = OverlapsPrevious(rows, groups);
-  if (const char* error = LaunchMoeGemm(gemm, config.config(), stream)) {
+  TileConfig tile = config.config();
+  tile.gather = false;  // the rows are there already
+  if (const char* error = LaunchMoeGemm(gemm, tile, stream)) {
     return InvalidArgument(kOp, error);
   }
   return ffi::Error::Success();

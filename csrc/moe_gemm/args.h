@@ -14,12 +14,14 @@ struct MoeGemmArgs {
   const int* group_sizes;
   const int* row_index;
   int* tile_counter;
+  const void* x;
   const void* bias;
   void* out;
   int num_groups;
   int groups_per_batch;
   int rows_per_batch;
   int num_weights;
+  int k;
   int n;      // weight rows
   int n_out;  // output features
   int num_k_steps;

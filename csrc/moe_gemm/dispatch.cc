@@ -57,12 +57,14 @@ const char* LaunchMoeGemm(const MoeGemmProblem& p, const TileConfig& tile, cudaS
   args.group_sizes = p.group_sizes;
   args.row_index = p.row_index;
   args.tile_counter = p.tile_counter;
+  args.x = p.x;
   args.bias = p.bias;
   args.out = p.out;
   args.num_groups = p.num_groups;
   args.groups_per_batch = p.groups_per_batch;
   args.rows_per_batch = p.rows_per_batch;
   args.num_weights = p.num_weights;
+  args.k = p.k;
   args.n = p.n;
   args.n_out = p.gated ? p.n / 2 : p.n;
   args.num_k_steps = static_cast<int>(CeilDiv(p.k, 64));

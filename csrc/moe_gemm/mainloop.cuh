@@ -13,8 +13,9 @@ using Accumulators = float[2][T::kWarpgroupTokens / 2];
 struct WarpgroupShare {
   int first_block;  // of its two 64-row weight blocks
   int first_token;
-  int rows;     // tokens that are stored
-  int columns;  // tokens that are multiplied: wgmma's N covers at least these
+  int rows;       // tokens that are stored
+  int columns;    // tokens that are multiplied: wgmma's N covers at least these
+  bool gathered;  // threads wrote the rows of X, not the copy engine
 };
 
 template <class T, int kN>
@@ -30,6 +31,9 @@ __device__ __forceinline__ void RunKSteps(const SharedStorage<T>& smem,
   int previous = -1;
   for (int step = 0; step < num_k_steps; ++step) {
     ptx::BarrierWait(smem.full(stage.index), stage.parity);
+    // Rows copied by threads were written through the generic proxy, wgmma reads through the
+    // async one.
+    if (T::kGatherByThreads && share.gathered) ptx::FenceProxyAsync();
     const uint32_t weights =
         ptx::SmemAddress(smem.weights(stage.index)) + share.first_block * T::kBlockBytes;
     const uint32_t tokens =

@@ -3,9 +3,9 @@
 //   Y[r, n] = epilogue(sum_k W[e(r)][n, k] * X[x_row(r), k])
 //
 // Persistent CTAs of one producer warpgroup (warp 0 schedules, one thread of warp 1 loads weights,
-// warp 2 loads rows of X) and one or two consumer warpgroups. Weights sit on wgmma's M side and
-// tokens on N, for decode and prefill alike, so the token tile goes down to 8 and one tensor map
-// serves all experts (the expert is a coordinate). Measurements behind the tile shapes are in
+// warps 2 and 3 load rows of X) and one or two consumer warpgroups. Weights sit on wgmma's M side
+// and tokens on N, for decode and prefill alike, so the token tile goes down to 8 and one tensor
+// map serves all experts (the expert is a coordinate). Measurements behind the tile shapes are in
 // docs/notes.md.
 #pragma once
 
@@ -16,14 +16,14 @@
 namespace jaxmoe {
 
 template <class T>
-__device__ __forceinline__ WarpgroupShare Share(int rows, int consumer) {
+__device__ __forceinline__ WarpgroupShare Share(int rows, int consumer, bool gathered) {
   if constexpr (T::kSplit == Split::kTokens) {
     constexpr int kStep = 2 * T::kTokenStep;
     const int half = (rows + kStep - 1) / kStep * T::kTokenStep;
     const int first = consumer * half;
-    return {0, first, min(max(rows - first, 0), half), half};
+    return {0, first, min(max(rows - first, 0), half), half, gathered};
   }
-  return {T::kSplit == Split::kWeights ? 2 * consumer : 0, 0, rows, rows};
+  return {T::kSplit == Split::kWeights ? 2 * consumer : 0, 0, rows, rows, gathered};
 }
 
 template <class T>
@@ -48,7 +48,7 @@ __device__ __forceinline__ void RunConsumer(const MoeGemmArgs& args,
     const TileInfo info = smem.ring()[slot.index];
     if (info.rows == 0) break;
 
-    const WarpgroupShare share = Share<T>(info.rows, consumer);
+    const WarpgroupShare share = Share<T>(info.rows, consumer, args.gather);
     Accumulators<T> acc;
     if constexpr (T::kPingpong) ptx::NamedBarrierSync(kOrderBarrier + consumer, 256);
     RunMainloop<T>(smem, args.num_k_steps, share, lane, stage, acc);
@@ -87,14 +87,15 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
   if (warp == 0 && lane == 0) {
     ptx::PrefetchTensorMap(&args.w_map);
     ptx::PrefetchTensorMap(&args.x_map);
+    const bool by_threads = args.gather && T::kGatherByThreads;
     for (int s = 0; s < T::kStages; ++s) {
-      ptx::BarrierInit(smem.full(s), 1);
+      ptx::BarrierInit(smem.full(s), by_threads ? 1 + T::kGatherThreads : 1);
       ptx::BarrierInit(smem.empty(s), 4 * T::kReaders);
     }
     for (int s = 0; s < T::kRing; ++s) {
       ptx::BarrierInit(smem.ring_full(s), 1);
-      // The weight producer, the token producer and the warps of the consumers of this slot.
-      ptx::BarrierInit(smem.ring_empty(s), 2 + 4 * T::kReaders);
+      // The weight thread, the warps that load X and those of the consumers of this slot.
+      ptx::BarrierInit(smem.ring_empty(s), (by_threads ? 3 : 2) + 4 * T::kReaders);
     }
     ptx::BarrierInitFence();
   }
@@ -110,13 +111,18 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
       RunScheduler<T>(args, smem, lane);
     } else if (warp == 1) {
       if (lane == 0) RunWeightProducer<T>(args, smem);
-    } else if (warp == 2) {
-      RunTokenProducer<T>(args, smem, lane);
     } else {
-      // The next kernel may start only when this one has seen the end of the one before: then it
-      // may rely, before its own wait, on everything written two launches back.
-      GridDependencyWait();
-      GridDependencyLaunch();
+      if (warp == 3) {
+        // The next kernel may start only when this one has seen the end of the one before: then it
+        // may rely, before its own wait, on everything written two launches back.
+        GridDependencyWait();
+        GridDependencyLaunch();
+      }
+      if (T::kGatherByThreads && args.gather) {
+        RunGatherProducer<T>(args, smem, threadIdx.x - 64);
+      } else if (warp == 2) {
+        RunTokenProducer<T>(args, smem, lane);
+      }
     }
   } else {
     if constexpr (T::kReconfigureRegisters) {

@@ -108,6 +108,31 @@ __device__ __forceinline__ void TmaLoad3D(
       : "memory");
 }
 
+// ---- asynchronous copies by threads ----------------------------------------------------------
+
+// Copies 16 bytes, or writes zeros when `valid` is false.
+__device__ __forceinline__ void CopyAsync16(uint32_t dst, const void* src, bool valid) {
+  // NOTE: no "memory" clobber: it would keep later index loads behind every copy.
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst),
+               "l"(src),
+               "r"(valid ? 16 : 0));
+}
+
+// The barrier gets this thread's arrival when all its copies so far have landed.
+__device__ __forceinline__ void CopyAsyncArrive(uint64_t* bar) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(SmemAddress(bar))
+               : "memory");
+}
+
+__device__ __forceinline__ void CopyAsyncWaitAll() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
+}
+
+// Makes shared memory written by threads visible to wgmma.
+__device__ __forceinline__ void FenceProxyAsync() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
 // ---- wgmma ----------------------------------------------------------------------------------
 
 // Descriptor of a 128-byte-swizzled operand whose 8-row (or 8-k) groups are 1024 bytes apart.

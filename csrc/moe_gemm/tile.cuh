@@ -68,6 +68,11 @@ struct Tile {
   static constexpr int kTokenStep = kDecode ? kTokenTile : 16;  // of one warpgroup
   static constexpr int kBoxRows = kDecode ? kTokenTile : 32;
 
+  // Gathered rows of X come in one-row boxes while a tile has few of them, else by two warps of
+  // 16-byte asynchronous copies: issuing a box takes 20-40 clocks whatever its size.
+  static constexpr bool kGatherByThreads = !kDecode;
+  static constexpr int kGatherThreads = 64;
+
   // The epilogue goes through shared memory a chunk of tokens at a time. Rows are padded by 16
   // bytes so that the 8 rows of a transposed stmatrix fall into different banks.
   static constexpr int kOutFeatures = kGated ? 64 : 128;  // of one warpgroup
@@ -89,10 +94,10 @@ struct Tile {
                 "tile does not fit the shared memory of an SM");
 
   // setmaxnreg budgets: only where the launch bound leaves fewer registers than the accumulators
-  // need (64512 registers at 384 threads; 40 * 128 + 232 * 256 fit).
+  // need (64512 registers at 384 threads; 56 * 128 + 224 * 256 fit).
   static constexpr bool kReconfigureRegisters = kConsumers == 2;
-  static constexpr int kProducerRegisters = 40;
-  static constexpr int kConsumerRegisters = 232;
+  static constexpr int kProducerRegisters = 56;
+  static constexpr int kConsumerRegisters = 224;
 };
 
 // Views of the dynamic shared memory.
