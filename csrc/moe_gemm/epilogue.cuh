@@ -39,13 +39,14 @@ class Epilogue {
   __device__ __forceinline__ void Run(Accumulators<T>& acc) {
     LoadBias();
     if constexpr (T::kGated) {
+      const bool silu =
+          args_.activation.kind == ActivationParams::kSigmoid && args_.activation.c3 == 0.0f;
       if (args_.interleaved) {
-        StageAll<StageMode::kInterleaved, OtherForm>(acc);
-      } else if (args_.activation.kind == ActivationParams::kSigmoid &&
-                 args_.activation.c3 == 0.0f) {
-        StageAll<StageMode::kHalves, SiluForm>(acc);
+        silu ? StageAll<StageMode::kInterleaved, SiluForm>(acc)
+             : StageAll<StageMode::kInterleaved, OtherForm>(acc);
       } else {
-        StageAll<StageMode::kHalves, OtherForm>(acc);
+        silu ? StageAll<StageMode::kHalves, SiluForm>(acc)
+             : StageAll<StageMode::kHalves, OtherForm>(acc);
       }
     } else {
       if (args_.activation.kind == ActivationParams::kIdentity) {
