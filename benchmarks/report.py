@@ -89,8 +89,8 @@ def summary(report: Report) -> str:
     parts.append(
         "Microseconds per whole MoE layer, bf16, routing given, uniform; weights in checkpoint "
         'order (`weight_layout="nk"`), *[E,K,N]* with the contraction first. *floor*: the '
-        "larger of bytes / 4.3 TB/s and FLOPs / 780 TFLOP/s. *sustained*: under a second of load, for "
-        "compute-heavy rows. *vs dense*: TFLOP/s over those of `jnp.matmul` with equal FLOPs."
+        "larger of bytes / 4.3 TB/s and FLOPs / 780 TFLOP/s. *sustained*: under a second of load, "
+        "for compute-heavy rows. *vs dense*: TFLOP/s over those of `jnp.matmul` with equal FLOPs."
     )
     for heading, models in _losses(report).items():
         where = "; ".join(f"{m} at {', '.join(map(str, t))} tokens" for m, t in models.items())
