@@ -11,13 +11,12 @@ import math
 from jaxmoe.plan import plan_scratch_size
 
 # (weight_tile, token_tile, pingpong) of every kernel in csrc/moe_gemm/moe_gemm.cuh, with the CTAs
-# that share an SM. Tiles of 128 weight rows by up to 64 tokens are for reading weights (two CTAs
+# that share an SM. Tiles of 128 weight rows by up to 32 tokens are for reading weights (two CTAs
 # an SM); the others hold a whole SM's registers in accumulators.
 TILES: dict[tuple[int, int, bool], int] = {
     (128, 8, False): 2,
     (128, 16, False): 2,
     (128, 32, False): 2,
-    (128, 64, False): 2,
     (128, 192, False): 1,
     (128, 128, True): 1,
     (256, 128, False): 1,

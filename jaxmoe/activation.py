@@ -24,6 +24,8 @@ class Activation:
     gated:     y = f(min(g, limit)) * (clip(u, -limit, limit) + beta)
     not gated: y = f(g)
 
+    limit and beta only with a gated SIGMOID, as the kernels have them,
+
     with f by `kind`: SIGMOID g * sigmoid(g * (c1 + c3 * g^2)); ERF g * Phi(g); RELU max(g, 0);
     RELU2 max(g, 0)^2; IDENTITY g. NaN stays NaN.
 
@@ -35,6 +37,10 @@ class Activation:
         a = sqrt(2 / pi), because (1 + tanh(z)) / 2 = sigmoid(2z).
       limit: clamp of gate (from above) and up (both sides); infinity for none.
       beta: added to up.
+
+    Raises:
+      ValueError: no such kind, or constants that are not finite.
+      NotImplementedError: limit or beta for anything but a gated SIGMOID.
 
     Example:
       >>> from jaxmoe.activation import resolve
@@ -49,6 +55,20 @@ class Activation:
     c3: float = 0.0
     limit: float = math.inf
     beta: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Checks that every device computes this formula."""
+        _checks.check_int("Activation", "kind", self.kind, 0, 4)
+        if not (math.isfinite(self.c1) and math.isfinite(self.c3) and math.isfinite(self.beta)):
+            rule = f"c1={self.c1}, c3={self.c3}, beta={self.beta} must be finite"
+            raise ValueError(_checks.message("Activation", rule))
+        clamped = self.limit != math.inf or self.beta != 0
+        if clamped and not (self.gated and self.kind == SIGMOID):
+            rule = (
+                f"limit={self.limit} and beta={self.beta} are there for gated SIGMOID only; "
+                "the others take limit=inf and beta=0"
+            )
+            raise NotImplementedError(_checks.message("Activation", rule))
 
     def __call__(self, gate: jax.Array, up: jax.Array | None = None) -> jax.Array:
         """Applies the formula in the dtype given; callers pass float32.

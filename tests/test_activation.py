@@ -209,3 +209,22 @@ def test_resolve_takes_names_and_instances():
 def test_refusals(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    (
+        ({"kind": 9}, ValueError, "kind=9 must"),
+        ({"kind": 0, "c1": np.inf}, ValueError, "c1=inf.*must be finite"),
+        ({"kind": 1, "limit": 7.0}, NotImplementedError, "limit=7.0 and beta=0.0 are there for"),
+        ({"kind": 4, "beta": 1.0}, NotImplementedError, "limit=inf and beta=1.0 are there for"),
+    ),
+)
+def test_formulas_that_no_kernel_has_are_refused(arguments, error, message):
+    with pytest.raises(error, match=message):
+        Activation("mine", True, **arguments)
+
+
+def test_limit_needs_a_gate():
+    with pytest.raises(NotImplementedError, match="gated SIGMOID only"):
+        Activation("mine", False, 0, 1.0, limit=7.0)

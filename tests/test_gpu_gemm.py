@@ -110,6 +110,7 @@ def test_group_offset_skips_rows_of_other_groups():
         check(lhs, rhs, sizes, group_offset=jnp.asarray([offset], jnp.int32))
 
 
+@pytest.mark.sanitizer
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_nan_stays_in_its_row(tile):
     rng = np.random.default_rng(7)

@@ -174,6 +174,7 @@ def test_real_layers(name, num_tokens):
         assert_close(out[t : t + 1], want, naive)
 
 
+@pytest.mark.sanitizer
 def test_nan_stays_in_its_token():
     layer = Layer("", "", 128, 128, 8, 2)
     inputs = layer_inputs(layer, 100, "uniform", np.random.default_rng(6), jnp.bfloat16)

@@ -28,6 +28,9 @@ __device__ __forceinline__ void GridDependencyLaunch() {
 }
 
 // Launches `kernel`; with `pdl` it may start before the previous kernel of the stream has finished.
+// NOTE: the first launch of an FFI handler must not have `pdl`: what it reads was written, and the
+// scratch it writes was read, by kernels of which nothing is known, and later launches rely on it
+// (a GEMM reads weights before its wait, and groups written two launches back).
 template <typename... KernelArgs, typename... Args>
 cudaError_t LaunchKernel(void (*kernel)(KernelArgs...),
                          dim3 grid,
@@ -42,6 +45,8 @@ cudaError_t LaunchKernel(void (*kernel)(KernelArgs...),
     JAXMOE_RETURN_IF_CUDA_ERROR(cudaFuncSetAttribute(
         kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(smem_bytes)));
   }
+  // The most shared memory and the least L1: an SM changes this split only when it is idle, so with
+  // a large L1 the blocks of a GEMM (up to 227 KiB) could not start beside a kernel's last ones.
   JAXMOE_RETURN_IF_CUDA_ERROR(cudaFuncSetAttribute(
       kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
   cudaLaunchAttribute attribute{};
@@ -57,16 +62,6 @@ cudaError_t LaunchKernel(void (*kernel)(KernelArgs...),
   cudaError_t status = cudaLaunchKernelEx(&config, kernel, static_cast<Args&&>(args)...);
   if (status != cudaSuccess) (void)cudaGetLastError();  // reported here, so not left for others
   return status;
-}
-
-// For kernels that a GEMM follows: runs them with the most shared memory and the least L1. An SM
-// changes this split only when it is idle, so with a large L1 the blocks of the GEMM (up to 227 KiB
-// of shared memory) could not start beside the kernel's last ones. Not for kernels that wait for
-// many loads: those in flight hold lines of L1, of which 28 KiB are left.
-template <typename... KernelArgs>
-cudaError_t PreferSharedMemory(void (*kernel)(KernelArgs...)) {
-  return cudaFuncSetAttribute(
-      kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
 }
 
 // Streaming multiprocessors of the current device.

@@ -55,6 +55,8 @@ ffi::Error GroupedGemm(cudaStream_t stream,
   constexpr int64_t kMaxInt = (int64_t{1} << 31) - 1;
   JAXMOE_RETURN_IF_ERROR(CheckRange(kOp, "B*T", batch * rows, 0, kMaxInt));
   JAXMOE_RETURN_IF_ERROR(CheckRange(kOp, "B*G", batch * groups, 0, kMaxInt));
+  JAXMOE_RETURN_IF_ERROR(CheckRange(kOp, "K", k, 0, kMaxInt / 4));
+  JAXMOE_RETURN_IF_ERROR(CheckRange(kOp, "N", n, 0, kMaxInt / 4));
   if (out->element_count() == 0) return ffi::Error::Success();
 
   const bool out_f32 = out->element_type() == ffi::DataType::F32;

@@ -26,7 +26,7 @@ struct MlpBuffers {
   ffi::AnyBuffer expert_map;         // [E] or absent
   ffi::AnyBuffer residual;           // [T,H] or absent
   ffi::AnyBuffer y, rows, act;       // [T,H], [R,H], [R,I]
-  ffi::AnyBuffer index;              // [IndexLayout::size]
+  ffi::AnyBuffer index;              // [MlpIndex::size]
 };
 
 inline ffi::Error CheckBuffers(const MlpBuffers& b,
@@ -77,6 +77,16 @@ inline ffi::Error CheckBuffers(const MlpBuffers& b,
       CheckRange(kMoeMlp, "num_local_experts", attrs.num_local_experts, 1, kMaxInt));
   JAXMOE_RETURN_IF_ERROR(CheckRange(kMoeMlp, "w_gate_up.shape[0]", e1, 1, kMaxInt));
   JAXMOE_RETURN_IF_ERROR(CheckRange(kMoeMlp, "w_down.shape[0]", e2, 1, kMaxInt));
+  JAXMOE_RETURN_IF_ERROR(CheckRange(kMoeMlp, "hidden", hidden, 0, kMaxInt / 4));
+  JAXMOE_RETURN_IF_ERROR(CheckRange(kMoeMlp, "intermediate", intermediate, 0, kMaxInt / 4));
+  JAXMOE_RETURN_IF_ERROR(CheckRange(kMoeMlp, "activation kind", act.kind, 0, 4));
+  if (attrs.num_local_experts % e1 != 0 || attrs.num_local_experts % e2 != 0) {
+    return InvalidArgument(kMoeMlp,
+                           "num_local_experts must be a multiple of both weights' experts");
+  }
+  if (hidden % 8 != 0 || intermediate % 8 != 0) {
+    return InvalidArgument(kMoeMlp, "rows must be multiples of 16 bytes");
+  }
   return CheckShape(kMoeMlp, "index", b.index, {MlpIndex(rows, attrs.num_local_experts).size});
 }
 

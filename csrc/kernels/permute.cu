@@ -39,7 +39,6 @@ cudaError_t LaunchPermuteUnit(const PermuteSlotsParams& p, cudaStream_t stream) 
       std::clamp<int64_t>(RoundUp(CeilDiv(units, sm_count), 32), 32, kPermuteMaxThreads);
   int64_t blocks = CeilDiv(units, threads);
   if (blocks > kMaxInt) return cudaErrorInvalidConfiguration;
-  JAXMOE_RETURN_IF_CUDA_ERROR(PreferSharedMemory(PermuteSlotsKernel<Unit>));
   return LaunchKernel(PermuteSlotsKernel<Unit>,
                       dim3(static_cast<unsigned>(blocks)),
                       dim3(static_cast<unsigned>(threads)),

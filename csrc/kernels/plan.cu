@@ -40,12 +40,9 @@ cudaError_t LaunchPlan(const PlanParams& params, cudaStream_t stream) {
   dim3 block(static_cast<unsigned>(shape.threads));
   int64_t smem_bytes = PlanPlaceSmemBytes(shape);
   if (rows <= kPlanDirectRows) {
-    JAXMOE_RETURN_IF_CUDA_ERROR(PreferSharedMemory(PlanPlaceKernel<false>));
     return LaunchKernel(
         PlanPlaceKernel<false>, grid, block, smem_bytes, stream, params.pdl, params, shape);
   }
-  JAXMOE_RETURN_IF_CUDA_ERROR(PreferSharedMemory(PlanCountKernel));  // the other starts beside it
-  JAXMOE_RETURN_IF_CUDA_ERROR(PreferSharedMemory(PlanPlaceKernel<true>));
   JAXMOE_RETURN_IF_CUDA_ERROR(LaunchKernel(
       PlanCountKernel, grid, dim3(kPlanCountThreads), 0, stream, params.pdl, params, shape));
   // Overlaps the counting whatever came before: the pair is ours.

@@ -20,7 +20,6 @@ cudaError_t LaunchZeroRowsUnit(const ZeroRowsParams& p, cudaStream_t stream) {
   int64_t parts = std::clamp<int64_t>(
       sm_count / blocks, 1, std::max<int64_t>(1, CeilDiv(p.row_bytes, kMinPartBytes)));
   int64_t row_units = p.row_bytes / static_cast<int64_t>(sizeof(Unit));
-  JAXMOE_RETURN_IF_CUDA_ERROR(PreferSharedMemory(ZeroRowsKernel<Unit>));
   return LaunchKernel(ZeroRowsKernel<Unit>,
                       dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(parts)),
                       dim3(kZeroRowsThreads),

@@ -9,7 +9,7 @@ namespace jaxmoe {
 
 struct MoeGemmArgs {
   CUtensorMap w_map;  // 3-D: (k, n, weight) or (n, k, weight), box 64 x 64 x 1, 128-byte swizzle
-  CUtensorMap x_map;  // 2-D: (k, row), box 64 x token_tile, or 64 x 1 when gathering
+  CUtensorMap x_map;  // 2-D: (k, row), box 64 x box_rows, or 64 x 1 when gathering by boxes
   const int* group_starts;
   const int* group_sizes;
   const int* row_index;

@@ -27,9 +27,10 @@ const Variant* FindVariant(const MoeGemmProblem& p, const TileConfig& tile) {
   return nullptr;
 }
 
-const char* Message(const char* format, int a, int b, int c) {
+template <class... Args>
+const char* Message(const char* format, Args... args) {
   thread_local char text[160];
-  std::snprintf(text, sizeof(text), format, a, b, c);
+  std::snprintf(text, sizeof(text), format, args...);
   return text;
 }
 
@@ -44,8 +45,11 @@ const char* LaunchMoeGemm(const MoeGemmProblem& p, const TileConfig& tile, cudaS
                    tile.pingpong);
   }
   if (p.num_groups == 0 || p.rows_per_batch == 0 || p.n == 0) return nullptr;
-  if (p.k % 8 != 0 || p.n % 8 != 0 || p.k == 0) {
-    return Message("k=%d and n=%d must be positive multiples of 8 (16-byte rows)%.0d", p.k, p.n, 0);
+  if (p.k % 8 != 0 || (p.gated ? p.n / 2 : p.n) % 8 != 0 || p.n % 8 != 0 || p.k == 0) {
+    return Message("k=%d and n=%d%s must be positive multiples of 8 (16-byte rows)",
+                   p.k,
+                   p.n,
+                   p.gated ? " (both halves)" : "");
   }
 
   MoeGemmArgs args{};

@@ -162,7 +162,6 @@ VariantTable MakeVariants(DType dtype, WeightLayout layout) {
       JAXMOE_TILE(128, 8, 6, kNone, 2),
       JAXMOE_TILE(128, 16, 5, kNone, 2),
       JAXMOE_TILE(128, 32, 5, kNone, 2),
-      JAXMOE_TILE(128, 64, 4, kNone, 2),
       JAXMOE_TILE(128, 192, 5, kTokens, 1),
       JAXMOE_TILE(128, 128, 6, kPingpong, 1),
       JAXMOE_TILE(256, 128, 4, kWeights, 1),

@@ -34,7 +34,7 @@ struct TileConfig {
   int token_tile = 8;     // rows per CTA tile
   bool pingpong = false;  // two consumer warpgroups on alternate tiles instead of one tile
   int raster = 1;         // weight tiles per raster panel, 0 = all of them
-  bool gather = false;    // X rows fetched through row_index, one bulk copy a row
+  bool gather = false;    // X rows fetched through row_index
 };
 
 // Whether a GEMM is launched to overlap the end of the kernel before it. Those bound by reading

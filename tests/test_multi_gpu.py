@@ -1,0 +1,54 @@
+"""The layer on two GPUs or more: experts split over devices, tokens split over devices."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+from jaxmoe import Routing, moe_mlp, reference
+from jaxmoe._testing import Layer, assert_close, assert_equal, layer_inputs
+
+pytestmark = pytest.mark.multi_gpu
+
+LAYER = Layer("", "", 128, 64, 8, 2)
+SPLIT = PartitionSpec("d")
+PER_TOKEN = ("x", "expert_ids", "weights")
+
+
+def run(inputs, **kwargs):
+    routing = Routing(inputs["expert_ids"], inputs["weights"])
+    return moe_mlp(inputs["x"], routing, inputs["w_gate_up"], inputs["w_down"], **kwargs)
+
+
+def inputs_and_mesh():
+    inputs = layer_inputs(LAYER, 48, "with_invalid", np.random.default_rng(1), jnp.bfloat16)
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    return inputs, mesh
+
+
+@pytest.mark.parametrize("check_vma", (True, False))
+def test_experts_split_over_devices(check_vma):
+    inputs, mesh = inputs_and_mesh()
+    specs = {n: PartitionSpec() if n in PER_TOKEN else SPLIT for n in inputs}
+
+    def local(inputs):
+        first = jax.lax.axis_index("d") * inputs["w_down"].shape[0]
+        expert_map = jnp.arange(LAYER.num_experts, dtype=jnp.int32) - first
+        return jax.lax.psum(run(inputs, expert_map=expert_map).astype(jnp.float32), "d")
+
+    sharded = jax.shard_map(
+        local, mesh=mesh, in_specs=(specs,), out_specs=PartitionSpec(), check_vma=check_vma
+    )
+    out = jax.jit(sharded)(inputs)
+    host = jax.device_put(inputs, jax.devices("cpu")[0])
+    naive = reference.moe_mlp(**host, dtype=jnp.bfloat16)
+    assert_close(out.astype(jnp.bfloat16), reference.moe_mlp(**host), naive)
+
+
+@pytest.mark.parametrize("check_vma", (True, False))
+def test_tokens_split_over_devices(check_vma):
+    inputs, mesh = inputs_and_mesh()
+    specs = {n: SPLIT if n in PER_TOKEN else PartitionSpec() for n in inputs}
+    sharded = jax.shard_map(run, mesh=mesh, in_specs=(specs,), out_specs=SPLIT, check_vma=check_vma)
+    assert_equal(jax.jit(sharded)(inputs), jax.jit(run)(inputs))
