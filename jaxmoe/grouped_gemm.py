@@ -124,18 +124,49 @@ def _groups(
             f"rhs.shape[0]={num_groups} (num_groups)"
         )
         raise ValueError(_checks.message(op, rule, group_sizes=group_sizes, rhs=rhs))
-    sizes = jnp.clip(jnp.asarray(group_sizes).astype(jnp.int32), 0, lhs.shape[0])
-    starts = jnp.cumsum(sizes) - sizes
+    starts, sizes = ranges(group_sizes, lhs.shape[0])
     if group_offset is None:
         return starts, sizes
-    offset = jnp.asarray(group_offset)
-    if not jnp.issubdtype(offset.dtype, jnp.integer) or offset.size != 1 or offset.ndim > 1:
-        rule = "group_offset must be one integer (a scalar or an array of shape [1])"
-        raise TypeError(_checks.message(op, rule, group_offset=group_offset))
-    group = offset.reshape(1).astype(jnp.int32) + jnp.arange(num_groups, dtype=jnp.int32)
+    group = _first_group(group_offset, num_groups, sizes.shape[0])
+    group = group + jnp.arange(num_groups, dtype=jnp.int32)
     exists = (group >= 0) & (group < sizes.shape[0])
     group = jnp.where(exists, group, 0)
     return starts[group], jnp.where(exists, sizes[group], 0)
+
+
+def ranges(group_sizes: Any, num_rows: int) -> tuple[jax.Array, jax.Array]:
+    """Returns start and size, int32, of ranges of [0, num_rows) that follow each other.
+
+    Exact for any integers: negative sizes count as 0, and rows past `num_rows` as absent.
+    """
+    sizes = _clip(group_sizes, 0, num_rows)
+    if sizes.size * num_rows <= np.iinfo(np.int32).max:
+        ends = jnp.minimum(jnp.cumsum(sizes, dtype=jnp.int32), num_rows)
+    else:  # the sum may not fit: a + b without a step past num_rows, which is associative too
+        ends = jax.lax.associative_scan(lambda a, b: a + jnp.minimum(b, num_rows - a), sizes)
+    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])
+    return starts, ends - starts
+
+
+def _clip(x: Any, low: int, high: int) -> jax.Array:
+    """Cuts integers of any type to [low, high] before they become int32."""
+    info = jnp.iinfo(x.dtype)
+    xp = jnp if isinstance(x, jax.Array) else np  # jnp would first wrap NumPy's int64 around
+    cut = xp.clip(x, max(low, int(info.min)), min(high, int(info.max)))
+    return jnp.asarray(cut.astype(jnp.int32))
+
+
+def _first_group(group_offset: Any, num_groups: int, num_sizes: int) -> jax.Array:
+    """Returns group_offset as int32 [1]; offsets that leave no group all count the same."""
+    offset = group_offset
+    if isinstance(offset, int) and not isinstance(offset, bool):
+        offset = max(-num_groups, min(offset, num_sizes))
+    offset = offset if isinstance(offset, jax.Array | np.ndarray) else np.array(offset)
+    is_integer = offset.dtype.kind not in "OSU" and jnp.issubdtype(offset.dtype, jnp.integer)
+    if not is_integer or offset.size != 1 or offset.ndim > 1:
+        rule = "group_offset must be one integer (a scalar or an array of shape [1])"
+        raise TypeError(_checks.message("grouped_gemm", rule, group_offset=group_offset))
+    return _clip(offset, -num_groups, num_sizes).reshape(1)
 
 
 def check_float(op: str, name: str, x: Any) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from jaxmoe import _gmm, _gmm_xla, grouped_gemm, reference
 from jaxmoe._testing import assert_close, assert_equal, normal
+from jaxmoe.grouped_gemm import ranges
 
 INT_MAX, INT_MIN = np.iinfo(np.int32).max, np.iinfo(np.int32).min
 
@@ -146,6 +147,63 @@ def test_garbage_sizes_read_nothing_foreign(sizes):
     legal = jnp.array(np.diff(ends, prepend=0), jnp.int32)
     out = grouped_gemm(lhs, rhs, jnp.array(sizes, jnp.int32))
     assert_equal(out, grouped_gemm(lhs, rhs, legal))
+
+
+@pytest.mark.parametrize("batch", (False, True))
+def test_many_garbage_sizes_leave_the_rows_to_the_first_group(batch):
+    """The sum of the sizes is beyond int32 many times over."""
+    lhs, rhs = jnp.ones((10, 8)), jnp.arange(1.0, 301.0)[:, None, None] * jnp.ones((300, 8, 8))
+    sizes = jnp.full((300,), INT_MAX, jnp.int32)
+    out = grouped_gemm(lhs, rhs, sizes)
+    if batch:
+        out = jax.vmap(grouped_gemm, (0, None, 0))(lhs[None], rhs, sizes[None])[0]
+    assert_equal(out, jnp.full((10, 8), 8.0))
+
+
+@pytest.mark.parametrize("num_rows", (10, 2**30, INT_MAX))
+@pytest.mark.parametrize(
+    "sizes",
+    (
+        np.full(300, INT_MAX, np.int32),
+        np.array([4_000_000_000, 2], np.uint32),
+        np.array([3, 4_000_000_000, 2], np.uint32),
+        np.array([2, 2**32 + 1, -(2**63), 2**63 - 1, 4], np.int64),
+        np.array([1, 2**64 - 1, 5], np.uint64),
+        np.array([127, -128, 5] * 3, np.int8),
+        np.array([2**30 - 1, 2**30, 1, 2**30, 7], np.int32),
+    ),
+)
+def test_ranges_are_exact_for_any_integers(num_rows, sizes):
+    """The running sum stops at the last row: groups never overlap, whatever their type."""
+    ends, total = [], 0
+    for size in sizes.tolist():
+        total = min(total + max(size, 0), num_rows)
+        ends.append(total)
+    given = [sizes] + [jnp.asarray(sizes)] * (sizes.dtype.itemsize < 8)
+    for group_sizes in given:
+        starts, counts = ranges(group_sizes, num_rows)
+        assert starts.dtype == counts.dtype == jnp.int32
+        np.testing.assert_array_equal(np.asarray(starts, np.int64) + counts, ends)
+        np.testing.assert_array_equal(starts, [0, *ends[:-1]])
+
+
+@pytest.mark.parametrize(
+    "offset",
+    (2**31 + 1, 2**32, 2**64, -(2**70), np.uint32(2**32 - 1), np.int64(2**32), np.uint64(2**63)),
+)
+def test_group_offset_of_any_integer_type(offset):
+    """An offset beyond int32 leaves no group; it does not come back as a small one."""
+    lhs, rhs, sizes, _ = draw(CASES["short"], jnp.float32)
+    assert_equal(grouped_gemm(lhs, rhs, sizes, group_offset=offset), jnp.zeros((50, 24)))
+
+
+@pytest.mark.parametrize("dtype", (jnp.int8, jnp.uint8, jnp.int16, jnp.uint32))
+def test_narrow_group_offset_and_sizes(dtype):
+    """Types that hold neither the number of rows nor that of groups."""
+    lhs, rhs = jnp.ones((400, 8)), jnp.ones((200, 8, 8))
+    sizes = jnp.ones((400,), dtype)
+    out = grouped_gemm(lhs, rhs, sizes, group_offset=jnp.array(100, dtype))
+    assert_equal(out[:, 0], jnp.zeros(400).at[100:300].set(8.0))
 
 
 def test_garbage_starts_are_cut_to_the_batch():
