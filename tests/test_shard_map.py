@@ -105,6 +105,38 @@ def test_tokens_and_experts_split(check_vma):
     close(value_and_gradients(split, ids, arrays), value_and_gradients(whole_layer, ids, arrays))
 
 
+@both_checks
+@pytest.mark.parametrize("layout", ("kn", "nk"))
+def test_intermediate_axis_split(check_vma, layout):
+    """Pairs of gate and up stay on one device; what is added once is zero on all but the first."""
+
+    def part(ids, arrays):
+        first = jax.lax.axis_index("expert") == 0
+        once = {n: jnp.where(first, arrays[n], 0) for n in ("b_down", "residual")}
+        y = layer(ids, {**arrays, **once}, gate_up="interleaved", weight_layout=layout)
+        return jax.lax.psum(y, "expert")
+
+    ids, arrays = arguments()
+    arrays["residual"] = normal(np.random.default_rng(5), arrays["x"].shape)
+    whole = functools.partial(
+        reference.moe_mlp, expert_ids=ids, gate_up="interleaved", weight_layout=layout
+    )
+    columns, rows = P(None, None, "expert"), P(None, "expert")
+    if layout == "nk":
+        arrays |= {n: arrays[n].swapaxes(1, 2) for n in ("w_gate_up", "w_down")}
+        columns, rows = rows, columns
+    split_on = {"w_gate_up": columns, "w_down": rows, "b_gate_up": P(None, "expert")}
+    split = jax.shard_map(
+        part,
+        mesh=mesh(4),
+        in_specs=(P(), {n: split_on.get(n, P()) for n in arrays}),
+        out_specs=P(),
+        check_vma=check_vma,
+    )
+    want = value_and_gradients(lambda _, a: whole(**a), ids, arrays)
+    close(value_and_gradients(split, ids, arrays), want)
+
+
 def test_the_program_holds_only_the_collective_it_asks_for():
     split = jax.shard_map(
         local_experts, mesh=mesh(4), in_specs=specs(P(), P("expert")), out_specs=P()
