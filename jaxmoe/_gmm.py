@@ -28,6 +28,7 @@ from jaxmoe._heuristics import gmm_config, gmm_scratch_size
 
 WEIGHT_LAYOUTS = ("kn", "nk")
 _OTHER_LAYOUT = {"kn": "nk", "nk": "kn"}
+MAX_ROWS = 2**31 - 1  # of all batches: rows are counted in int32
 _ROW_BYTES = 16  # what the kernels' loads need rows to be multiples of
 
 
@@ -48,6 +49,14 @@ def row_reason(op: str, name: str, x: Any, axis: int) -> str | None:
         f"(rows of 16-byte multiples); the nearest legal: {nearest}"
     )
     return _checks.message(op, rule, **{name: x})
+
+
+def count_reason(op: str, num_rows: int, **arrays: Any) -> str | None:
+    """Says why the CUDA kernels cannot count so many rows, or None."""
+    if num_rows <= MAX_ROWS:
+        return None
+    rule = f"{num_rows} rows (of all examples of a vmap) must be at most {MAX_ROWS} on CUDA"
+    return _checks.message(op, rule, **arrays)
 
 
 def dtype_reason(op: str, **arrays: Any) -> str | None:
@@ -241,6 +250,7 @@ def _gmm_reason(avals: Any, *, out_dtype: Any, **_params: Any) -> str | None:
         reason = _checks.message(op, rule, lhs=x)
     return (
         reason
+        or count_reason(op, avals[0].shape[0] * x.shape[0], lhs=x)
         or row_reason(op, "lhs", x, 1)
         or row_reason(op, "rhs", w, 2)
         or row_reason(op, "rhs", w, 1)

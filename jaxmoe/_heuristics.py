@@ -8,6 +8,7 @@ are drawn from a counter. Measurements behind the rules are in docs/notes.md.
 import dataclasses
 import math
 
+from jaxmoe import _checks
 from jaxmoe.plan import plan_scratch_size
 
 # (weight_tile, token_tile, pingpong) of every kernel in csrc/moe_gemm/moe_gemm.cuh, with the CTAs
@@ -39,7 +40,8 @@ class GemmConfig:
       gather: The gate-up GEMM fetches rows of x by index instead of reading a permuted copy.
 
     Raises:
-      ValueError: no kernel has this tile.
+      TypeError: a tile or raster that is no integer, a flag that is no bool.
+      ValueError: no kernel has this tile, or a negative number.
     """
 
     weight_tile: int
@@ -49,6 +51,12 @@ class GemmConfig:
     gather: bool = False
 
     def __post_init__(self) -> None:
+        op = "GemmConfig"
+        for name in ("weight_tile", "token_tile", "raster"):
+            _checks.check_int(op, name, getattr(self, name), 0)
+        for name in ("pingpong", "gather"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise TypeError(_checks.message(op, f"{name} must be a bool", **{name: value}))
         tile = (self.weight_tile, self.token_tile, self.pingpong)
         if tile not in TILES:
             allowed = ", ".join(map(str, TILES))
@@ -56,8 +64,6 @@ class GemmConfig:
                 f"jaxmoe.GemmConfig: (weight_tile, token_tile, pingpong)={tile} must be one of "
                 f"{allowed}."
             )
-        if self.raster < 0:
-            raise ValueError(f"jaxmoe.GemmConfig: raster={self.raster} must be 0 or positive.")
 
     def attrs(self) -> dict[str, int]:
         """FFI attributes, see csrc/ffi/gemm_attrs.h."""

@@ -192,10 +192,11 @@ def _scratch(avals: Any, **params: Any) -> list[_primitive.Spec]:
 
 
 def _reason(avals: Any, *, weight_layout: str, **_params: Any) -> str | None:
-    x, _, _, w_gate_up, w_down, *_ = avals
+    x, expert_ids, _, w_gate_up, w_down, *_ = avals
     op = "moe_mlp"
     return (
         _gmm.dtype_reason(op, x=x, w_gate_up=w_gate_up, w_down=w_down)
+        or _gmm.count_reason(op, expert_ids.size, expert_ids=expert_ids)
         or _gmm.row_reason(op, "x", x, 1)
         or _gmm.row_reason(op, "w_down", w_down, 1 if weight_layout == "kn" else 2)
     )

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmoe import _checks
-from jaxmoe._gmm import WEIGHT_LAYOUTS, gmm, no_bias
+from jaxmoe._gmm import MAX_ROWS, WEIGHT_LAYOUTS, gmm, no_bias
 from jaxmoe._heuristics import GemmConfig
 
 
@@ -18,6 +18,7 @@ def grouped_gemm(
     precision: Any = None,
     preferred_element_type: Any = None,
     group_offset: Any = None,
+    out_sharding: None = None,
     *,
     bias: jax.Array | None = None,
     weight_layout: str = "kn",
@@ -40,6 +41,7 @@ def grouped_gemm(
       preferred_element_type: dtype of the result; that of `lhs` by default.
       group_offset: scalar or [1] integer, the group that rhs[0] belongs to; 0 by default. Rows of
         groups outside [group_offset, group_offset + E) are in no group.
+      out_sharding: only None: use `jax.shard_map`.
       bias: [E, N], the dtype of `lhs`. Added in the accumulator's dtype.
       weight_layout: "kn" for rhs [E, K, N], "nk" for rhs [E, N, K].
       config: tile of the CUDA kernel; chosen from the shapes by default.
@@ -50,7 +52,8 @@ def grouped_gemm(
     Raises:
       TypeError: a dtype differs or is no floating type.
       ValueError: shapes disagree, or no such layout.
-      NotImplementedError: a quantized array, or (on CUDA) a dtype or row length without a kernel.
+      NotImplementedError: out_sharding, a quantized array, or (on CUDA) a dtype or row length
+        without a kernel.
 
     Numerics: float32 accumulation, one rounding to the result's dtype. Bitwise repeatable. The
       gradient of `rhs` for a group without rows is exactly 0.
@@ -64,6 +67,9 @@ def grouped_gemm(
       [[2.0], [20.0], [0.0]]
     """
     op = "grouped_gemm"
+    if out_sharding is not None:
+        rule = "out_sharding must be None; shard with jax.shard_map around the call"
+        raise NotImplementedError(_checks.message(op, rule, out_sharding=out_sharding))
     _checks.check_choice(op, "weight_layout", weight_layout, WEIGHT_LAYOUTS)
     _checks.check_rank(op, "lhs", lhs, "R,K")
     _checks.check_rank(op, "rhs", rhs, "E,K,N" if weight_layout == "kn" else "E,N,K")
@@ -76,11 +82,9 @@ def grouped_gemm(
     k_axis = 1 if weight_layout == "kn" else 2
     _checks.check_same_dim(op, "rhs", rhs, k_axis, "lhs", lhs, 1, "K, the contracted axis")
     check_config(op, "config", config)
-    out_dtype = lhs.dtype if preferred_element_type is None else np.dtype(preferred_element_type)
-    if out_dtype.name not in _checks.FLOATS:
-        name = _checks.dtype_name(out_dtype)
-        rule = f"preferred_element_type={name} must be bf16 or f16 or f32"
-        raise TypeError(_checks.message(op, rule, lhs=lhs))
+    _check_precision(precision, lhs.dtype)
+    check_num_rows(op, lhs.shape[0], lhs=lhs)
+    out_dtype = lhs.dtype if preferred_element_type is None else _out_dtype(preferred_element_type)
     if bias is None:
         bias_array = no_bias(lhs.dtype)
     else:
@@ -167,6 +171,42 @@ def _first_group(group_offset: Any, num_groups: int, num_sizes: int) -> jax.Arra
         rule = "group_offset must be one integer (a scalar or an array of shape [1])"
         raise TypeError(_checks.message("grouped_gemm", rule, group_offset=group_offset))
     return _clip(offset, -num_groups, num_sizes).reshape(1)
+
+
+def _out_dtype(value: Any) -> np.dtype:
+    try:
+        dtype = np.dtype(value)
+        name = _checks.dtype_name(dtype)
+    except TypeError:
+        dtype, name = None, repr(value) if isinstance(value, str) else _checks.describe(value)
+    if dtype is None or dtype.name not in _checks.FLOATS:
+        rule = f"preferred_element_type={name} must be bf16 or f16 or f32"
+        raise TypeError(_checks.message("grouped_gemm", rule))
+    return dtype
+
+
+def _check_precision(precision: Any, dtype: Any) -> None:
+    """Refuses what `jax.lax.dot` does not take; asked of JAX, whose list grows."""
+    if precision is None:
+        return
+    square = jax.ShapeDtypeStruct((1, 1), dtype)
+    try:
+        hash(precision)
+        jax.eval_shape(lambda a: jax.lax.dot(a, a, precision=precision), square)
+    except (TypeError, ValueError) as error:
+        rule = (
+            "precision must be None or a precision of jax.lax.dot: a jax.lax.Precision or its "
+            "name, a tuple of two, or a hashable dot algorithm"
+        )
+        kind = ValueError if isinstance(precision, str) else TypeError
+        raise kind(_checks.message("grouped_gemm", rule, precision=precision)) from error
+
+
+def check_num_rows(op: str, num_rows: int, **arrays: Any) -> None:
+    """Refuses more rows than int32 can count."""
+    if num_rows > MAX_ROWS:
+        rule = f"{num_rows} rows must be at most {MAX_ROWS}"
+        raise ValueError(_checks.message(op, rule, **arrays))
 
 
 def check_float(op: str, name: str, x: Any) -> None:

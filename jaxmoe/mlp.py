@@ -9,7 +9,7 @@ from jaxmoe._heuristics import GemmConfig
 from jaxmoe._mlp import moe_mlp_p, no_bias
 from jaxmoe.activation import GATE_UP_ORDERS, Activation, resolve
 from jaxmoe.finalize import no_residual
-from jaxmoe.grouped_gemm import WEIGHT_LAYOUTS, check_config, check_float
+from jaxmoe.grouped_gemm import WEIGHT_LAYOUTS, check_config, check_float, check_num_rows
 from jaxmoe.plan import check_window, no_map
 from jaxmoe.routing import Routing
 
@@ -111,6 +111,7 @@ def moe_mlp(
         )
         got = {"expert_ids": routing.expert_ids, "w_gate_up": w_gate_up}
         raise ValueError(_checks.message(_OP, rule, **got))
+    check_num_rows(_OP, routing.expert_ids.size, **{"routing.expert_ids": routing.expert_ids})
     _check_config(config)
     (y,) = moe_mlp_p(
         x,

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxmoe import _primitive, grouped_gemm
+from jaxmoe import _primitive, explain, grouped_gemm
 
 BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
 R, K, N, E = 6, 8, 16, 3
@@ -19,6 +19,11 @@ def zeros(*shape, dtype=BF16):
 
 
 GEMM = {"lhs": zeros(R, K), "rhs": zeros(E, K, N), "group_sizes": zeros(E, dtype=I32)}
+
+PRECISION_RULE = (
+    "jaxmoe.grouped_gemm: precision must be None or a precision of jax.lax.dot: a "
+    "jax.lax.Precision or its name, a tuple of two, or a hashable dot algorithm."
+)
 
 GEMM_ERRORS = (
     (
@@ -95,8 +100,39 @@ GEMM_ERRORS = (
     (
         {"preferred_element_type": jnp.int32},
         TypeError,
-        "jaxmoe.grouped_gemm: preferred_element_type=i32 must be bf16 or f16 or f32. "
-        "Got lhs: bf16[6,8].",
+        "jaxmoe.grouped_gemm: preferred_element_type=i32 must be bf16 or f16 or f32.",
+    ),
+    (
+        {"preferred_element_type": "foo"},
+        TypeError,
+        "jaxmoe.grouped_gemm: preferred_element_type='foo' must be bf16 or f16 or f32.",
+    ),
+    (
+        {"precision": "foo"},
+        ValueError,
+        f"{PRECISION_RULE} Got precision: 'foo'.",
+    ),
+    (
+        {"precision": ["high", "high"]},
+        TypeError,
+        f"{PRECISION_RULE} Got precision: a list.",
+    ),
+    (
+        {"precision": 3.5},
+        TypeError,
+        f"{PRECISION_RULE} Got precision: 3.5.",
+    ),
+    (
+        {"group_offset": "a"},
+        TypeError,
+        "jaxmoe.grouped_gemm: group_offset must be one integer (a scalar or an array of shape [1])."
+        " Got group_offset: 'a'.",
+    ),
+    (
+        {"group_offset": object()},
+        TypeError,
+        "jaxmoe.grouped_gemm: group_offset must be one integer (a scalar or an array of shape [1])."
+        " Got group_offset: a object.",
     ),
     (
         {"bias": zeros(N)},
@@ -157,6 +193,12 @@ GEMM_ERRORS = (
         " Got group_offset: i32[2].",
     ),
     (
+        {"out_sharding": jax.NamedSharding(jax.make_mesh((1,), ("d",)), jax.P("d"))},
+        NotImplementedError,
+        "jaxmoe.grouped_gemm: out_sharding must be None; shard with jax.shard_map around the call. "
+        "Got out_sharding: a NamedSharding.",
+    ),
+    (
         {"config": (128, 8)},
         TypeError,
         "jaxmoe.grouped_gemm: config must be a GemmConfig. Got config: a tuple.",
@@ -180,6 +222,26 @@ def test_grouped_gemm(change, kind, message, jit):
 
 def test_arguments_that_the_table_changes_are_right():
     assert grouped_gemm(**GEMM).shape == (R, N)
+
+
+def test_more_rows_than_int32_counts_are_refused():
+    lhs = jax.ShapeDtypeStruct((2**31, K), BF16)
+    message = (
+        "jaxmoe.grouped_gemm: 2147483648 rows must be at most 2147483647. "
+        "Got lhs: bf16[2147483648,8]."
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        jax.eval_shape(grouped_gemm, lhs, GEMM["rhs"], GEMM["group_sizes"])
+
+
+def test_more_rows_than_int32_counts_after_vmap_are_refused_on_cuda():
+    lhs = jax.ShapeDtypeStruct((4, 2**29, K), BF16)
+    batched = jax.vmap(grouped_gemm, (0, None, None))
+    reason = explain(batched, lhs, GEMM["rhs"], GEMM["group_sizes"]).ops[0].cuda_reason
+    assert reason == (
+        "jaxmoe.grouped_gemm: 2147483648 rows (of all examples of a vmap) must be at most "
+        "2147483647 on CUDA. Got lhs: bf16[536870912,8]."
+    )
 
 
 def test_explicitly_sharded_arguments_are_refused():

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxmoe import GemmConfig, Routing, moe_mlp
+from jaxmoe import GemmConfig, Routing, explain, moe_mlp
 
 BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
 E, T, TOP_K, H, INTER = 3, 5, 2, 8, 4
@@ -240,3 +240,27 @@ def test_moe_mlp_with_an_offset_that_is_data():
 
 def test_arguments_that_the_table_changes_are_right():
     assert moe_mlp(**LAYER).shape == (T, H)
+
+
+def many(*tokens):
+    routes = [jax.ShapeDtypeStruct((*tokens, TOP_K), dtype) for dtype in (I32, F32)]
+    x = jax.ShapeDtypeStruct((*tokens, H), BF16)
+    return x, Routing(*routes), zeros(E, H, 16), zeros(E, 8, H)
+
+
+def test_more_rows_than_int32_counts_are_refused():
+    message = (
+        "jaxmoe.moe_mlp: 2147483648 rows must be at most 2147483647. "
+        "Got routing.expert_ids: i32[1073741824,2]."
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        jax.eval_shape(moe_mlp, *many(2**30))
+
+
+def test_more_rows_than_int32_counts_after_vmap_are_refused_on_cuda():
+    batched = jax.vmap(moe_mlp, (0, 0, None, None))
+    (op,) = explain(batched, *many(2, 2**29)).ops
+    assert op.cuda_reason == (
+        "jaxmoe.moe_mlp: 2147483648 rows (of all examples of a vmap) must be at most 2147483647 on "
+        "CUDA. Got expert_ids: i32[1073741824,2]."
+    )

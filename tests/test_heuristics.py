@@ -52,12 +52,29 @@ def test_attributes_are_integers():
     (
         ((100, 8), r"\(weight_tile, token_tile, pingpong\)=\(100, 8, False\) must be one of"),
         ((128, 8, True), r"\(128, 8, True\) must be one of"),
-        ((128, 8, False, -1), r"raster=-1 must be 0 or positive"),
+        ((128, 8, False, -1), r"raster=-1 must be at least 0"),
     ),
 )
 def test_unknown_tiles_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         GemmConfig(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "got"),
+    (
+        ({"weight_tile": 128.0}, "weight_tile: 128.0"),
+        ({"token_tile": "8"}, "token_tile: '8'"),
+        ({"raster": "a"}, "raster: 'a'"),
+        ({"raster": True}, "raster: True"),
+        ({"pingpong": 1}, "pingpong: 1"),
+        ({"gather": "yes"}, "gather: 'yes'"),
+    ),
+)
+def test_fields_of_another_type_are_refused(arguments, got):
+    (name,) = arguments
+    with pytest.raises(TypeError, match=rf"^jaxmoe\.GemmConfig: {name} must be .* Got {got}\.$"):
+        GemmConfig(**({"weight_tile": 128, "token_tile": 8} | arguments))
 
 
 def test_index_scratch_covers_its_parts():
