@@ -32,6 +32,8 @@ class OpReport:
       op: name of the primitive, such as "jaxmoe_moe_mlp".
       where: the transformations around it, such as "jit/scan"; "" at the top.
       operands: its arguments, such as "bf16[16,2048]".
+      why_no_cuda: why CUDA would run pure XLA, None if the kernels are loaded. The fields below
+        say what the kernels do where they are.
       cuda_target: FFI target that CUDA calls, None if it cannot.
       cuda_reason: why CUDA refuses these arguments, None if it does not.
       cuda_attrs: attributes of the call, the tiles of the matrix products among them.
@@ -42,6 +44,7 @@ class OpReport:
     op: str
     where: str
     operands: tuple[str, ...]
+    why_no_cuda: str | None
     cuda_target: str | None
     cuda_reason: str | None
     cuda_attrs: dict[str, Any]
@@ -56,6 +59,11 @@ class OpReport:
     def __str__(self) -> str:
         lines = [f"{self.op} ({', '.join(self.operands)})" + (self.where and f" in {self.where}")]
         lines.append(f"  here: {self.runs}")
+        if self.why_no_cuda is not None:
+            lines.append(f"  CUDA: pure XLA, the kernels are not loaded: {self.why_no_cuda}")
+            if self.cuda_reason is not None:
+                lines.append(f"    the kernels would refuse it: {self.cuda_reason}")
+            return "\n".join(lines)
         if self.cuda_reason is not None:
             lines.append(f"  CUDA: refused: {self.cuda_reason}")
             return "\n".join(lines)
@@ -100,7 +108,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
 
     Returns:
       `Report`: for each op the CUDA call with its tiles and the bytes of its scratch, or the reason
-      why CUDA refuses it, and what runs on the default device of this process.
+      why CUDA refuses it or runs pure XLA, and what runs on the default device of this process.
 
     Raises:
       Whatever tracing `fn` raises.
@@ -151,7 +159,8 @@ def _explain_op(op: _primitive.Op, eqn: Any, where: str, platform: str) -> OpRep
     if platform == "gpu" and _primitive.lowers_to_cuda(op):
         runs = f"FFI call {target}" if reason is None else "nothing: it is refused"
     operands = tuple(_checks.describe(a) for a in avals)
-    return OpReport(op.name, where, operands, target, reason, attrs, scratch, runs)
+    why = None if _targets.cuda_lowering_forced() else _targets.why_not()
+    return OpReport(op.name, where, operands, why, target, reason, attrs, scratch, runs)
 
 
 def _text(value: Any) -> str:

@@ -41,7 +41,8 @@ def test_report_of_a_layer():
 
 
 def test_printed_report():
-    text = str(explain(layer, *LAYER))
+    with _targets.force_cuda_lowering():
+        text = str(explain(layer, *LAYER))
     why = _targets.why_not()
     assert text.startswith(
         "default platform: cpu; CUDA kernels " + ("loaded" if why is None else f"not loaded: {why}")
@@ -53,8 +54,24 @@ def test_printed_report():
     assert str(explain(lambda x: x + 1, 1.0)).endswith("no jaxmoe op found")
 
 
+def test_without_kernels_cuda_runs_pure_xla(monkeypatch):
+    monkeypatch.setattr(_targets, "cuda_available", lambda: False)
+    monkeypatch.setattr(_targets, "why_not", lambda: "left out")
+    text = str(explain(layer, *LAYER))
+    line = "  here: pure XLA\n  CUDA: pure XLA, the kernels are not loaded: left out"
+    assert text.count(line) == 2  # route and the layer
+    assert "FFI call" not in text and "scratch" not in text
+    refused = explain(grouped_gemm, struct(4, 12), struct(2, 12, 16), struct(2, dtype=I32))
+    reason = refused.ops[0].cuda_reason
+    assert "shape[1]=12 must be" in reason
+    assert str(refused).endswith(f"{line}\n    the kernels would refuse it: {reason}")
+    with _targets.force_cuda_lowering():
+        assert "  CUDA: FFI call jaxmoe_moe_mlp_v1\n" in str(explain(layer, *LAYER))
+
+
 def test_refusals_say_why():
-    report = explain(grouped_gemm, struct(4, 12), struct(2, 12, 16), struct(2, dtype=I32))
+    with _targets.force_cuda_lowering():
+        report = explain(grouped_gemm, struct(4, 12), struct(2, 12, 16), struct(2, dtype=I32))
     (op,) = report.ops
     assert op.cuda_target is None
     assert op.cuda_attrs == {} and op.cuda_scratch == ()
