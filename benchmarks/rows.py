@@ -11,10 +11,13 @@ import shlex
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 from typing import Any
 
 from benchmarks import bounds, timing
+
+_PROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
 
 
 @dataclasses.dataclass
@@ -109,7 +112,8 @@ def header(device: str, commit: str | None) -> dict[str, Any]:
         "device": device,
         "driver": smi[0] if smi else None,
         "cuda": _cuda_version(),
-        **{name: _version(name) for name in ("jax", "jaxlib", "jaxmoe")},
+        **{name: _version(name) for name in ("jax", "jaxlib")},
+        "jaxmoe": _version("jaxmoe") or _source_version(),
         "commit": commit or _git_commit(),
         "command": "python -m benchmarks.run " + shlex.join(sys.argv[1:]),
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
@@ -123,6 +127,15 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def _source_version() -> str | None:
+    """The version of the source tree, where jaxmoe is imported from there."""
+    try:
+        text = _PROJECT.read_text(encoding="utf-8")
+    except OSError:
+        return None
+    return tomllib.loads(text)["project"]["version"]
 
 
 def _output(*command: str) -> str:

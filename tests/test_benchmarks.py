@@ -1,8 +1,10 @@
 """Benchmarks on a CPU: floors against hand numbers, a run end to end, a report of known rows."""
 
 import dataclasses
+import importlib.metadata
 import json
 import sys
+import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -146,6 +148,19 @@ def test_a_run_writes_every_row(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert {"tokamax", "torch_grouped_mm"} <= set(absent)
     printed = capsys.readouterr().out
     assert all(f" {op} " in printed for op in ops) and "not run: tokamax" in printed
+
+
+def test_the_header_names_a_version_without_installation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def absent(package: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(package)
+
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    monkeypatch.setattr(importlib.metadata, "version", absent)
+    assert rows.header("cpu", "abc")["jaxmoe"] == version
+    monkeypatch.setattr(rows, "_PROJECT", tmp_path / "pyproject.toml")
+    assert rows.header("cpu", "abc")["jaxmoe"] is None
 
 
 def test_a_budget_ends_the_run_and_says_so(tmp_path: Path) -> None:
