@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from benchmarks.models import BYTES, Layer, expert_bytes
+from benchmarks.models import BYTES, Layer, expert_bytes, experts_used
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,10 +48,11 @@ class Work:
         return self.flops / ceiling.flops[scheme] >= 0.5 * memory_s
 
 
-def expected_hit(model: Layer, num_tokens: int) -> float:
-    """Mean number of experts with at least one row when every token draws K of E uniformly."""
-    missed = (1 - model.top_k / model.num_experts) ** num_tokens
-    return model.num_experts * (1 - missed)
+def expected_hit(model: Layer, num_tokens: int, skew: str = "uniform") -> float:
+    """Mean number of experts with at least one row when tokens draw evenly from those in use."""
+    used = experts_used(model, skew)
+    missed = (1 - model.top_k / used) ** num_tokens
+    return used * (1 - missed)
 
 
 def layer(model: Layer, num_tokens: int, experts_hit: float) -> Work:

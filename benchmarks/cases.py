@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import bounds
-from benchmarks.models import Layer, layer_bytes
+from benchmarks.models import SKEWS, Layer, experts_used, layer_bytes
 from jaxmoe import reference
 
 DTYPE = jnp.bfloat16
@@ -17,6 +17,7 @@ SCHEME = "bf16"
 WEIGHT_BYTES = 32 * 2**30  # device memory for all distinct layers of a model, in each layout
 MAX_WEIGHT_SETS = 8
 SAMPLED_TOKENS = 16
+_NEVER = -1e6  # log-probability of an expert that is not in use; finite, as a router's logits are
 
 
 class Weights(NamedTuple):
@@ -79,7 +80,10 @@ def _stack(key: jax.Array, count: int, shape: tuple[int, ...], scale: float) -> 
 
 @functools.partial(jax.jit, static_argnames=("num_tokens", "model", "skew"))
 def routed(key: jax.Array, num_tokens: int, model: Layer, skew: str) -> Routed:
-    """Draws K distinct experts per token: uniformly, or by a Zipf law over shuffled experts.
+    """Draws K distinct experts per token: by a Zipf law over shuffled experts, else uniformly.
+
+    Uniformly over those that the skew uses, see `experts_used`. Under `one_expert` those are K, so
+    every token takes all of them, in the order of its logits.
 
     Adding Gumbel noise to log-probabilities and keeping the top K draws without replacement. The
     softmax of the chosen logits is the routing weight, as `route(method="renormalize")` has it.
@@ -89,7 +93,8 @@ def routed(key: jax.Array, num_tokens: int, model: Layer, skew: str) -> Routed:
         rank = jax.random.permutation(shuffle, model.num_experts) + 1
         log_p = -jnp.log(rank.astype(jnp.float32))
     else:
-        log_p = jnp.zeros((model.num_experts,), jnp.float32)
+        used = jnp.arange(model.num_experts) < experts_used(model, skew)
+        log_p = jnp.where(used, 0.0, _NEVER)
     logits = log_p[None, :] + jax.random.gumbel(noise, (num_tokens, model.num_experts))
     chosen, expert_ids = jax.lax.top_k(logits, model.top_k)
     return Routed(expert_ids.astype(jnp.int32), jax.nn.softmax(chosen, axis=-1), logits)
@@ -136,6 +141,11 @@ class Case:
         counts = [experts_hit(r.expert_ids) for r in self.routings(layers)]
         return float(np.mean(counts))
 
+    @property
+    def even_hit(self) -> float:
+        """The number of experts that even routing over those in use would hit."""
+        return bounds.expected_hit(self.model, self.num_tokens, self.skew)
+
     @functools.cached_property
     def fresh(self) -> tuple[jax.Array, Routed]:
         """Tokens and routing of the correctness check, used for nothing else."""
@@ -161,8 +171,8 @@ class Case:
 
     def _key(self, stream: int) -> jax.Array:
         key = jax.random.key(self.seed)
-        for part in (self.num_tokens, self.skew == "zipf", stream):
-            key = jax.random.fold_in(key, int(part))
+        for part in (self.num_tokens, SKEWS.index(self.skew), stream):
+            key = jax.random.fold_in(key, part)
         return key
 
     def layer_error(self, y: jax.Array) -> float:

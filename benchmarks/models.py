@@ -9,7 +9,22 @@ BYTES = 2  # of a bfloat16 or float16 element
 MODELS: dict[str, Layer] = {**PUBLISHED, **SMALL}
 DEFAULT_MODELS = tuple(PUBLISHED)
 DEFAULT_TOKENS = (1, 8, 16, 64, 256, 1024, 4096, 16384)
-SKEWS = ("uniform", "zipf")
+DEFAULT_SKEWS = ("uniform", "zipf")
+SKEWS = (*DEFAULT_SKEWS, "one_expert", "unused")
+
+
+def experts_used(model: Layer, skew: str) -> int:
+    """How many experts, from id 0 on, a routing can choose.
+
+    one_expert  K: every token takes experts 0 to K-1, each of which gets T rows
+    unused      the first half of the experts, or K if that is more; uniform over those
+    else        all
+    """
+    if skew == "one_expert":
+        return model.top_k
+    if skew == "unused":
+        return max(model.top_k, model.num_experts // 2)
+    return model.num_experts
 
 
 def expert_bytes(model: Layer) -> int:

@@ -13,7 +13,7 @@ import jax
 
 from benchmarks import cases, rows, runner
 from benchmarks.baselines import dense, tokamax_gmm, torch_grouped_mm, xla_ragged_dot
-from benchmarks.models import DEFAULT_MODELS, DEFAULT_TOKENS, MODELS, SKEWS
+from benchmarks.models import DEFAULT_MODELS, DEFAULT_SKEWS, DEFAULT_TOKENS, MODELS, SKEWS
 from benchmarks.suites import SUITES
 from jaxmoe import _targets
 
@@ -24,7 +24,7 @@ _MEMORY = "0.92"  # part of the GPU's memory; JAX's own default leaves a quarter
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs what the command line asks for. Returns 1 if a row of jaxmoe failed, else 0."""
-    args = _parse(arguments)
+    args = parse(arguments)
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", _MEMORY)
     start = time.monotonic()
     peers = _torch_rows(args)  # first: once JAX has a device, it holds the memory
@@ -32,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     if device.platform != "gpu" and args.models is None:
         print("No GPU: choose shapes that a CPU can hold, as --models odd,clamped --tokens 8.")
         return 2
-    models, tokens, skews = _grid(args)
+    models, tokens, skews = grid(args)
     head = rows.header(device.device_kind, args.commit)
     head["kernels"] = _targets.why_not() or "cuda"
     out = rows.Results(head, args.json, start)
@@ -47,11 +47,11 @@ def main(arguments: list[str] | None = None) -> int:
         sustained=not args.quick,
         cap_s=1.0 if args.quick else 2.0,
     )
-    grid = list(itertools.product(args.suite, tokens, skews))
-    total, done, not_run = len(models) * len(grid), 0, []
+    suites: list[str] = args.suite
+    total, done, not_run = len(models) * len(suites) * len(tokens) * len(skews), 0, []
     for name in models:
         sets: list[Any] | None = None
-        for suite, num_tokens, skew in grid:
+        for suite, num_tokens, skew in itertools.product(suites, tokens, skews):
             done += 1
             out.progress = f"{done}/{total}"
             if args.budget_s is not None and out.elapsed_s > args.budget_s:
@@ -73,7 +73,8 @@ def main(arguments: list[str] | None = None) -> int:
     return 1 if broken else 0
 
 
-def _parse(arguments: list[str] | None) -> argparse.Namespace:
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """Reads the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__)
     names = _names
 
@@ -84,7 +85,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--json", type=Path, help="file for the results, rewritten after every row")
     add("--models", type=names, help=f"of {', '.join(MODELS)}")
     add("--tokens", type=lambda text: [int(t) for t in names(text)], help="numbers of tokens")
-    add("--skew", type=names, help="uniform, zipf")
+    add("--skew", type=names, help=", ".join(SKEWS))
     add("--impl", type=names, help=", ".join(_IMPLS))
     add("--quick", action="store_true", help="fewer shapes and repeats, no sustained load")
     add("--repeats", type=int, help="bursts per row (20)")
@@ -109,11 +110,13 @@ def _names(text: str) -> list[str]:
     return [part for part in text.split(",") if part]
 
 
-def _grid(args: argparse.Namespace) -> tuple[list[str], list[int], list[str]]:
+def grid(args: argparse.Namespace) -> tuple[list[str], list[int], list[str]]:
+    """Returns the models, numbers of tokens and skews to run."""
     few = args.quick
-    tokens = args.tokens or list((1, 64, 4096) if few else DEFAULT_TOKENS)
-    skews = args.skew or list(SKEWS[:1] if few else SKEWS)
-    return args.models or list(DEFAULT_MODELS), tokens, skews
+    models: list[str] = args.models or list(DEFAULT_MODELS)
+    tokens: list[int] = args.tokens or list((1, 64, 4096) if few else DEFAULT_TOKENS)
+    skews: list[str] = args.skew or list(DEFAULT_SKEWS[:1] if few else DEFAULT_SKEWS)
+    return models, tokens, skews
 
 
 def _torch_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -121,7 +124,7 @@ def _torch_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
     wanted = args.impl is None or torch_grouped_mm.NAME in args.impl
     if args.quick or not wanted or "layer" not in args.suite:
         return []
-    models, tokens, skews = _grid(args)
+    models, tokens, skews = grid(args)
     return torch_grouped_mm.run_apart(models, tokens, skews, args.repeats or 20, args.seed)
 
 

@@ -16,7 +16,7 @@ sys.path.append(str(ROOT))  # behind everything: `jaxmoe` stays the installed on
 from benchmarks import bounds, report, rows, run, runner, timing  # noqa: E402
 from benchmarks.baselines import xla_ragged_dot  # noqa: E402
 from benchmarks.cases import Case, WeightSets, weight_sets  # noqa: E402
-from benchmarks.models import DEFAULT_MODELS, DEFAULT_TOKENS, MODELS  # noqa: E402
+from benchmarks.models import DEFAULT_MODELS, DEFAULT_TOKENS, MODELS, expert_bytes  # noqa: E402
 from benchmarks.suites import SUITES  # noqa: E402
 
 H200 = bounds.CEILINGS["NVIDIA H200"]
@@ -80,6 +80,30 @@ def test_zipf_routing_prefers_few_experts_and_repeats_none() -> None:
         assert np.asarray(case.routings(1)[0].weights).sum(axis=1) == pytest.approx(1.0, abs=1e-5)
     # Of 1000 choices, rank 1 of 40 draws about 1 in 4.3 first and more second; uniform draws 25.
     assert counts["uniform"] < 60 < 180 < counts["zipf"]
+
+
+def test_one_expert_and_unused_leave_experts_without_rows() -> None:
+    def counts(name: str, skew: str) -> np.ndarray:
+        model = MODELS[name]
+        case = Case(model, num_tokens=200, skew=skew, seed=2, sets=WeightSets())
+        ids = np.asarray(case.routings(1)[0].expert_ids)
+        found = np.bincount(ids.reshape(-1), minlength=model.num_experts)
+        assert case.hit(2) == pytest.approx(case.even_hit) == (found > 0).sum()
+        work = next(e for e in SUITES["layer"](case) if e.op == "moe_mlp").work
+        assert work.weight_bytes == (found > 0).sum() * expert_bytes(model)
+        return found
+
+    assert counts("wide", "one_expert").tolist() == [200, 200] + [0] * 38
+    half = counts("wide", "unused")  # 400 choices of 20 experts
+    assert (half[:20] > 0).all() and half[:20].max() < 45 and not half[20:].any()
+    assert (counts("odd", "unused") > 0).tolist() == [True] * 3 + [False] * 2  # K = 3 of 5
+
+
+def test_plain_runs_draw_uniform_and_zipf() -> None:
+    plain = run.parse(["--suite", "layer"])
+    assert run.grid(plain)[2] == ["uniform", "zipf"]
+    chosen = run.parse(["--suite", "layer", "--skew", "one_expert,unused"])
+    assert run.grid(chosen)[2] == ["one_expert", "unused"]
 
 
 def test_chains_are_long_enough_to_hide_launches_and_short_enough_for_a_burst() -> None:

@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 from benchmarks import bounds, timing
-from benchmarks.models import MODELS, Layer, layer_bytes
+from benchmarks.models import MODELS, Layer, experts_used, layer_bytes
 from benchmarks.rows import Row, line, with_time
 from jaxmoe.activation import resolve
 
@@ -106,6 +106,7 @@ class _Bench:
         logits = -torch.empty(num_tokens, m.num_experts, device=self.device).exponential_().log()
         if skew == "zipf":
             logits -= torch.log(torch.randperm(m.num_experts, device=self.device) + 1.0)
+        logits[:, experts_used(m, skew) :] = -1e6
         chosen, ids = torch.topk(logits, m.top_k)
         return ids, torch.softmax(chosen, dim=-1)
 

@@ -41,8 +41,8 @@ def chain_length(work: bounds.Work, output_bytes: float = 0.0, times_floor: floa
     """Returns the layers of a chain on this machine.
 
     Args:
-      work: of one layer, with the experts that even routing hits: the same for every skew, so that
-        skews share executables.
+      work: of one layer, with the experts that even routing hits: the same for uniform and zipf, so
+        that they share executables.
       output_bytes: what each layer leaves in memory while the chain runs.
       times_floor: about how much slower than its floor the implementation is.
     """

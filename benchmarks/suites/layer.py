@@ -68,7 +68,7 @@ def entries(case: Case) -> list[Entry]:
     """Returns the implementations of the layer for one case."""
     model, num_rows = case.model, case.num_rows
     # Experts hit vary from layer to layer; the mean over the longest chain stands for all.
-    even = bounds.layer(model, case.num_tokens, bounds.expected_hit(model, case.num_tokens))
+    even = bounds.layer(model, case.num_tokens, case.even_hit)
     hit = case.hit(chain_length(even))
     work = bounds.layer(model, case.num_tokens, hit)
 

@@ -155,7 +155,7 @@ def _cold(case: Case, rows: int, width: int, count: int) -> list[jax.Array]:
 def _grouped_gemm(case: Case, name: str, k: int, n: int) -> list[Entry]:
     model, op = case.model, f"grouped_gemm/{name}"
     output_bytes = case.num_rows * n * BYTES
-    even = bounds.grouped_gemm(case.num_rows, k, n, bounds.expected_hit(model, case.num_tokens))
+    even = bounds.grouped_gemm(case.num_rows, k, n, case.even_hit)
     layers = chain_length(even, output_bytes)
     hit = case.hit(layers)
     work = bounds.grouped_gemm(case.num_rows, k, n, hit)
