@@ -45,7 +45,7 @@ def series(
 def write(report: Any, floors: dict[tuple[str, int], float], path: Path) -> None:
     """Writes the figure; the same rows give the same bytes."""
     models = list(dict.fromkeys(model for model, _ in report.points()))
-    settings = {"svg.hashsalt": "jaxmoe", "svg.fonttype": "none", "font.size": 9}
+    settings: dict[Any, Any] = {"svg.hashsalt": "jaxmoe", "svg.fonttype": "none", "font.size": 9}
     with matplotlib.rc_context(settings):
         columns = min(2, len(models))
         lines = -(-len(models) // columns)

@@ -166,7 +166,7 @@ class _Monitor:
         if self._process is None:
             return
         self._process.terminate()
-        text, _ = self._process.communicate()
+        text = self._process.communicate()[0]
         readings = [[_number(v) for v in line.split(",")] for line in text.splitlines()]
         pairs = [(r[0], r[1]) for r in readings if len(r) == 2 and r[0] and r[1]]
         if pairs:

@@ -10,7 +10,7 @@ NAME = "tokamax"
 
 def product(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
     """Multiplies each group of rows by its matrix."""
-    import tokamax
+    import tokamax  # pyright: ignore[reportMissingImports]
 
     return tokamax.ragged_dot(lhs, rhs, group_sizes, implementation="mosaic")
 

@@ -68,7 +68,7 @@ class _Bench:
     """Weights of one model, and the timing of its layer."""
 
     def __init__(self, model: Layer, seed: int):
-        import torch
+        import torch  # pyright: ignore[reportMissingImports]
 
         self.torch = torch
         self.model = model
