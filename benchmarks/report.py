@@ -153,8 +153,8 @@ def _origin(runs: list[dict[str, Any]]) -> str:
 def details(report: Report) -> str:
     """Returns a table of every row, by suite and op."""
     parts = ["# Every row", _origin(report.runs)]
-    head = ["model", "tokens", "skew", "impl", "regime", "us", "p10", "p90", "TFLOP/s", "TB/s"]
-    head += ["floor", "of floor", "vs dense", "error", "note"]
+    head = ["model", "tokens", "skew", "impl", "regime", "us", "p10", "p90"]
+    head += ["TFLOP/s", "TB/s", "TFLOP/J", "floor", "of floor", "vs dense", "error", "note"]
     for suite, op in dict.fromkeys((row.suite, row.op) for row in report.rows):
         rows = [row for row in report.rows if (row.suite, row.op) == (suite, op)]
         order = list(MODELS)
@@ -176,6 +176,7 @@ def _detail_row(row: Row) -> list[str]:
         *(_us(value) for value in (row.us, row.us_p10, row.us_p90)),
         cell(row.tflops, ".0f"),
         cell(row.weight_tbps, ".2f"),
+        cell(row.tflop_per_joule, ".2f"),
         _us(row.floor_us),
         cell(row.floor_fraction, ".0%"),
         cell(row.vs_dense, ".2f"),

@@ -35,6 +35,8 @@ class Row:
       layers, weight_sets: length of the chain, and how many distinct weights it cycles through.
       dispatch_us: host time to launch, per layer; the row is host-bound where it reaches `us`.
       us_half_chain: `us` with half as many layers: equal if launching costs nothing.
+      sm_clock_mhz, power_w: medians under sustained load; None where nobody looked.
+      tflop_per_joule: `tflops` over `power_w`.
     """
 
     suite: str
@@ -62,6 +64,7 @@ class Row:
     us_half_chain: float | None = None
     sm_clock_mhz: float | None = None
     power_w: float | None = None
+    tflop_per_joule: float | None = None
     reason: str | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -71,8 +74,10 @@ class Row:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Row":
-        """Reads what `to_json` wrote."""
+        """Reads what `to_json` wrote, or an older version of it."""
         values = dict(values)
+        if "tflop_per_joule" not in values:
+            values["tflop_per_joule"] = _per_joule(values["tflops"], values["power_w"])
         return cls(pass_=values.pop("pass"), **values)
 
 
@@ -82,24 +87,30 @@ def _rounded(value: Any) -> Any:
     return float(f"{value:.5g}") if math.isfinite(value) else None  # JSON has no NaN
 
 
+def _per_joule(tflops: float | None, power_w: float | None) -> float | None:
+    return tflops / power_w if tflops and power_w else None
+
+
 def with_time(
     row: Row, work: bounds.Work, ceiling: bounds.Ceiling | None, measured: timing.Measured
 ) -> Row:
     """Returns the row with its times and with what follows from them and from the work."""
     us, floor_us = measured.us, work.floor_us(ceiling, row.scheme)
+    tflops = work.flops / us * 1e-6 if work.flops else None
     host_bound = measured.dispatch_us > 0.8 * us
     return dataclasses.replace(
         row,
         us=us,
         us_p10=measured.us_p10,
         us_p90=measured.us_p90,
-        tflops=work.flops / us * 1e-6 if work.flops else None,
+        tflops=tflops,
         weight_tbps=work.weight_bytes / us * 1e-6 if work.weight_bytes else None,
         floor_us=floor_us,
         floor_fraction=None if floor_us is None else floor_us / us,
         dispatch_us=measured.dispatch_us or None,
         sm_clock_mhz=measured.sm_clock_mhz,
         power_w=measured.power_w,
+        tflop_per_joule=_per_joule(tflops, measured.power_w),
         reason="upper limit: launching takes as long" if host_bound else None,
     )
 

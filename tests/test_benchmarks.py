@@ -293,6 +293,22 @@ def test_plotted_points_are_times_over_floors(tmp_path: Path) -> None:
     assert peer[1] == pytest.approx(41.5 / 17.56, rel=1e-3)
 
 
+def test_energy_is_flops_over_power() -> None:
+    work = bounds.Work(flops=600e6, weight_bytes=0.0, activation_bytes=0.0)
+    row = rows.Row("layer", "moe_mlp", "odd", 8, "bf16", "forward", "jaxmoe")
+    # 600 MFLOP in 1 us are 600 TFLOP/s; at 400 W that makes 1.5 TFLOP for each joule
+    drawn = rows.with_time(row, work, None, timing.Measured(1.0, 1.0, 1.0, power_w=400.0))
+    assert drawn.tflop_per_joule == pytest.approx(1.5)
+    unknown = rows.with_time(row, work, None, timing.Measured(1.0, 1.0, 1.0))
+    assert unknown.tflop_per_joule is None
+    older = {k: v for k, v in drawn.to_json().items() if k != "tflop_per_joule"}
+    assert rows.Row.from_json(older).tflop_per_joule == pytest.approx(1.5)
+    older["power_w"] = None
+    assert rows.Row.from_json(older).tflop_per_joule is None
+    table = report.details(report.Report([], [drawn, unknown], {}))
+    assert "| 600 | - | 1.50 | - |" in table and "| 600 | - | - | - |" in table
+
+
 def test_report_needs_markers() -> None:
     with pytest.raises(ValueError, match="benchmarks:begin"):
         report.replace_section("no markers", "table")
