@@ -105,11 +105,6 @@ def tokens(key: jax.Array, num_tokens: int, hidden: int) -> jax.Array:
     return jax.random.normal(key, (num_tokens, hidden), jnp.float32).astype(DTYPE)
 
 
-def experts_hit(expert_ids: jax.Array) -> int:
-    """Returns how many experts have at least one row."""
-    return int(np.unique(np.asarray(expert_ids)).size)
-
-
 @dataclasses.dataclass
 class Case:
     """One model, token count and skew: everything a suite needs to build its calls."""
@@ -129,6 +124,10 @@ class Case:
     def _routings(self) -> list[Routed]:
         return []
 
+    @functools.cached_property
+    def _group_sizes(self) -> dict[int, np.ndarray]:
+        return {}
+
     def routings(self, layers: int) -> list[Routed]:
         """Returns distinct routings, one per layer of a chain."""
         drawn = self._routings
@@ -136,10 +135,20 @@ class Case:
             drawn.append(routed(self._key(100 + i), self.num_tokens, self.model, self.skew))
         return drawn[:layers]
 
+    def group_sizes(self, layers: int) -> np.ndarray:
+        """Returns the rows of each expert in each of those layers: [layers, E]."""
+        if layers not in self._group_sizes:
+            self._group_sizes[layers] = np.stack(
+                [
+                    np.bincount(np.ravel(r.expert_ids), minlength=self.model.num_experts)
+                    for r in self.routings(layers)
+                ]
+            )
+        return self._group_sizes[layers]
+
     def hit(self, layers: int) -> float:
         """Returns the mean number of experts with at least one row over those layers."""
-        counts = [experts_hit(r.expert_ids) for r in self.routings(layers)]
-        return float(np.mean(counts))
+        return float((self.group_sizes(layers) > 0).sum(axis=1).mean())
 
     @property
     def even_hit(self) -> float:

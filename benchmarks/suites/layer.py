@@ -1,7 +1,8 @@
 """Suite `layer`: the whole MoE layer, with and without the router, against what else JAX offers."""
 
+import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,12 +16,17 @@ from benchmarks.models import Layer
 from benchmarks.suites.entry import Entry, chain_length
 
 KN = "jaxmoe[kn]"
+Step = Callable[..., jax.Array]
+Tiles = tuple[jaxmoe.GemmConfig | None, jaxmoe.GemmConfig | None]  # gate-up and down
 _MOST_LAYERS = 16  # of a layer made of many XLA ops, whose compilation takes long
 
 
-def moe_mlp(model: Layer, x: Any, r: Routed, w: Weights, residual: Any) -> jax.Array:
+def moe_mlp(
+    model: Layer, x: Any, r: Routed, w: Weights, residual: Any, config: Tiles | None = None
+) -> jax.Array:
     """Runs jaxmoe's layer with the routing given as data, weights in checkpoint order."""
-    return _call(model, x, jaxmoe.Routing(r.expert_ids, r.weights), w, residual, "nk")
+    routing = jaxmoe.Routing(r.expert_ids, r.weights)
+    return _call(model, x, routing, w, residual, "nk", config)
 
 
 def moe_mlp_kn(model: Layer, x: Any, r: Routed, w: Weights, residual: Any) -> jax.Array:
@@ -35,7 +41,13 @@ def routed_moe_mlp(model: Layer, x: Any, r: Routed, w: Weights, residual: Any) -
 
 
 def _call(
-    model: Layer, x: Any, routing: Any, w: Weights, residual: Any, weight_layout: str
+    model: Layer,
+    x: Any,
+    routing: Any,
+    w: Weights,
+    residual: Any,
+    weight_layout: str,
+    config: Tiles | None = None,
 ) -> jax.Array:
     return jaxmoe.moe_mlp(
         x,
@@ -48,6 +60,7 @@ def _call(
         gate_up=model.gate_up,
         weight_layout=weight_layout,
         residual=residual,
+        config=config,
     )
 
 
@@ -59,52 +72,76 @@ def _tokamax(model: Layer, x: Any, r: Routed, w: Weights, y: Any) -> jax.Array:
     return composed.layer(tokamax_gmm.product, model, x, r.expert_ids, r.weights, w, y)
 
 
-@functools.cache
-def _step(layer: Callable[..., jax.Array], model: Layer) -> Callable[..., jax.Array]:
-    return functools.partial(layer, model)
+@functools.cache  # equal steps share executables
+def step(layer: Step, model: Layer, **options: Any) -> Step:
+    """Returns `layer` for one model: (x, routing, weights, residual) -> y."""
+    return functools.partial(layer, model, **options)
+
+
+def even_work(case: Case) -> bounds.Work:
+    """Returns the work of a layer with the experts that even routing hits."""
+    return bounds.layer(case.model, case.num_tokens, case.even_hit)
+
+
+def layer_entry(
+    case: Case,
+    op: str,
+    impl: str,
+    one: Step,
+    *,
+    layers: int | None = None,
+    sets: Callable[[], Sequence[Weights]] | None = None,
+) -> Entry:
+    """Returns a chain of whole layers.
+
+    Args:
+      one: a layer as `step` returns it.
+      layers: length of the chain; by default what `chain_length` says.
+      sets: draws the weights to cycle through; by default the case's in checkpoint order.
+    """
+    longest = chain_length(even_work(case))
+    layers = longest if layers is None else layers
+    # Experts hit vary from layer to layer; the mean over the longest chain stands for all.
+    hit = case.hit(max(layers, longest))
+    weights = sets or (lambda: case.sets.nk)
+
+    def make(count: int) -> chain.Chain:
+        residual = jnp.array(case.x, copy=True)
+        return chain.dependent(one, residual, case.x, case.routings(count), weights())
+
+    def check() -> float:
+        x, r = case.fresh
+        y = chain.single(one)(x, r, weights()[0], jnp.zeros_like(x))
+        return case.layer_error(y)
+
+    work = bounds.layer(case.model, case.num_tokens, hit)
+    return Entry(op, impl, work, hit, layers, make, check, weight_sets=len(case.sets))
 
 
 def entries(case: Case) -> list[Entry]:
     """Returns the implementations of the layer for one case."""
-    model, num_rows = case.model, case.num_rows
-    # Experts hit vary from layer to layer; the mean over the longest chain stands for all.
-    even = bounds.layer(model, case.num_tokens, case.even_hit)
-    hit = case.hit(chain_length(even))
-    work = bounds.layer(model, case.num_tokens, hit)
+    model, even = case.model, even_work(case)
 
-    def entry(
-        op: str, impl: str, layer: Any, times_floor: float = 1.0, refusal: str | None = None
-    ) -> Entry:
-        step = _step(layer, model)
+    def entry(op: str, impl: str, layer: Step) -> Entry:
+        kn = None if impl == "jaxmoe" else lambda: case.sets
+        return layer_entry(case, op, impl, step(layer, model), sets=kn)
 
-        def sets() -> list[Weights]:
-            return case.sets.nk if impl == "jaxmoe" else case.sets
+    def peer(impl: str, layer: Step, times_floor: float, refusal: str | None) -> Entry:
+        layers = min(chain_length(even, times_floor=times_floor), _MOST_LAYERS)
+        return dataclasses.replace(entry("moe_mlp", impl, layer), layers=layers, refusal=refusal)
 
-        def make(count: int) -> chain.Chain:
-            residual = jnp.array(case.x, copy=True)
-            return chain.dependent(step, residual, case.x, case.routings(count), sets())
-
-        def check() -> float:
-            x, r = case.fresh
-            y = chain.single(step)(x, r, sets()[0], jnp.zeros_like(x))
-            return case.layer_error(y)
-
-        layers = chain_length(even, times_floor=times_floor)
-        if not impl.startswith("jaxmoe"):
-            layers = min(layers, _MOST_LAYERS)
-        return Entry(op, impl, work, hit, layers, make, check, refusal, len(case.sets))
-
+    ours = entry("moe_mlp", "jaxmoe", moe_mlp)
     slow, width = xla_ragged_dot, max(model.hidden, model.intermediate)
     slower = slow.times_floor(even, model.num_experts)
-    too_slow = slow.refusal(work.flops, model.num_experts, num_rows, width)
+    too_slow = slow.refusal(ours.work.flops, model.num_experts, case.num_rows, width)
     out = [
-        entry("moe_mlp", "jaxmoe", moe_mlp),
+        ours,
         entry("moe_mlp", KN, moe_mlp_kn),
         entry("route+moe_mlp", "jaxmoe", routed_moe_mlp),
-        entry("moe_mlp", slow.NAME, _ragged_dot, slower, too_slow),
-        entry("moe_mlp", tokamax_gmm.NAME, _tokamax, 2.0, tokamax_gmm.refusal()),
+        peer(slow.NAME, _ragged_dot, slower, too_slow),
+        peer(tokamax_gmm.NAME, _tokamax, 2.0, tokamax_gmm.refusal()),
     ]
-    if work.compute_heavy(case.ceiling):
-        make = functools.partial(dense.layers, model, num_rows, seed=case.seed)
-        out.append(Entry("moe_mlp", dense.NAME, work, None, chain_length(even), make, None))
+    if ours.work.compute_heavy(case.ceiling):
+        make = functools.partial(dense.layers, model, case.num_rows, seed=case.seed)
+        out.append(Entry("moe_mlp", dense.NAME, ours.work, None, ours.layers, make, None))
     return out
