@@ -3,13 +3,14 @@
 import argparse
 import dataclasses
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
 
 from benchmarks import bounds
 from benchmarks.models import MODELS
-from benchmarks.rows import Row
+from benchmarks.rows import Row, remark
 
 ROOT = Path(__file__).resolve().parent
 BEGIN, END = "<!-- benchmarks:begin -->", "<!-- benchmarks:end -->"
@@ -20,7 +21,8 @@ _MEASURED = (
     ("tokamax", "tokamax"),
     ("torch", "torch_grouped_mm"),
 )
-_TEXT = ("model", "skew", "impl", "regime", "note")  # columns set left
+# Columns set left.
+_TEXT = ("model", "skew", "impl", "regime", "note", "product", "heuristics", "best tile")
 _PEERS = ("FlashInfer", "SonicMoE")
 
 
@@ -61,10 +63,19 @@ def load(folder: Path, peers: Path | None = None) -> Report:
     files = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
     files.sort(key=lambda content: content["header"]["date"])
     newest: dict[tuple[Any, ...], tuple[int, Row]] = {}
+    compared: dict[tuple[Any, ...], int] = {}  # the run that compared tiles last
     for number, content in enumerate(files):
         for values in content["rows"]:
             row = Row.from_json(values)
             newest[_kind(row)] = (number, row)
+            if row.chosen is not None:
+                compared[_kind(row)[:-1]] = number
+    # An older run had tiles that a newer one left out: they do not count.
+    newest = {
+        kind: (number, row)
+        for kind, (number, row) in newest.items()
+        if row.chosen is None or compared[kind[:-1]] == number
+    }
     used = sorted({number for number, _ in newest.values()})
     peer_file = peers or ROOT / f"peers_{folder.name}.json"
     return Report(
@@ -75,7 +86,7 @@ def load(folder: Path, peers: Path | None = None) -> Report:
 
 
 def _kind(row: Row) -> tuple[Any, ...]:
-    keys = ("suite", "op", "model", "tokens", "scheme", "pass_", "impl", "skew", "regime")
+    keys = ("suite", "op", "model", "tokens", "scheme", "pass_", "skew", "regime", "impl")
     return tuple(getattr(row, key) for key in keys)
 
 
@@ -153,6 +164,8 @@ def _origin(runs: list[dict[str, Any]]) -> str:
 def details(report: Report) -> str:
     """Returns a table of every row, by suite and op."""
     parts = ["# Every row", _origin(report.runs)]
+    if body := _tile_rows(report.rows):
+        parts += ["## tiles: the heuristics and the best tile", _TILES_NOTE, _table(_TILES, body)]
     head = ["model", "tokens", "skew", "impl", "regime", "us", "p10", "p90"]
     head += ["TFLOP/s", "TB/s", "TFLOP/J", "floor", "of floor", "vs dense", "error", "note"]
     for suite, op in dict.fromkeys((row.suite, row.op) for row in report.rows):
@@ -161,6 +174,29 @@ def details(report: Report) -> str:
         rows.sort(key=lambda r: (order.index(r.model), r.skew, r.tokens))
         parts += [f"## {suite}: {op}", _table(head, [_detail_row(row) for row in rows])]
     return "\n\n".join(parts) + "\n"
+
+
+_TILES = ["model", "tokens", "skew", "product", "heuristics", "us", "best tile", "us", "within"]
+_TILES_NOTE = (
+    "Microseconds of the whole layer in which only the tile of this product differs, all in one "
+    "run. The best of many is partly luck: a percent or two is no difference."
+)
+
+
+def _tile_rows(rows: list[Row]) -> list[list[str]]:
+    """Returns, for each case and product of suite `tiles`, the tile chosen and the fastest."""
+    out = []
+    timed = [row for row in rows if row.vs_best is not None]
+    timed.sort(key=lambda r: (list(MODELS).index(r.model), r.skew, r.tokens))
+    for chosen in (row for row in timed if row.chosen):
+        same = [row for row in timed if _kind(row)[:-1] == _kind(chosen)[:-1]]
+        best = min(same, key=lambda row: row.vs_best or math.inf)
+        product = chosen.op.removeprefix("moe_mlp/")
+        cells = [chosen.model, str(chosen.tokens), chosen.skew, product]
+        for row in (chosen, best):
+            cells += [row.impl.removeprefix(f"{product} "), _us(row.us)]
+        out.append([*cells, f"{100 * ((chosen.vs_best or math.inf) - 1):.1f} %"])
+    return out
 
 
 def _detail_row(row: Row) -> list[str]:
@@ -181,7 +217,7 @@ def _detail_row(row: Row) -> list[str]:
         cell(row.floor_fraction, ".0%"),
         cell(row.vs_dense, ".2f"),
         cell(row.rel_err, ".1e"),
-        row.reason or "",
+        remark(row),
     ]
 
 

@@ -32,6 +32,8 @@ class Row:
       rel_err: Frobenius error against the float32 reference on sampled tokens.
       experts_hit: experts with at least one row, mean over the layers of the chain.
       vs_dense: `tflops` over that of a dense product of equal FLOPs in the same run and regime.
+      chosen: in suite `tiles`, whether the heuristics choose this tile.
+      vs_best: in suite `tiles`, `us` over that of the fastest tile of the op in the same run.
       layers, weight_sets: length of the chain, and how many distinct weights it cycles through.
       dispatch_us: host time to launch, per layer; the row is host-bound where it reaches `us`.
       us_half_chain: `us` with half as many layers: equal if launching costs nothing.
@@ -58,6 +60,8 @@ class Row:
     skew: str = "uniform"
     regime: str | None = None
     vs_dense: float | None = None
+    chosen: bool | None = None
+    vs_best: float | None = None
     layers: int | None = None
     weight_sets: int | None = None
     dispatch_us: float | None = None
@@ -208,9 +212,10 @@ TITLE = (
 
 def line(row: Row) -> str:
     """Returns a row of the table whose head is `TITLE`."""
+    width = 16 if row.chosen is None else 40  # tiles have long names
     name = (
         f"{row.suite:5s} {row.op:22s} {row.model:13s} {row.tokens:6d} {row.skew:10s} "
-        f"{row.impl:16s} {row.regime or '-':9s} "
+        f"{row.impl:{width}s} {row.regime or '-':9s} "
     )
     if row.us is None:
         return f"{name}{'-':>9s} {row.reason}"
@@ -220,7 +225,16 @@ def line(row: Row) -> str:
         f"{_cell(row.floor_us, '8.1f')} {_cell(row.floor_fraction, '6.1%')} "
         f"{_cell(row.vs_dense, '6.2f')} {_cell(row.rel_err, '8.1e')}"
     )
-    return name + numbers + (f"  {row.reason}" if row.reason else "")
+    return name + numbers + (f"  {text}" if (text := remark(row)) else "")
+
+
+def remark(row: Row) -> str:
+    """Returns what is to be said of a row in words."""
+    parts = ["the heuristics' choice"] if row.chosen else []
+    if row.vs_best is not None:
+        percent = 100 * (row.vs_best - 1)
+        parts.append(f"{percent:.1f} % over the best tile" if percent else "the best tile")
+    return "; ".join(parts + ([row.reason] if row.reason else []))
 
 
 def _cell(value: float | None, spec: str) -> str:

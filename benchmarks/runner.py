@@ -31,6 +31,11 @@ class Settings:
     sustained: bool = True
     cap_s: float = 2.0
 
+    def wants(self, entry: Entry) -> bool:
+        """Whether to run an entry; every tile is jaxmoe's."""
+        impl = entry.impl if entry.chosen is None else "jaxmoe"
+        return self.impls is None or impl in self.impls
+
     def pace(self, compute_heavy: bool) -> timing.Pace:
         """Returns how to time a row: compute-heavy rows need longer pauses and longer bursts."""
         if compute_heavy:
@@ -54,9 +59,7 @@ def measure(suite: str, case: Case, entries: list[Entry], settings: Settings, ou
         )
         if settings.impls is None or "floor" in settings.impls:
             out.add(_floor_row(base, case, chosen[0]))
-        if settings.impls is not None:
-            chosen = [e for e in chosen if e.impl in settings.impls]
-        _measure_op(base, case, chosen, settings, out)
+        _measure_op(base, case, [e for e in chosen if settings.wants(e)], settings, out)
 
 
 def _measure_op(
@@ -66,7 +69,7 @@ def _measure_op(
     chains: dict[str, Chain] = {}
     errors: dict[str, float | None] = {}
     for entry in entries:
-        row = dataclasses.replace(base, impl=entry.impl)
+        row = dataclasses.replace(base, impl=entry.impl, chosen=entry.chosen)
         if entry.refusal is not None:
             out.add(dataclasses.replace(row, reason=entry.refusal))
             continue
@@ -91,12 +94,14 @@ def _measure_op(
         measured = timing.bursts(chains, settings.pace(compute_heavy))
     except Exception as failure:  # noqa: BLE001
         for impl in ready:
-            out.add(dataclasses.replace(base, impl=impl, reason=f"failed: {_first_line(failure)}"))
+            row = dataclasses.replace(base, impl=impl, chosen=ready[impl].chosen)
+            out.add(dataclasses.replace(row, reason=f"failed: {_first_line(failure)}"))
         return
     rows = {
         impl: _row(base, case, ready[impl], measured[impl], "burst", errors[impl]) for impl in ready
     }
     _compare_with_dense(rows)
+    _compare_with_best(rows)
     if case.num_tokens == 1 and "jaxmoe" in ready and measured["jaxmoe"].us < _SHORT_US:
         rows["jaxmoe"].us_half_chain = _half_chain_us(ready["jaxmoe"], settings)
     for row in rows.values():
@@ -133,6 +138,7 @@ def _row(
     row = dataclasses.replace(
         base,
         impl=entry.impl,
+        chosen=entry.chosen,
         regime=regime,
         rel_err=error,
         experts_hit=entry.experts_hit,
@@ -157,6 +163,13 @@ def _compare_with_dense(rows: dict[str, Row]) -> None:
     for row in rows.values():
         if dense is not None and row.tflops and dense.tflops:
             row.vs_dense = row.tflops / dense.tflops
+
+
+def _compare_with_best(rows: dict[str, Row]) -> None:
+    tiles = [row for row in rows.values() if row.chosen is not None and row.us]
+    least = min((row.us or 0.0 for row in tiles), default=0.0)
+    for row in tiles:
+        row.vs_best = (row.us or 0.0) / least
 
 
 def _first_line(failure: Exception) -> str:

@@ -24,6 +24,7 @@ class Entry:
       check: returns the relative error of one call on fresh data; None for a bound.
       refusal: why it is not run, None if it is.
       weight_sets: distinct weights there are to cycle through.
+      chosen: whether the heuristics choose this tile; None where tiles are not compared.
     """
 
     op: str
@@ -35,6 +36,7 @@ class Entry:
     check: Callable[[], float] | None
     refusal: str | None = None
     weight_sets: int | None = None
+    chosen: bool | None = None
 
 
 def chain_length(work: bounds.Work, output_bytes: float = 0.0, times_floor: float = 1.0) -> int:

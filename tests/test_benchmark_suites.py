@@ -1,0 +1,103 @@
+"""Suites that vary jaxmoe's own layer, on a CPU: its tiles, and how many layers there are."""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT))  # behind everything: `jaxmoe` stays the installed one
+
+import jaxmoe  # noqa: E402
+from benchmarks import report, rows, run  # noqa: E402
+from benchmarks.cases import Case, WeightSets  # noqa: E402
+from benchmarks.models import MODELS  # noqa: E402
+from benchmarks.suites import layer, tiles  # noqa: E402
+from jaxmoe._heuristics import mlp_configs  # noqa: E402
+
+
+def _product(mean_rows: float, most_rows: int, gathers: bool = False) -> tiles.Product:
+    chosen = jaxmoe.GemmConfig(128, 8)
+    return tiles.Product("down", 512, mean_rows, most_rows, gathers, chosen)
+
+
+def test_tiles_worth_trying(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {(128, 8, False): 2, (128, 32, False): 2, (128, 128, True): 1, (256, 128, False): 1}
+    monkeypatch.setattr(tiles, "TILES", known)
+
+    def names(product: tiles.Product) -> list[str]:
+        found = [tiles.name(product.name, config) for config in tiles.candidates(product)]
+        assert len(set(found)) == len(found) and found[0] == "down 128x8"
+        return found[1:]
+
+    # fewer than 4 rows an expert: no wide tile; no group of two token tiles: rasters are equal
+    assert names(_product(3.9, 8)) == ["down 128x32"]
+    gathered = names(_product(3.9, 8, gathers=True))
+    assert gathered == ["down 128x8 gather", "down 128x32", "down 128x32 gather"]
+    # 512 outputs are 4 weight tiles of 128: rasters 8 and 0 are the same, and so for 2 of 256
+    assert names(_product(32.0, 40)) == [
+        *("down 128x8 raster=8", "down 128x32", "down 128x32 raster=8"),
+        *("down 128x128 pingpong", "down 256x128"),
+    ]
+    # 129 rows an expert: more than 4 token tiles of 32; the choice is timed all the same
+    wide = ["down 128x128 pingpong", "down 128x128 pingpong raster=8", "down 256x128"]
+    assert names(_product(129.0, 129)) == [*wide, "down 256x128 raster=8"]
+    broad = names(dataclasses.replace(_product(129.0, 129), n=4096))
+    assert broad[-3:] == ["down 256x128", "down 256x128 raster=8", "down 256x128 raster=0"]
+
+
+def test_tiles_are_compared_with_the_choice_of_the_heuristics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: set[layer.Tiles | None] = set()
+
+    def recorded(*args: Any, config: layer.Tiles | None, **options: Any) -> Any:
+        used.add(config)
+        return moe_mlp(*args, config=config, **options)
+
+    moe_mlp = jaxmoe.moe_mlp
+    monkeypatch.setattr(jaxmoe, "moe_mlp", recorded)
+    path = tmp_path / "h200" / "tiles.json"
+    command = "--suite tiles --models odd --tokens 1 --skew uniform --repeats 3 --impl jaxmoe"
+    assert run.main([*command.split(), "--json", str(path)]) == 0
+    case = Case(MODELS["odd"], 1, "uniform", 1, WeightSets())
+    gate_up, down = (tiles.candidates(product) for product in tiles.products(case))
+    assert used == {(c, None) for c in gate_up} | {(None, c) for c in down}
+    assert (gate_up[0], down[0]) == mlp_configs(3, 5)
+    report_rows = report.load(path.parent).rows
+    for product, configs in (("gate_up", gate_up), ("down", down)):
+        mine = {row.impl: row for row in report_rows if row.op == f"moe_mlp/{product}"}
+        assert list(mine) == [tiles.name(product, config) for config in configs]
+        assert [row.chosen for row in mine.values()] == [True] + [False] * (len(configs) - 1)
+        times = [row.us or 0.0 for row in mine.values()]
+        for row in mine.values():
+            assert row.us and row.rel_err is not None and row.rel_err < 1e-2
+            assert row.vs_best == pytest.approx(row.us / min(times), rel=1e-3)
+
+
+def test_report_says_how_far_the_heuristics_are_from_the_best_tile(tmp_path: Path) -> None:
+    def write(date: str, times: dict[str, float]) -> None:
+        base = rows.Row("tiles", "moe_mlp/down", "odd", 8, "bf16", "forward", "", regime="burst")
+        found = [
+            dataclasses.replace(
+                base,
+                impl=f"down {tile}",
+                us=us,
+                vs_best=us / min(times.values()),
+                chosen=tile == "128x8",
+            ).to_json()
+            for tile, us in times.items()
+        ]
+        header = dict.fromkeys(("device", "driver", "cuda", "jax", "commit", "command"), "x")
+        (tmp_path / f"{date}.json").write_text(
+            json.dumps({"header": header | {"date": date}, "rows": found})
+        )
+
+    write("2026-01-01", {"128x8": 10.0, "128x16": 9.0, "old": 5.0})
+    write("2026-02-01", {"128x8": 12.0, "128x16": 11.0})
+    text = report.details(report.load(tmp_path))
+    assert "| odd | 8 | uniform | down | 128x8 | 12.0 | 128x16 | 11.0 | 9.1 % |" in text
+    assert "the heuristics' choice; 9.1 % over the best tile |" in text and "old" not in text
