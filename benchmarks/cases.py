@@ -16,6 +16,7 @@ DTYPE = jnp.bfloat16
 SCHEME = "bf16"
 WEIGHT_BYTES = 32 * 2**30  # device memory for all distinct layers of a model, in each layout
 MAX_WEIGHT_SETS = 8
+_STACK_SHARE = 0.5  # of the device's memory; another `WEIGHT_BYTES` lie there already
 SAMPLED_TOKENS = 16
 _NEVER = -1e6  # log-probability of an expert that is not in use; finite, as a router's logits are
 
@@ -35,8 +36,7 @@ class WeightSets(list[Weights]):
     @functools.cached_property
     def nk(self) -> list[Weights]:
         """The same layers in checkpoint order, [E, 2I, H] and [E, H, I]."""
-        turn = jax.jit(lambda a: jax.lax.map(lambda one: one.T, a))
-        return [w._replace(w_gate_up=turn(w.w_gate_up), w_down=turn(w.w_down)) for w in self]
+        return [_turned(w) for w in self]
 
 
 class Routed(NamedTuple):
@@ -45,6 +45,20 @@ class Routed(NamedTuple):
     expert_ids: jax.Array
     weights: jax.Array
     logits: jax.Array
+
+
+@jax.jit
+def _turned(w: Weights) -> Weights:
+    def turn(a: jax.Array) -> jax.Array:
+        return jax.lax.map(lambda one: one.T, a)
+
+    return w._replace(w_gate_up=turn(w.w_gate_up), w_down=turn(w.w_down))
+
+
+def stack_size(model: Layer, layers: int, device: Any) -> int:
+    """Returns how many distinct layers of a stack to hold, at most `layers`."""
+    memory = (device.memory_stats() or {}).get("bytes_limit", WEIGHT_BYTES)
+    return max(1, min(layers, int(_STACK_SHARE * memory) // layer_bytes(model)))
 
 
 def weight_sets(model: Layer, seed: int) -> WeightSets:
@@ -177,6 +191,18 @@ class Case:
         rng = np.random.default_rng(self.seed)
         some = rng.integers(0, self.num_tokens, SAMPLED_TOKENS - 2)
         return np.unique(np.concatenate([[0, self.num_tokens - 1], some]))
+
+    def stack(self, count: int) -> list[Weights]:
+        """Returns distinct layers in checkpoint order, those of `sets` first."""
+        if len(self._stack) != count:
+            own = self.sets.nk[:count]
+            keys = jax.random.split(self._key(3), count - len(own))
+            self._stack[:] = own + [_turned(_layer_weights(key, self.model)) for key in keys]
+        return self._stack
+
+    @functools.cached_property
+    def _stack(self) -> list[Weights]:
+        return []
 
     def _key(self, stream: int) -> jax.Array:
         key = jax.random.key(self.seed)

@@ -11,6 +11,7 @@ from typing import Any
 from benchmarks import bounds
 from benchmarks.models import MODELS
 from benchmarks.rows import Row, remark
+from benchmarks.suites.stack import CHAIN
 
 ROOT = Path(__file__).resolve().parent
 BEGIN, END = "<!-- benchmarks:begin -->", "<!-- benchmarks:end -->"
@@ -168,6 +169,8 @@ def details(report: Report) -> str:
         parts += ["## tiles: the heuristics and the best tile", _TILES_NOTE, _table(_TILES, body)]
     head = ["model", "tokens", "skew", "impl", "regime", "us", "p10", "p90"]
     head += ["TFLOP/s", "TB/s", "TFLOP/J", "floor", "of floor", "vs dense", "error", "note"]
+    if body := _stack_rows(report.rows):
+        parts += ["## stack: 48 layers in one program", _STACK_NOTE, _table(_STACK, body)]
     for suite, op in dict.fromkeys((row.suite, row.op) for row in report.rows):
         rows = [row for row in report.rows if (row.suite, row.op) == (suite, op)]
         order = list(MODELS)
@@ -196,6 +199,26 @@ def _tile_rows(rows: list[Row]) -> list[list[str]]:
         for row in (chosen, best):
             cells += [row.impl.removeprefix(f"{product} "), _us(row.us)]
         out.append([*cells, f"{100 * ((chosen.vs_best or math.inf) - 1):.1f} %"])
+    return out
+
+
+_STACK = ["model", "tokens", "skew", "layers", "weight sets", "us a layer", "chain", "to chain"]
+_STACK_NOTE = (
+    "*chain*: microseconds a layer as suite `layer` measures it, with fewer weight sets, in the "
+    "same run."
+)
+
+
+def _stack_rows(rows: list[Row]) -> list[list[str]]:
+    """Returns the time a layer of each stack next to that of suite `layer`'s chain."""
+    timed = [row for row in rows if row.suite == "stack" and row.us]
+    chains = {_kind(row)[:-1]: row for row in timed if row.impl == CHAIN}
+    out = []
+    for row in (row for row in timed if row.impl == "jaxmoe"):
+        other = chains.get(_kind(row)[:-1])
+        counts = [str(value) for value in (row.tokens, row.skew, row.layers, row.weight_sets)]
+        ratio = f"{row.us / other.us:.2f}" if row.us and other and other.us else "-"
+        out.append([row.model, *counts, _us(row.us), _us(other and other.us), ratio])
     return out
 
 

@@ -7,18 +7,18 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from benchmarks import cases, rows, runner
 from benchmarks.baselines import dense, tokamax_gmm, torch_grouped_mm, xla_ragged_dot
 from benchmarks.models import DEFAULT_MODELS, DEFAULT_SKEWS, DEFAULT_TOKENS, MODELS, SKEWS
-from benchmarks.suites import SUITES
+from benchmarks.suites import GRIDS, SUITES, stack
 from jaxmoe import _targets
 
 _PEERS = (xla_ragged_dot, tokamax_gmm, torch_grouped_mm, dense)
-_IMPLS = ("jaxmoe", "jaxmoe[kn]", *(peer.NAME for peer in _PEERS), "floor")
+_IMPLS = ("jaxmoe", "jaxmoe[kn]", stack.CHAIN, *(peer.NAME for peer in _PEERS), "floor")
 _MEMORY = "0.92"  # part of the GPU's memory; JAX's own default leaves a quarter unused
 
 
@@ -32,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     if device.platform != "gpu" and args.models is None:
         print("No GPU: choose shapes that a CPU can hold, as --models odd,clamped --tokens 8.")
         return 2
-    models, tokens, skews = grid(args)
+    planned = plan(args)
     head = rows.header(device.device_kind, args.commit)
     head["kernels"] = _targets.why_not() or "cuda"
     out = rows.Results(head, args.json, start)
@@ -47,19 +47,17 @@ def main(arguments: list[str] | None = None) -> int:
         sustained=not args.quick,
         cap_s=1.0 if args.quick else 2.0,
     )
-    suites: list[str] = args.suite
-    total, done, not_run = len(models) * len(suites) * len(tokens) * len(skews), 0, []
-    for name in models:
+    not_run: list[str] = []
+    for name, group in itertools.groupby(enumerate(planned, 1), lambda item: item[1].model):
         sets: list[Any] | None = None
-        for suite, num_tokens, skew in itertools.product(suites, tokens, skews):
-            done += 1
-            out.progress = f"{done}/{total}"
+        for number, (suite, _, num_tokens, skew) in group:
+            out.progress = f"{number}/{len(planned)}"
             if args.budget_s is not None and out.elapsed_s > args.budget_s:
                 not_run.append(f"{suite} {name} T={num_tokens} {skew}")
                 continue
             if sets is None:
                 sets = cases.weight_sets(MODELS[name], args.seed)
-            case = cases.Case(MODELS[name], num_tokens, skew, args.seed + done, sets)
+            case = cases.Case(MODELS[name], num_tokens, skew, args.seed + number, sets)
             runner.measure(suite, case, SUITES[suite](case), settings, out)
             del case
             gc.collect()
@@ -110,22 +108,36 @@ def _names(text: str) -> list[str]:
     return [part for part in text.split(",") if part]
 
 
-def grid(args: argparse.Namespace) -> tuple[list[str], list[int], list[str]]:
-    """Returns the models, numbers of tokens and skews to run."""
+class Planned(NamedTuple):
+    """One case to come."""
+
+    suite: str
+    model: str
+    tokens: int
+    skew: str
+
+
+def plan(args: argparse.Namespace) -> list[Planned]:
+    """Returns what to run, model by model, so that weights are drawn once."""
     few = args.quick
-    models: list[str] = args.models or list(DEFAULT_MODELS)
-    tokens: list[int] = args.tokens or list((1, 64, 4096) if few else DEFAULT_TOKENS)
-    skews: list[str] = args.skew or list(DEFAULT_SKEWS[:1] if few else DEFAULT_SKEWS)
-    return models, tokens, skews
+    skews = args.skew or (DEFAULT_SKEWS[:1] if few else DEFAULT_SKEWS)
+    usual = (DEFAULT_MODELS, (1, 64, 4096) if few else DEFAULT_TOKENS)
+    planned: list[Planned] = []
+    for suite in args.suite:
+        models, tokens = GRIDS.get(suite, usual)
+        grid = itertools.product(args.models or models, args.tokens or tokens, skews)
+        planned += [Planned(suite, *case) for case in grid]
+    models = list(dict.fromkeys(case.model for case in planned))
+    return sorted(planned, key=lambda case: models.index(case.model))
 
 
 def _torch_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Rows of the PyTorch layer, measured in its own process."""
     wanted = args.impl is None or torch_grouped_mm.NAME in args.impl
-    if args.quick or not wanted or "layer" not in args.suite:
+    layers = [case[1:] for case in plan(args) if case.suite == "layer"]
+    if args.quick or not wanted or not layers:
         return []
-    models, tokens, skews = grid(args)
-    return torch_grouped_mm.run_apart(models, tokens, skews, args.repeats or 20, args.seed)
+    return torch_grouped_mm.run_apart(layers, args.repeats or 20, args.seed)
 
 
 if __name__ == "__main__":

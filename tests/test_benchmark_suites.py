@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -13,9 +14,15 @@ sys.path.append(str(ROOT))  # behind everything: `jaxmoe` stays the installed on
 
 import jaxmoe  # noqa: E402
 from benchmarks import report, rows, run  # noqa: E402
-from benchmarks.cases import Case, WeightSets  # noqa: E402
-from benchmarks.models import MODELS  # noqa: E402
-from benchmarks.suites import layer, tiles  # noqa: E402
+from benchmarks.cases import (  # noqa: E402
+    Case,
+    WeightSets,
+    relative_error,
+    stack_size,
+    weight_sets,
+)
+from benchmarks.models import DEFAULT_MODELS, MODELS  # noqa: E402
+from benchmarks.suites import SUITES, layer, stack, tiles  # noqa: E402
 from jaxmoe._heuristics import mlp_configs  # noqa: E402
 
 
@@ -101,3 +108,55 @@ def test_report_says_how_far_the_heuristics_are_from_the_best_tile(tmp_path: Pat
     text = report.details(report.load(tmp_path))
     assert "| odd | 8 | uniform | down | 128x8 | 12.0 | 128x16 | 11.0 | 9.1 % |" in text
     assert "the heuristics' choice; 9.1 % over the best tile |" in text and "old" not in text
+
+
+def test_a_stack_adds_up_layers_of_distinct_weights() -> None:
+    model = MODELS["odd"]
+    case = Case(model, 2, "uniform", 0, WeightSets(weight_sets(model, 0)[:3]))
+    weights = case.stack(stack.LAYERS)
+    assert len(weights) == 48 and case.stack(48)[5] is weights[5]
+    assert np.array_equal(weights[2].w_down, np.swapaxes(case.sets[2].w_down, 1, 2))
+    firsts = np.stack([np.ravel(w.w_down)[:8] for w in weights])
+    assert len(np.unique(firsts, axis=0)) == 48
+    entry = next(e for e in SUITES["stack"](case) if e.impl == "jaxmoe")
+    chained = entry.make(4)
+    chained.launch(1)
+    one = layer.step(layer.moe_mlp, model)
+    y = case.x
+    for r, w in zip(case.routings(4), weights, strict=False):
+        y = one(case.x, r, w, y)
+    summed = chained._state  # pyright: ignore[reportPrivateUsage]
+    assert relative_error(summed, y) < 1e-2
+
+
+def test_a_stack_fits_in_half_of_the_memory() -> None:
+    class Device:
+        def __init__(self, limit: int):
+            self._limit = limit
+
+        def memory_stats(self) -> dict[str, int]:
+            return {"bytes_limit": self._limit}
+
+    qwen3 = MODELS["qwen3-30b-a3b"]  # 1.208 GB a layer
+    assert stack_size(qwen3, 48, Device(130 * 10**9)) == 48
+    assert stack_size(qwen3, 48, Device(72 * 10**9)) == 29
+    assert stack_size(qwen3, 48, Device(10**9)) == 1
+
+
+def test_a_stack_runs_next_to_the_chain_of_suite_layer(tmp_path: Path) -> None:
+    path = tmp_path / "h200" / "stack.json"
+    command = "--suite stack --models odd --tokens 8 --skew uniform --repeats 3"
+    assert run.main([*command.split(), "--json", str(path)]) == 0
+    loaded = report.load(path.parent)
+    timed = {row.impl: row for row in loaded.rows if row.us}
+    ours, chain = timed["jaxmoe"], timed[stack.CHAIN]
+    assert (ours.layers, ours.weight_sets, chain.layers, chain.weight_sets) == (48, 48, 2, 2)
+    flops = 2 * 24 * 40 * (48 + 24)  # 24 rows, H 40, 2I 48, I 24: of one layer
+    assert ours.us and ours.tflops == pytest.approx(flops / ours.us * 1e-6, rel=1e-3)
+    assert "| odd | 8 | uniform | 48 | 48 | " in report.details(loaded)
+    plain = run.plan(run.parse(["--suite", "stack,layer"]))
+    stacks = {(case.model, case.tokens) for case in plain if case.suite == "stack"}
+    assert stacks == {("qwen3-30b-a3b", 1), ("qwen3-30b-a3b", 8)}
+    assert len({case.model for case in plain}) == len(DEFAULT_MODELS)
+    order = [case.model for case in plain]
+    assert order == sorted(order, key=list(dict.fromkeys(order)).index)

@@ -100,10 +100,11 @@ def test_one_expert_and_unused_leave_experts_without_rows() -> None:
 
 
 def test_plain_runs_draw_uniform_and_zipf() -> None:
-    plain = run.parse(["--suite", "layer"])
-    assert run.grid(plain)[2] == ["uniform", "zipf"]
-    chosen = run.parse(["--suite", "layer", "--skew", "one_expert,unused"])
-    assert run.grid(chosen)[2] == ["one_expert", "unused"]
+    plain = run.plan(run.parse(["--suite", "layer"]))
+    assert [case.skew for case in plain[:2]] == ["uniform", "zipf"]
+    assert len(set(plain)) == len(plain) == len(DEFAULT_MODELS) * len(DEFAULT_TOKENS) * 2
+    chosen = run.plan(run.parse(["--suite", "layer", "--skew", "one_expert,unused"]))
+    assert {case.skew for case in chosen} == {"one_expert", "unused"}
 
 
 def test_chains_are_long_enough_to_hide_launches_and_short_enough_for_a_burst() -> None:

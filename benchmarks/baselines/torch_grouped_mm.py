@@ -21,11 +21,8 @@ _SAMPLED = 16
 _TIMEOUT_S = 300
 
 
-def run_apart(
-    models: list[str], tokens: list[int], skews: list[str], repeats: int, seed: int
-) -> list[dict[str, Any]]:
-    """Measures in a child process and returns its rows; rows with a reason where there is none."""
-    cases = list(itertools.product(models, tokens, skews))
+def run_apart(cases: list[tuple[str, int, str]], repeats: int, seed: int) -> list[dict[str, Any]]:
+    """Measures (model, tokens, skew) in a child process; gives a reason for each missing row."""
     if importlib.util.find_spec("torch") is None:
         return [_absent(*case, "not run: torch is not installed") for case in cases]
     request = {"cases": cases, "repeats": repeats, "seed": seed}

@@ -3,11 +3,17 @@
 from collections.abc import Callable
 
 from benchmarks.cases import Case
-from benchmarks.suites import layer, ops, tiles
+from benchmarks.suites import layer, ops, stack, tiles
 from benchmarks.suites.entry import Entry
 
 SUITES: dict[str, Callable[[Case], list[Entry]]] = {
     "layer": layer.entries,
     "ops": ops.entries,
     "tiles": tiles.entries,
+    "stack": stack.entries,
+}
+
+# Models and numbers of tokens of a plain run, where a suite is not about all of them.
+GRIDS: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
+    "stack": (stack.DEFAULT_MODELS, stack.DEFAULT_TOKENS),
 }
