@@ -18,14 +18,19 @@ def test_tiles_are_the_instantiated_ones():
     assert built == _heuristics.TILES
 
 
-@pytest.mark.parametrize("num_experts", (1, 8, 40, 128, 160, 256, 384, 512))
+@pytest.mark.parametrize("num_experts", (0, 1, 8, 40, 128, 160, 256, 384, 512))
 @pytest.mark.parametrize("top_k", (1, 2, 8, 22))
-def test_every_choice_exists(num_experts, top_k):
-    for exponent in range(17):
-        up, down = _heuristics.mlp_configs(2**exponent * top_k, num_experts)
-        for config in (up, down):
+def test_every_choice_is_legal(num_experts, top_k):
+    around = {2**exponent + step for exponent in range(21) for step in (-1, 0, 1)}
+    for num_tokens in around:
+        rows = num_tokens * top_k
+        alone = _heuristics.gmm_config(rows, num_experts)
+        up, down = _heuristics.mlp_configs(rows, num_experts)
+        for config in (alone, up, down):
             assert (config.weight_tile, config.token_tile, config.pingpong) in _heuristics.TILES
-        assert not down.gather
+            assert config.raster >= 0
+        # only the gate-up product has an index to fetch rows by
+        assert not alone.gather and not down.gather
 
 
 def test_a_tile_holds_the_rows_most_groups_have():
