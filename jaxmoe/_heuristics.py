@@ -11,20 +11,21 @@ import math
 from jaxmoe import _checks
 from jaxmoe.plan import plan_scratch_size
 
-# (weight_tile, token_tile, pingpong) of every kernel in csrc/moe_gemm/moe_gemm.cuh, with the CTAs
+# (weight_tile, token_tile, cluster) of every kernel in csrc/moe_gemm/moe_gemm.cuh, with the CTAs
 # that share an SM. Tiles of 128 weight rows by up to 32 tokens are for reading weights (two CTAs
 # an SM); the others hold a whole SM's registers in accumulators.
-TILES: dict[tuple[int, int, bool], int] = {
-    (128, 8, False): 2,
-    (128, 16, False): 2,
-    (128, 32, False): 2,
-    (128, 192, False): 1,
-    (128, 128, True): 1,
-    (256, 128, False): 1,
+TILES: dict[tuple[int, int, int], int] = {
+    (128, 8, 1): 2,
+    (128, 16, 1): 2,
+    (128, 32, 1): 2,
+    (128, 192, 1): 1,
+    (256, 128, 1): 1,
+    (256, 160, 2): 1,
 }
 
-# Fetching rows of x through the index beats a copy into expert order while a tile has few of them.
-_MAX_GATHERED_ROWS = 128
+# What fetching rows of x through the index costs grows with the products made of a row, what a copy
+# into expert order costs does not; the tile of 128 x 192 fetches twice as often as the larger ones.
+_MAX_GATHER_INTERMEDIATE = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,34 +35,33 @@ class GemmConfig:
     Args:
       weight_tile: Weight rows (output features, gate and up counted separately) per tile.
       token_tile: Rows of one group per tile.
-      pingpong: Two consumer warpgroups work on alternate tiles instead of on one.
+      cluster: CTAs that read each weight tile once between them, `token_tile` rows each.
       raster: Weight tiles per panel of the tile order, 0 for all. 1 keeps the token tiles that
         share a weight tile adjacent in time; larger panels let many token tiles share X.
       gather: The gate-up GEMM fetches rows of x by index instead of reading a permuted copy.
 
     Raises:
-      TypeError: a tile or raster that is no integer, a flag that is no bool.
+      TypeError: a tile, cluster or raster that is no integer, a gather that is no bool.
       ValueError: no kernel has this tile, or a negative number.
     """
 
     weight_tile: int
     token_tile: int
-    pingpong: bool = False
+    cluster: int = 1
     raster: int = 1
     gather: bool = False
 
     def __post_init__(self) -> None:
         op = "GemmConfig"
-        for name in ("weight_tile", "token_tile", "raster"):
+        for name in ("weight_tile", "token_tile", "cluster", "raster"):
             _checks.check_int(op, name, getattr(self, name), 0)
-        for name in ("pingpong", "gather"):
-            if not isinstance(value := getattr(self, name), bool):
-                raise TypeError(_checks.message(op, f"{name} must be a bool", **{name: value}))
-        tile = (self.weight_tile, self.token_tile, self.pingpong)
+        if not isinstance(self.gather, bool):
+            raise TypeError(_checks.message(op, "gather must be a bool", gather=self.gather))
+        tile = (self.weight_tile, self.token_tile, self.cluster)
         if tile not in TILES:
             allowed = ", ".join(map(str, TILES))
             raise ValueError(
-                f"jaxmoe.GemmConfig: (weight_tile, token_tile, pingpong)={tile} must be one of "
+                f"jaxmoe.GemmConfig: (weight_tile, token_tile, cluster)={tile} must be one of "
                 f"{allowed}."
             )
 
@@ -76,19 +76,23 @@ def gmm_config(num_rows: int, num_groups: int) -> GemmConfig:
     for token_tile in (8, 16, 32):
         if usual <= token_tile:
             return GemmConfig(128, token_tile)
-    if 128 < usual <= 192:
+    if usual <= 128:
+        return GemmConfig(256, 128)
+    if usual <= 192:
         return GemmConfig(128, 192)
-    # With 16 token tiles or more a group, panels of weight tiles share X in L2.
-    return GemmConfig(256, 128, raster=8 if num_rows >= 16 * 128 * num_groups else 1)
+    # With very many token tiles a group, panels of weight tiles share X in L2.
+    return GemmConfig(256, 160, cluster=2, raster=8 if num_rows >= 2048 * num_groups else 1)
 
 
-def mlp_configs(num_rows: int, num_experts: int) -> tuple[GemmConfig, GemmConfig]:
+def mlp_configs(
+    num_rows: int, num_experts: int, intermediate: int
+) -> tuple[GemmConfig, GemmConfig]:
     """Tiles of the gate-up and down GEMMs of the fused layer.
 
     `num_experts` is the number of experts that the rows are routed over, local or not.
     """
     down = gmm_config(num_rows, num_experts)
-    gather = _usual_rows(num_rows, num_experts) <= _MAX_GATHERED_ROWS
+    gather = down.token_tile != 192 or intermediate <= _MAX_GATHER_INTERMEDIATE
     return dataclasses.replace(down, gather=gather), down
 
 

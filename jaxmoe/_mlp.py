@@ -155,7 +155,7 @@ def _drop_empty(args: Any, dims: Any) -> tuple[list[Any], list[int | None]]:
 def _configs(avals: Any, params: dict[str, Any]) -> tuple[Any, Any]:
     """Returns the tiles of the two products: the ones asked for, else chosen from the shapes."""
     _, expert_ids, *_ = avals
-    chosen = mlp_configs(expert_ids.size, params["num_experts"])
+    chosen = mlp_configs(expert_ids.size, params["num_experts"], _intermediate(avals, params))
     first, second = params["config"] or (None, None)
     return first or chosen[0], second or chosen[1]
 

@@ -32,7 +32,7 @@ def _product(mean_rows: float, most_rows: int, gathers: bool = False) -> tiles.P
 
 
 def test_tiles_worth_trying(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = {(128, 8, False): 2, (128, 32, False): 2, (128, 128, True): 1, (256, 128, False): 1}
+    known = {(128, 8, 1): 2, (128, 32, 1): 2, (256, 128, 1): 1, (256, 160, 2): 1}
     monkeypatch.setattr(tiles, "TILES", known)
 
     def names(product: tiles.Product) -> list[str]:
@@ -47,13 +47,14 @@ def test_tiles_worth_trying(monkeypatch: pytest.MonkeyPatch) -> None:
     # 512 outputs are 4 weight tiles of 128: rasters 8 and 0 are the same, and so for 2 of 256
     assert names(_product(32.0, 40)) == [
         *("down 128x8 raster=8", "down 128x32", "down 128x32 raster=8"),
-        *("down 128x128 pingpong", "down 256x128"),
+        *("down 256x128", "down 256x160 cluster=2"),
     ]
-    # 129 rows an expert: more than 4 token tiles of 32; the choice is timed all the same
-    wide = ["down 128x128 pingpong", "down 128x128 pingpong raster=8", "down 256x128"]
-    assert names(_product(129.0, 129)) == [*wide, "down 256x128 raster=8"]
+    # 129 rows an expert: more than 4 token tiles of 32; the choice is timed all the same. The two
+    # CTAs of a cluster hold them all.
+    wide = ["down 256x128", "down 256x128 raster=8"]
+    assert names(_product(129.0, 129)) == [*wide, "down 256x160 cluster=2"]
     broad = names(dataclasses.replace(_product(129.0, 129), n=4096))
-    assert broad[-3:] == ["down 256x128", "down 256x128 raster=8", "down 256x128 raster=0"]
+    assert broad == [*wide, "down 256x128 raster=0", "down 256x160 cluster=2"]
 
 
 def test_tiles_are_compared_with_the_choice_of_the_heuristics(
@@ -73,7 +74,7 @@ def test_tiles_are_compared_with_the_choice_of_the_heuristics(
     case = Case(MODELS["odd"], 1, "uniform", 1, WeightSets())
     gate_up, down = (tiles.candidates(product) for product in tiles.products(case))
     assert used == {(c, None) for c in gate_up} | {(None, c) for c in down}
-    assert (gate_up[0], down[0]) == mlp_configs(3, 5)
+    assert (gate_up[0], down[0]) == mlp_configs(3, 5, MODELS["odd"].intermediate)
     report_rows = report.load(path.parent).rows
     for product, configs in (("gate_up", gate_up), ("down", down)):
         mine = {row.impl: row for row in report_rows if row.op == f"moe_mlp/{product}"}

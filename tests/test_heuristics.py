@@ -13,8 +13,8 @@ KERNEL_TABLE = pathlib.Path(__file__).parents[1] / "csrc" / "moe_gemm" / "moe_ge
 
 def test_tiles_are_the_instantiated_ones():
     text = KERNEL_TABLE.read_text(encoding="utf-8")
-    rows = re.findall(r"JAXMOE_TILE\((\d+), (\d+), \d+, (k\w+), (\d)\)", text)
-    built = {(int(wt), int(tt), split == "kPingpong"): int(ctas) for wt, tt, split, ctas in rows}
+    rows = re.findall(r"JAXMOE_TILE\((\d+), (\d+), \d+, k\w+, (\d), (\d)\)", text)
+    built = {(int(wt), int(tt), int(cluster)): int(ctas) for wt, tt, ctas, cluster in rows}
     assert built == _heuristics.TILES
 
 
@@ -25,18 +25,18 @@ def test_every_choice_is_legal(num_experts, top_k):
     for num_tokens in around:
         rows = num_tokens * top_k
         alone = _heuristics.gmm_config(rows, num_experts)
-        up, down = _heuristics.mlp_configs(rows, num_experts)
+        up, down = _heuristics.mlp_configs(rows, num_experts, 768)
         for config in (alone, up, down):
-            assert (config.weight_tile, config.token_tile, config.pingpong) in _heuristics.TILES
+            assert (config.weight_tile, config.token_tile, config.cluster) in _heuristics.TILES
             assert config.raster >= 0
         # only the gate-up product has an index to fetch rows by
         assert not alone.gather and not down.gather
 
 
 def test_a_tile_holds_the_rows_most_groups_have():
-    for mean in (1, 4, 16, 40, 100, 120, 150):
+    for mean in (1, 4, 16, 40, 100, 120, 150, 256):
         config = _heuristics.gmm_config(mean * 128, 128)
-        assert config.token_tile >= mean
+        assert config.token_tile * config.cluster >= mean
 
 
 def test_attributes_are_integers():
@@ -44,7 +44,7 @@ def test_attributes_are_integers():
     assert attrs == {
         "weight_tile": 256,
         "token_tile": 128,
-        "pingpong": 0,
+        "cluster": 1,
         "raster": 8,
         "gather": 0,
     }
@@ -55,9 +55,9 @@ def test_attributes_are_integers():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     (
-        ((100, 8), r"\(weight_tile, token_tile, pingpong\)=\(100, 8, False\) must be one of"),
-        ((128, 8, True), r"\(128, 8, True\) must be one of"),
-        ((128, 8, False, -1), r"raster=-1 must be at least 0"),
+        ((100, 8), r"\(weight_tile, token_tile, cluster\)=\(100, 8, 1\) must be one of"),
+        ((128, 8, 2), r"\(128, 8, 2\) must be one of"),
+        ((128, 8, 1, -1), r"raster=-1 must be at least 0"),
     ),
 )
 def test_unknown_tiles_are_refused(arguments, message):
@@ -72,7 +72,7 @@ def test_unknown_tiles_are_refused(arguments, message):
         ({"token_tile": "8"}, "token_tile: '8'"),
         ({"raster": "a"}, "raster: 'a'"),
         ({"raster": True}, "raster: True"),
-        ({"pingpong": 1}, "pingpong: 1"),
+        ({"cluster": 2.0}, "cluster: 2.0"),
         ({"gather": "yes"}, "gather: 'yes'"),
     ),
 )

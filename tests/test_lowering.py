@@ -93,14 +93,14 @@ def test_moe_mlp_is_one_call_with_these_attributes():
         "gemm1": {
             "weight_tile": "128:i64",
             "token_tile": "16:i64",
-            "pingpong": "0:i64",
+            "cluster": "1:i64",
             "raster": "2:i64",
             "gather": "1:i64",
         },
         "gemm2": {
             "weight_tile": "256:i64",
             "token_tile": "128:i64",
-            "pingpong": "0:i64",
+            "cluster": "1:i64",
             "raster": "8:i64",
             "gather": "0:i64",
         },
@@ -129,7 +129,7 @@ def test_optional_operands_of_moe_mlp_are_passed():
 
 def test_grouped_gemm_call():
     args = (struct(10, 24), struct(E, 40, 24), struct(E, dtype=I32))
-    config = GemmConfig(128, 128, pingpong=True, raster=0, gather=True)
+    config = GemmConfig(256, 160, cluster=2, raster=0, gather=True)
     text = cuda_text(
         lambda *a: grouped_gemm(
             *a,
@@ -146,9 +146,9 @@ def test_grouped_gemm_call():
         {
             "weight_layout": "1:i64",
             "config": {
-                "weight_tile": "128:i64",
-                "token_tile": "128:i64",
-                "pingpong": "1:i64",
+                "weight_tile": "256:i64",
+                "token_tile": "160:i64",
+                "cluster": "2:i64",
                 "raster": "0:i64",
                 "gather": "0:i64",  # rows are in order already
             },

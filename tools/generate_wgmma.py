@@ -1,12 +1,12 @@
 """Writes csrc/moe_gemm/wgmma_shapes.cuh: the wgmma shapes that CUTLASS's light headers lack.
 
-CUTLASS keeps N = 48, 80, 112 in an extension header that takes half a minute to parse. Run from
+CUTLASS keeps most shapes in an extension header that takes half a minute to parse. Run from
 the repository root: python tools/generate_wgmma.py
 """
 
 import pathlib
 
-SHAPES = (48, 80, 112)
+SHAPES = (48, 80, 112, 144, 160)
 TYPES = (("F32BF16BF16", "bf16"), ("F32F16F16", "f16"))
 
 HEADER = """\

@@ -54,7 +54,7 @@ def products(case: Case) -> tuple[Product, Product]:
     model = case.model
     sizes = case.group_sizes(chain_length(layer.even_work(case)))
     mean, most = float(sizes[sizes > 0].mean()), int(sizes.max())
-    gate_up, down = mlp_configs(case.num_rows, model.num_experts)
+    gate_up, down = mlp_configs(case.num_rows, model.num_experts, model.intermediate)
     return (
         Product("gate_up", model.width, mean, most, True, gate_up),
         Product("down", model.hidden, mean, most, False, down),
@@ -83,7 +83,8 @@ def _kernel(product: Product, config: jaxmoe.GemmConfig) -> jaxmoe.GemmConfig:
     """Returns the same for configurations that make the device do the same."""
     weight_tiles = -(-product.n // config.weight_tile)
     raster = min(config.raster or weight_tiles, weight_tiles)
-    if product.most_rows <= config.token_tile:  # a group's only token tile meets each weight tile
+    # A group's only token tile meets each weight tile once, in whatever order.
+    if product.most_rows <= config.token_tile * config.cluster:
         raster = 0
     return dataclasses.replace(config, raster=raster)
 

@@ -28,17 +28,19 @@ __device__ __forceinline__ void GridDependencyLaunch() {
 }
 
 // Launches `kernel`; with `pdl` it may start before the previous kernel of the stream has finished.
+// `cluster` neighbouring blocks run on neighbouring SMs at the same time.
 // NOTE: the first launch of an FFI handler must not have `pdl`: what it reads was written, and the
 // scratch it writes was read, by kernels of which nothing is known, and later launches rely on it
 // (a GEMM reads weights before its wait, and groups written two launches back).
 template <typename... KernelArgs, typename... Args>
-cudaError_t LaunchKernel(void (*kernel)(KernelArgs...),
-                         dim3 grid,
-                         dim3 block,
-                         size_t smem_bytes,
-                         cudaStream_t stream,
-                         bool pdl,
-                         Args&&... args) {
+cudaError_t LaunchClusters(void (*kernel)(KernelArgs...),
+                           dim3 grid,
+                           dim3 block,
+                           int cluster,
+                           size_t smem_bytes,
+                           cudaStream_t stream,
+                           bool pdl,
+                           Args&&... args) {
   // More than 48 KiB, static shared memory included, must be asked for.
   constexpr size_t kDefaultSmemBytes = 40 * 1024;
   if (smem_bytes > kDefaultSmemBytes) {
@@ -49,19 +51,38 @@ cudaError_t LaunchKernel(void (*kernel)(KernelArgs...),
   // a large L1 the blocks of a GEMM (up to 227 KiB) could not start beside a kernel's last ones.
   JAXMOE_RETURN_IF_CUDA_ERROR(cudaFuncSetAttribute(
       kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attributes[2]{};
+  int count = 0;
+  if (pdl) {
+    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (cluster > 1) {
+    attributes[count].id = cudaLaunchAttributeClusterDimension;
+    attributes[count++].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+  }
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = block;
   config.dynamicSmemBytes = smem_bytes;
   config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = pdl ? 1 : 0;
+  config.attrs = attributes;
+  config.numAttrs = count;
   cudaError_t status = cudaLaunchKernelEx(&config, kernel, static_cast<Args&&>(args)...);
   if (status != cudaSuccess) (void)cudaGetLastError();  // reported here, so not left for others
   return status;
+}
+
+template <typename... KernelArgs, typename... Args>
+cudaError_t LaunchKernel(void (*kernel)(KernelArgs...),
+                         dim3 grid,
+                         dim3 block,
+                         size_t smem_bytes,
+                         cudaStream_t stream,
+                         bool pdl,
+                         Args&&... args) {
+  return LaunchClusters(
+      kernel, grid, block, 1, smem_bytes, stream, pdl, static_cast<Args&&>(args)...);
 }
 
 // Streaming multiprocessors of the current device.

@@ -10,7 +10,7 @@ namespace jaxmoe {
 struct TileAttrs {
   int64_t weight_tile;
   int64_t token_tile;
-  int64_t pingpong;
+  int64_t cluster;
   int64_t raster;
   int64_t gather;
 
@@ -18,7 +18,7 @@ struct TileAttrs {
     TileConfig tile;
     tile.weight_tile = static_cast<int>(weight_tile);
     tile.token_tile = static_cast<int>(token_tile);
-    tile.pingpong = pingpong != 0;
+    tile.cluster = static_cast<int>(cluster);
     tile.raster = static_cast<int>(raster);
     tile.gather = gather != 0;
     return tile;
@@ -42,7 +42,7 @@ struct ActivationAttrs {
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jaxmoe::TileAttrs,
                                       ::xla::ffi::StructMember<int64_t>("weight_tile"),
                                       ::xla::ffi::StructMember<int64_t>("token_tile"),
-                                      ::xla::ffi::StructMember<int64_t>("pingpong"),
+                                      ::xla::ffi::StructMember<int64_t>("cluster"),
                                       ::xla::ffi::StructMember<int64_t>("raster"),
                                       ::xla::ffi::StructMember<int64_t>("gather"));
 

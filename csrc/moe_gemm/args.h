@@ -44,8 +44,8 @@ struct Variant {
   bool gated;
   int weight_tile;
   int token_tile;
-  bool pingpong;
   int ctas_per_sm;
+  int cluster;   // CTAs that share a tile of cluster * token_tile rows
   int box_rows;  // rows of X a bulk copy brings
   cudaError_t (*launch)(const MoeGemmArgs&, int grid, bool pdl, cudaStream_t);
 };

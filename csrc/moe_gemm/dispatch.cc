@@ -19,7 +19,7 @@ const Variant* FindVariant(const MoeGemmProblem& p, const TileConfig& tile) {
       const Variant& v = table.rows[i];
       if (v.dtype == p.dtype && v.layout == p.layout && v.gated == p.gated &&
           v.weight_tile == tile.weight_tile && v.token_tile == tile.token_tile &&
-          v.pingpong == tile.pingpong) {
+          v.cluster == tile.cluster) {
         return &v;
       }
     }
@@ -39,10 +39,10 @@ const char* Message(const char* format, Args... args) {
 const char* LaunchMoeGemm(const MoeGemmProblem& p, const TileConfig& tile, cudaStream_t stream) {
   const Variant* variant = FindVariant(p, tile);
   if (variant == nullptr) {
-    return Message("no kernel with weight_tile=%d token_tile=%d pingpong=%d",
+    return Message("no kernel with weight_tile=%d token_tile=%d cluster=%d",
                    tile.weight_tile,
                    tile.token_tile,
-                   tile.pingpong);
+                   tile.cluster);
   }
   if (p.num_groups == 0 || p.rows_per_batch == 0 || p.n == 0) return nullptr;
   if (p.k % 8 != 0 || (p.gated ? p.n / 2 : p.n) % 8 != 0 || p.n % 8 != 0 || p.k == 0) {
@@ -80,8 +80,9 @@ const char* LaunchMoeGemm(const MoeGemmProblem& p, const TileConfig& tile, cudaS
   args.gather = tile.gather;
   args.out_f32 = p.out_f32;
   args.early_groups = p.early_groups;
+  const int tile_rows = tile.token_tile * variant->cluster;
   const int64_t mean_rows = CeilDiv(p.rows_per_batch, p.groups_per_batch);
-  args.stream_weights = mean_rows <= tile.token_tile;  // about one token tile a group
+  args.stream_weights = mean_rows <= tile_rows;  // about one token tile a group
   args.activation = p.activation;
 
   int sm_count = 0;
@@ -91,10 +92,11 @@ const char* LaunchMoeGemm(const MoeGemmProblem& p, const TileConfig& tile, cudaS
   // Token tiles of all groups together: at most one ragged tile a group beyond the full ones.
   const int64_t batches = CeilDiv(p.num_groups, p.groups_per_batch);
   const int64_t rows = batches * p.rows_per_batch;
-  const int64_t token_tiles = rows / tile.token_tile + std::min<int64_t>(p.num_groups, rows);
-  const int64_t grid = std::min<int64_t>(token_tiles * args.num_w_tiles,
-                                         static_cast<int64_t>(sm_count) * variant->ctas_per_sm);
-  const cudaError_t status = variant->launch(args, static_cast<int>(grid), p.pdl, stream);
+  const int64_t token_tiles = rows / tile_rows + std::min<int64_t>(p.num_groups, rows);
+  const int64_t clusters = std::min<int64_t>(token_tiles * args.num_w_tiles,
+                                             sm_count * variant->ctas_per_sm / variant->cluster);
+  const int grid = static_cast<int>(clusters) * variant->cluster;
+  const cudaError_t status = variant->launch(args, grid, p.pdl, stream);
   return status == cudaSuccess ? nullptr : cudaGetErrorString(status);
 }
 

@@ -18,6 +18,16 @@ struct WarpgroupShare {
   bool gathered;  // threads wrote the rows of X, not the copy engine
 };
 
+// Tells every producer that writes this stage that the calling warp has read it.
+template <class T>
+__device__ __forceinline__ void ReleaseStage(const SharedStorage<T>& smem, int stage, int lane) {
+  if constexpr (T::kCluster > 1) {
+    if (lane < T::kCluster) ptx::BarrierArriveAt(smem.empty(stage), lane);
+  } else {
+    if (lane == 0) ptx::BarrierArrive(smem.empty(stage));
+  }
+}
+
 template <class T, int kN>
 __device__ __forceinline__ void RunKSteps(const SharedStorage<T>& smem,
                                           int num_k_steps,
@@ -56,14 +66,14 @@ __device__ __forceinline__ void RunKSteps(const SharedStorage<T>& smem,
     ptx::FenceAccumulator(acc[1]);
     // The step before this one has been read: its stage goes back to the producers.
     cute::warpgroup_wait<1>();
-    if (previous >= 0 && lane == 0) ptx::BarrierArrive(smem.empty(previous));
+    if (previous >= 0) ReleaseStage(smem, previous, lane);
     previous = stage.index;
     stage.Advance();
   }
   cute::warpgroup_wait<0>();
   ptx::FenceAccumulator(acc[0]);
   ptx::FenceAccumulator(acc[1]);
-  if (lane == 0) ptx::BarrierArrive(smem.empty(previous));
+  ReleaseStage(smem, previous, lane);
 }
 
 // Runs the k loop with the smallest wgmma N that covers the share. Columns past it stay undefined.

@@ -2,11 +2,11 @@
 //
 //   Y[r, n] = epilogue(sum_k W[e(r)][n, k] * X[x_row(r), k])
 //
-// Persistent CTAs of one producer warpgroup (warp 0 schedules, one thread of warp 1 loads weights,
-// warps 2 and 3 load rows of X) and one or two consumer warpgroups. Weights sit on wgmma's M side
-// and tokens on N, for decode and prefill alike, so the token tile goes down to 8 and one tensor
-// map serves all experts (the expert is a coordinate). Measurements behind the tile shapes are in
-// docs/notes.md.
+// Persistent CTAs of a producer warpgroup (warp 0 schedules, one thread of warp 1 loads weights,
+// warp 2 loads rows of X), in wide tiles one that gathers rows of X, and one or two of consumers.
+// Weights sit on wgmma's M side and tokens on N, for decode and prefill alike, so the token tile
+// goes down to 8 and one tensor map serves all experts (the expert is a coordinate). Measurements
+// behind the tile shapes are in docs/notes.md.
 #pragma once
 
 #include "csrc/moe_gemm/epilogue.cuh"
@@ -32,29 +32,16 @@ __device__ __forceinline__ void RunConsumer(const MoeGemmArgs& args,
                                             int consumer) {
   const int thread = threadIdx.x % 128;
   const int lane = thread % 32;
-  // Named barriers: 1 + consumer is the epilogue's, 3 + consumer orders ping-pong k loops.
-  constexpr int kOrderBarrier = 3;
   PipelineState<T::kStages> stage;
   PipelineState<T::kRing> slot;
-  if constexpr (T::kPingpong) {
-    if (consumer == 1) {
-      slot.Advance();
-      stage.Advance(args.num_k_steps);
-      ptx::NamedBarrierArrive(kOrderBarrier + 0, 256);  // consumer 0 may start
-    }
-  }
   while (true) {
-    ptx::BarrierWait(smem.ring_full(slot.index), slot.parity);
-    const TileInfo info = smem.ring()[slot.index];
-    if (info.rows == 0) break;
+    const TileInfo info = NextTile<T>(smem, slot, lane);
+    if (info.end()) break;
 
     const WarpgroupShare share = Share<T>(info.rows, consumer, args.gather);
     Accumulators<T> acc;
-    if constexpr (T::kPingpong) ptx::NamedBarrierSync(kOrderBarrier + consumer, 256);
     RunMainloop<T>(smem, args.num_k_steps, share, lane, stage, acc);
-    if constexpr (T::kPingpong) ptx::NamedBarrierArrive(kOrderBarrier + (consumer ^ 1), 256);
-    __syncwarp();
-    if (lane == 0) ptx::BarrierArrive(smem.ring_empty(slot.index));
+    if (lane == 0) ReleaseRing<T>(smem.ring_empty(slot.index));
 
     EpilogueSite site;
     site.weight = info.weight;
@@ -69,10 +56,6 @@ __device__ __forceinline__ void RunConsumer(const MoeGemmArgs& args,
     Epilogue<T>(args, smem, site).Run(acc);
 
     slot.Advance();
-    if constexpr (T::kPingpong) {
-      slot.Advance();
-      stage.Advance(args.num_k_steps);
-    }
   }
 }
 
@@ -89,17 +72,22 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
     ptx::PrefetchTensorMap(&args.x_map);
     const bool by_threads = args.gather && T::kGatherByThreads;
     for (int s = 0; s < T::kStages; ++s) {
-      ptx::BarrierInit(smem.full(s), by_threads ? 1 + T::kGatherThreads : 1);
-      ptx::BarrierInit(smem.empty(s), 4 * T::kReaders);
+      ptx::BarrierInit(smem.full(s), by_threads ? 1 + 128 : 1);
+      ptx::BarrierInit(smem.empty(s), 4 * T::kConsumers * T::kCluster);
     }
     for (int s = 0; s < T::kRing; ++s) {
       ptx::BarrierInit(smem.ring_full(s), 1);
       // The weight thread, the warps that load X and those of the consumers of this slot.
-      ptx::BarrierInit(smem.ring_empty(s), (by_threads ? 3 : 2) + 4 * T::kReaders);
+      ptx::BarrierInit(smem.ring_empty(s),
+                       T::kCluster * ((by_threads ? 5 : 2) + 4 * T::kConsumers));
     }
     ptx::BarrierInitFence();
   }
-  __syncthreads();
+  if constexpr (T::kCluster > 1) {
+    ptx::ClusterSync();
+  } else {
+    __syncthreads();
+  }
 
   // Each role is one branch, or ptxas ignores setmaxnreg.
   if (warp < 4) {
@@ -107,8 +95,10 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
       cutlass::arch::warpgroup_reg_dealloc<T::kProducerRegisters>();
     }
     if (warp == 0) {
-      if (!args.early_groups) GridDependencyWait();
-      RunScheduler<T>(args, smem, lane);
+      if (T::kCluster == 1 || ptx::ClusterRank() == 0) {
+        if (!args.early_groups) GridDependencyWait();
+        RunScheduler<T>(args, smem, lane);
+      }
     } else if (warp == 1) {
       if (lane == 0) RunWeightProducer<T>(args, smem);
     } else {
@@ -118,24 +108,37 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
         GridDependencyWait();
         GridDependencyLaunch();
       }
-      if (T::kGatherByThreads && args.gather) {
-        RunGatherProducer<T>(args, smem, threadIdx.x - 64);
-      } else if (warp == 2) {
+      if (warp == 2 && !(T::kGatherByThreads && args.gather)) {
         RunTokenProducer<T>(args, smem, lane);
       }
+    }
+  } else if (warp < 4 * T::kProducers) {
+    if constexpr (T::kReconfigureRegisters) {
+      cutlass::arch::warpgroup_reg_dealloc<T::kProducerRegisters>();
+    }
+    if constexpr (T::kGatherByThreads) {
+      if (args.gather) RunGatherProducer<T>(args, smem, threadIdx.x - 128);
     }
   } else {
     if constexpr (T::kReconfigureRegisters) {
       cutlass::arch::warpgroup_reg_alloc<T::kConsumerRegisters>();
     }
-    RunConsumer<T>(args, smem, warp / 4 - 1);
+    RunConsumer<T>(args, smem, warp / 4 - T::kProducers);
   }
+  // Others still write to this CTA's shared memory, or arrive at its barriers.
+  if constexpr (T::kCluster > 1) ptx::ClusterSync();
 }
 
 template <class T>
 cudaError_t LaunchVariant(const MoeGemmArgs& args, int grid, bool pdl, cudaStream_t stream) {
-  return LaunchKernel(
-      &MoeGemmKernel<T>, dim3(grid), dim3(T::kThreads), T::kDynamicBytes, stream, pdl, args);
+  return LaunchClusters(&MoeGemmKernel<T>,
+                        dim3(grid),
+                        dim3(T::kThreads),
+                        T::kCluster,
+                        T::kDynamicBytes,
+                        stream,
+                        pdl,
+                        args);
 }
 
 // The tile table of one element type and weight layout. Decode tiles (one consumer warpgroup, two
@@ -147,24 +150,26 @@ template <class Element,
           int kTt,
           int kStages,
           Split kSplit,
-          int kCtas>
+          int kCtas,
+          int kCluster>
 Variant MakeVariant(DType dtype, WeightLayout layout) {
-  using T = Tile<Element, kMajor, kGated, kWt, kTt, kStages, kSplit, kCtas>;
-  return {dtype, layout, kGated, kWt, kTt, T::kPingpong, kCtas, T::kBoxRows, &LaunchVariant<T>};
+  using T = Tile<Element, kMajor, kGated, kWt, kTt, kStages, kSplit, kCtas, kCluster>;
+  return {dtype, layout, kGated, kWt, kTt, kCtas, kCluster, T::kBoxRows, &LaunchVariant<T>};
 }
 
 template <class Element, cute::SM90::GMMA::Major kMajor>
 VariantTable MakeVariants(DType dtype, WeightLayout layout) {
-#define JAXMOE_TILE(wt, tt, stages, split, ctas)                                         \
-  MakeVariant<Element, kMajor, true, wt, tt, stages, Split::split, ctas>(dtype, layout), \
-      MakeVariant<Element, kMajor, false, wt, tt, stages, Split::split, ctas>(dtype, layout)
+#define JAXMOE_TILE(wt, tt, stages, split, ctas, cluster)                                         \
+  MakeVariant<Element, kMajor, true, wt, tt, stages, Split::split, ctas, cluster>(dtype, layout), \
+      MakeVariant<Element, kMajor, false, wt, tt, stages, Split::split, ctas, cluster>(dtype,     \
+                                                                                       layout)
   static const Variant rows[] = {
-      JAXMOE_TILE(128, 8, 6, kNone, 2),
-      JAXMOE_TILE(128, 16, 5, kNone, 2),
-      JAXMOE_TILE(128, 32, 5, kNone, 2),
-      JAXMOE_TILE(128, 192, 5, kTokens, 1),
-      JAXMOE_TILE(128, 128, 6, kPingpong, 1),
-      JAXMOE_TILE(256, 128, 4, kWeights, 1),
+      JAXMOE_TILE(128, 8, 6, kNone, 2, 1),
+      JAXMOE_TILE(128, 16, 5, kNone, 2, 1),
+      JAXMOE_TILE(128, 32, 5, kNone, 2, 1),
+      JAXMOE_TILE(128, 192, 5, kTokens, 1, 1),
+      JAXMOE_TILE(256, 128, 4, kWeights, 1, 1),
+      JAXMOE_TILE(256, 160, 4, kWeights, 1, 2),
   };
 #undef JAXMOE_TILE
   return {rows, static_cast<int>(sizeof(rows) / sizeof(rows[0]))};

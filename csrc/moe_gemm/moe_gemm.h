@@ -32,7 +32,7 @@ struct ActivationParams {
 struct TileConfig {
   int weight_tile = 128;  // weight rows per CTA tile
   int token_tile = 8;     // rows per CTA tile
-  bool pingpong = false;  // two consumer warpgroups on alternate tiles instead of one tile
+  int cluster = 1;        // CTAs that share a weight tile, each with rows of its own
   int raster = 1;         // weight tiles per raster panel, 0 = all of them
   bool gather = false;    // X rows fetched through row_index
 };

@@ -1,4 +1,4 @@
-// Fills the pipeline: one thread loads weights, one or two warps load rows of X.
+// Fills the pipeline: one thread loads weights, a warp or a warpgroup loads rows of X.
 //
 // All wait for the same empty slot and complete on the same full barrier. The weight thread's
 // arrival announces the bytes of every bulk copy, so weights can start streaming while X is still
@@ -33,37 +33,42 @@ __device__ void RunWeightProducer(const MoeGemmArgs& args, const SharedStorage<T
   // share is kept like anything else.
   const uint64_t policy = args.stream_weights ? ptx::CreatePolicy<ptx::CachePolicy::kEvictFirst>()
                                               : ptx::CreatePolicy<ptx::CachePolicy::kEvictNormal>();
+  // The CTAs of a cluster load a part of the weight tile each, for all of them.
+  constexpr int kBlocks = T::kWeightBlocks / T::kCluster;
+  const int first_block = T::kCluster > 1 ? ptx::ClusterRank() * kBlocks : 0;
   PipelineState<T::kStages> stage;
   PipelineState<T::kRing> slot;
   while (true) {
     ptx::BarrierWait(smem.ring_full(slot.index), slot.parity);
     const TileInfo info = smem.ring()[slot.index];
-    ptx::BarrierArrive(smem.ring_empty(slot.index));
+    ReleaseRing<T>(smem.ring_empty(slot.index));
     slot.Advance();
-    if (info.rows == 0) break;
+    if (info.end()) break;
 
     uint32_t token_bytes = TokenBoxes<T>(info.rows) * T::kBoxRows * T::kStepBytes;
     if (args.gather) token_bytes = T::kGatherByThreads ? 0 : info.rows * T::kStepBytes;
-    int row[T::kWeightBlocks];
+    int row[kBlocks];
 #pragma unroll
-    for (int b = 0; b < T::kWeightBlocks; ++b) row[b] = WeightRow<T>(args, info.w_tile, b);
+    for (int b = 0; b < kBlocks; ++b) row[b] = WeightRow<T>(args, info.w_tile, first_block + b);
 
     for (int step = 0; step < args.num_k_steps; ++step) {
       uint64_t* full = smem.full(stage.index);
       ptx::BarrierWait(smem.empty(stage.index), stage.parity ^ 1);
       ptx::BarrierArriveExpectTx(full, T::kWeightBytes + token_bytes);
       const int k = step * T::kStepK;
-      uint8_t* dst = smem.weights(stage.index);
+      uint8_t* dst = smem.weights(stage.index) + first_block * T::kBlockBytes;
 #pragma unroll
-      for (int b = 0; b < T::kWeightBlocks; ++b) {
+      for (int b = 0; b < kBlocks; ++b) {
         const bool k_major = T::kMajor == cute::SM90::GMMA::Major::K;
-        ptx::TmaLoad3D(dst + b * T::kBlockBytes,
-                       &args.w_map,
-                       full,
-                       k_major ? k : row[b],
-                       k_major ? row[b] : k,
-                       info.weight,
-                       policy);
+        const int c0 = k_major ? k : row[b];
+        const int c1 = k_major ? row[b] : k;
+        if constexpr (T::kCluster > 1) {
+          constexpr uint16_t kAll = (1 << T::kCluster) - 1;
+          ptx::TmaLoad3DMulticast(
+              dst + b * T::kBlockBytes, &args.w_map, full, c0, c1, info.weight, kAll, policy);
+        } else {
+          ptx::TmaLoad3D(dst + b * T::kBlockBytes, &args.w_map, full, c0, c1, info.weight, policy);
+        }
       }
       stage.Advance();
     }
@@ -82,12 +87,10 @@ __device__ void RunTokenProducer(const MoeGemmArgs& args, const SharedStorage<T>
   PipelineState<T::kStages> stage;
   PipelineState<T::kRing> slot;
   while (true) {
-    ptx::BarrierWait(smem.ring_full(slot.index), slot.parity);
-    const TileInfo info = smem.ring()[slot.index];
-    __syncwarp();
-    if (lane == 0) ptx::BarrierArrive(smem.ring_empty(slot.index));
+    const TileInfo info = NextTile<T>(smem, slot, lane);
+    if (lane == 0) ReleaseRing<T>(smem.ring_empty(slot.index));
     slot.Advance();
-    if (info.rows == 0) break;
+    if (info.end()) break;
 
     const bool one_row_boxes = args.gather && !T::kGatherByThreads;
     const int boxes = TokenBoxes<T>(info.rows);
@@ -124,53 +127,46 @@ __device__ void RunTokenProducer(const MoeGemmArgs& args, const SharedStorage<T>
   }
 }
 
-// Rows of X by 16-byte copies of T::kGatherThreads threads: eight threads a row, swizzled by hand.
-// Indices are read anew at every step, from L1: in registers they would not fit.
+// Rows of X by 16-byte copies of a warpgroup: eight threads a row, swizzled by hand.
 template <class T>
 __device__ void RunGatherProducer(const MoeGemmArgs& args,
                                   const SharedStorage<T>& smem,
                                   int thread) {
   constexpr int kChunks = T::kStepBytes / 16;
-  constexpr int kRowsPerPass = T::kGatherThreads / kChunks;
-  static_assert(kRowsPerPass == 8, "a thread keeps its row's place in the swizzle pattern");
-  constexpr int kBatch = 8;  // indices in flight before the copies that need them
+  constexpr int kRowsPerPass = 128 / kChunks;
+  constexpr int kPasses = T::kTokenTile / kRowsPerPass;
+  static_assert(T::kTokenTile % kRowsPerPass == 0, "passes cover the tile");
+  static_assert(kRowsPerPass % 8 == 0, "a thread keeps its row's place in the swizzle pattern");
   const int chunk = thread % kChunks;
   const int first_row = thread / kChunks;
-  const uint32_t offset = first_row * T::kStepBytes + ((chunk ^ first_row) * 16);
-  const uint8_t* x = static_cast<const uint8_t*>(args.x);
-  const int64_t row_bytes = static_cast<int64_t>(args.k) * sizeof(typename T::Element);
+  const uint32_t offset = first_row * T::kStepBytes + ((chunk ^ (first_row % 8)) * 16);
+  const int row_chunks = args.k * static_cast<int>(sizeof(typename T::Element)) / 16;
   GridDependencyWait();
   PipelineState<T::kStages> stage;
   PipelineState<T::kRing> slot;
   while (true) {
-    ptx::BarrierWait(smem.ring_full(slot.index), slot.parity);
-    const TileInfo info = smem.ring()[slot.index];
-    __syncwarp();
-    if (thread % 32 == 0) ptx::BarrierArrive(smem.ring_empty(slot.index));
+    const TileInfo info = NextTile<T>(smem, slot, thread % 32);
+    if (thread % 32 == 0) ReleaseRing<T>(smem.ring_empty(slot.index));
     slot.Advance();
-    if (info.rows == 0) break;
+    if (info.end()) break;
 
-    const int* const index = args.row_index + info.row;
+    const uint4* source[kPasses];
+#pragma unroll
+    for (int i = 0; i < kPasses; ++i) {
+      const int r = first_row + i * kRowsPerPass;
+      const int64_t row = r < info.rows ? args.row_index[info.row + r] : 0;
+      source[i] = static_cast<const uint4*>(args.x) + row * row_chunks + chunk;
+    }
     for (int step = 0; step < args.num_k_steps; ++step) {
       ptx::BarrierWait(smem.empty(stage.index), stage.parity ^ 1);
       const uint32_t dst = ptx::SmemAddress(smem.tokens(stage.index)) + offset;
-      const int byte = step * T::kStepBytes + chunk * 16;
-      const bool inside = byte < row_bytes;  // past the end of k: zeros
-      for (int r0 = first_row; r0 < info.rows; r0 += kBatch * kRowsPerPass) {
-        int source[kBatch];
+      const bool inside = step * kChunks + chunk < row_chunks;  // past the end of k: zeros
 #pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-          const int r = r0 + i * kRowsPerPass;
-          source[i] = r < info.rows ? index[r] : -1;
+      for (int i = 0; i < kPasses; ++i) {
+        if (first_row + i * kRowsPerPass < info.rows) {
+          ptx::CopyAsync16(dst + i * kRowsPerPass * T::kStepBytes, source[i], inside);
         }
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-          if (source[i] >= 0) {
-            ptx::CopyAsync16(dst + (r0 - first_row + i * kRowsPerPass) * T::kStepBytes,
-                             x + source[i] * row_bytes + (inside ? byte : 0),
-                             inside);
-          }
-        }
+        source[i] += inside ? kChunks : 0;
       }
       ptx::CopyAsyncArrive(smem.full(stage.index));
       stage.Advance();

@@ -52,12 +52,58 @@ __device__ __forceinline__ void BarrierWait(uint64_t* bar, uint32_t parity) {
       : "memory");
 }
 
-__device__ __forceinline__ void NamedBarrierSync(int id, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+// Arrives at the barrier that has this one's address in CTA `rank` of the cluster.
+// NOTE: not .release.cluster, which costs a membar.gl: about a microsecond. What is released here
+// are reads that have their results.
+__device__ __forceinline__ void BarrierArriveAt(uint64_t* bar, int rank) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
+      "}\n" ::"r"(SmemAddress(bar)),
+      "r"(rank)
+      : "memory");
 }
 
-__device__ __forceinline__ void NamedBarrierArrive(int id, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+__device__ __forceinline__ int ClusterRank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return static_cast<int>(rank);
+}
+
+// Every thread of every CTA of the cluster.
+__device__ __forceinline__ void ClusterSync() {
+  asm volatile("barrier.cluster.arrive;\nbarrier.cluster.wait;" ::: "memory");
+}
+
+// Writes 16 bytes at this address in CTA `rank` of the cluster and arrives at its barrier, whose
+// waiters see them.
+__device__ __forceinline__ void StoreAndArriveAt(void* address,
+                                                 uint64_t* bar,
+                                                 int rank,
+                                                 int4 value) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 remote;\n"
+      ".reg .b32 remote_bar;\n"
+      "mapa.shared::cluster.u32 remote, %0, %2;\n"
+      "mapa.shared::cluster.u32 remote_bar, %1, %2;\n"
+      "mbarrier.arrive.expect_tx.shared::cluster.b64 _, [remote_bar], 16;\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [remote], {%3, %4, %5, %6}, "
+      "[remote_bar];\n"
+      "}\n" ::"r"(SmemAddress(address)),
+      "r"(SmemAddress(bar)),
+      "r"(rank),
+      "r"(value.x),
+      "r"(value.y),
+      "r"(value.z),
+      "r"(value.w)
+      : "memory");
+}
+
+__device__ __forceinline__ void NamedBarrierSync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // ---- bulk tensor copies ---------------------------------------------------------------------
@@ -104,6 +150,30 @@ __device__ __forceinline__ void TmaLoad3D(
       "r"(c0),
       "r"(c1),
       "r"(c2),
+      "l"(policy)
+      : "memory");
+}
+
+// Writes the box to the same place in every CTA of the cluster whose bit is set, and completes on
+// the barrier at the same place in each.
+__device__ __forceinline__ void TmaLoad3DMulticast(void* dst,
+                                                   const CUtensorMap* map,
+                                                   uint64_t* bar,
+                                                   int c0,
+                                                   int c1,
+                                                   int c2,
+                                                   uint16_t ctas,
+                                                   uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster.L2::cache_hint [%0], [%1, {%3, %4, %5}], [%2], %6, %7;" ::"r"(
+          SmemAddress(dst)),
+      "l"(reinterpret_cast<uint64_t>(map)),
+      "r"(SmemAddress(bar)),
+      "r"(c0),
+      "r"(c1),
+      "r"(c2),
+      "h"(ctas),
       "l"(policy)
       : "memory");
 }
@@ -181,6 +251,8 @@ JAXMOE_OWN_ATOM(80);
 JAXMOE_CUTLASS_ATOM(96);
 JAXMOE_OWN_ATOM(112);
 JAXMOE_CUTLASS_ATOM(128);
+JAXMOE_OWN_ATOM(144);
+JAXMOE_OWN_ATOM(160);
 #undef JAXMOE_OWN_ATOM
 #undef JAXMOE_CUTLASS_ATOM
 #undef JAXMOE_WGMMA_ATOM

@@ -21,15 +21,17 @@ class TileScheduler {
     LoadWindow();
   }
 
-  // Finds tile number `tile`; false when there is none. All lanes return the same.
-  __device__ bool Find(int tile, TileInfo* info) {
+  // Finds the part of CTA `rank` in cluster tile number `tile`; ends when there is none. All lanes
+  // must ask for the same tile.
+  __device__ TileInfo Find(int tile, int rank) {
+    TileInfo info{-1, 0, 0, 0};
     constexpr unsigned kAll = 0xffffffffu;
     int window_tiles = __shfl_sync(kAll, inclusive_, 31);
     while (tile >= base_ + window_tiles) {
       base_ += window_tiles;
       window_ += 32;
       LoadWindow();  // past the last group: no tiles
-      if (window_ >= args_.num_groups) return false;
+      if (window_ >= args_.num_groups) return info;
       window_tiles = __shfl_sync(kAll, inclusive_, 31);
     }
     const int local = tile - base_;
@@ -40,25 +42,28 @@ class TileScheduler {
 
     // Raster inside a group: panels of `raster` weight tiles; inside a panel the weight tile runs
     // fastest. raster = 1 keeps the token tiles that share a weight tile adjacent in time.
-    const int token_tiles = (size + T::kTokenTile - 1) / T::kTokenTile;
+    const int token_tiles = (size + kTileRows - 1) / kTileRows;
     const int panel_tiles = args_.raster * token_tiles;
     const int panel = index / panel_tiles;
     const int in_panel = index - panel * panel_tiles;
     const int width = min(args_.raster, args_.num_w_tiles - panel * args_.raster);
     const int token_tile = in_panel / width;
-    info->w_tile = panel * args_.raster + in_panel - token_tile * width;
-    info->weight = (window_ + owner) % args_.num_weights;
+    info.w_tile = panel * args_.raster + in_panel - token_tile * width;
+    info.weight = (window_ + owner) % args_.num_weights;
     // The group's rows are spread evenly over its tiles: 270 rows are 96 + 96 + 78, which wgmma
     // multiplies as 272 columns, not 128 + 128 + 14, whose tiles drift apart in time.
     const int even = (size + token_tiles - 1) / token_tiles;
     constexpr int kStep = T::kTokenStep * (T::kSplit == Split::kTokens ? 2 : 1);
-    const int tile_rows = (even + kStep - 1) / kStep * kStep;
-    info->row = start + token_tile * tile_rows;
-    info->rows = min(size - token_tile * tile_rows, tile_rows);
-    return true;
+    const int cta_rows = (even + T::kCluster * kStep - 1) / (T::kCluster * kStep) * kStep;
+    const int first = (token_tile * T::kCluster + rank) * cta_rows;
+    info.row = start + first;
+    info.rows = max(min(size - first, cta_rows), 0);
+    return info;
   }
 
  private:
+  static constexpr int kTileRows = T::kTokenTile * T::kCluster;
+
   // Reads the next 32 groups. Starts and sizes come from the caller's device memory: they are
   // clamped to the rows that exist, so that garbage reads and writes nothing out of bounds.
   __device__ void LoadWindow() {
@@ -76,7 +81,7 @@ class TileScheduler {
       start_ = (g / args_.groups_per_batch) * rows + first;
       size_ = max(last - first, 0);
     }
-    tiles_ = (size_ + T::kTokenTile - 1) / T::kTokenTile * args_.num_w_tiles;
+    tiles_ = (size_ + kTileRows - 1) / kTileRows * args_.num_w_tiles;
     inclusive_ = tiles_;
 #pragma unroll
     for (int offset = 1; offset < 32; offset *= 2) {
@@ -95,31 +100,30 @@ class TileScheduler {
   int inclusive_ = 0;
 };
 
-// The scheduler warp's whole life.
+// The whole life of the scheduler warp: the one of its cluster, which writes to the rings of all
+// its CTAs.
 template <class T>
 __device__ void RunScheduler(const MoeGemmArgs& args, const SharedStorage<T>& smem, int lane) {
   TileScheduler<T> scheduler(args, lane);
   PipelineState<T::kRing> slot;
-  int tile = blockIdx.x;
-  // Ping-pong consumers see alternate slots, so each needs an end mark of its own.
-  int end_marks = T::kPingpong ? 2 : 1;
-  while (end_marks > 0) {
-    TileInfo info{0, 0, 0, 0};
-    if (!scheduler.Find(tile, &info)) {
-      info.rows = 0;
-      --end_marks;
-    }
+  int tile = blockIdx.x / T::kCluster;
+  while (true) {
+    const TileInfo info = scheduler.Find(tile, min(lane, T::kCluster - 1));
     ptx::BarrierWait(smem.ring_empty(slot.index), slot.parity ^ 1);
-    if (lane == 0) {
-      smem.ring()[slot.index] = info;
-      ptx::BarrierArrive(smem.ring_full(slot.index));
+    if (lane < T::kCluster) {
+      if constexpr (T::kCluster > 1) {
+        const int4 bits = make_int4(info.weight, info.row, info.rows, info.w_tile);
+        ptx::StoreAndArriveAt(&smem.ring()[slot.index], smem.ring_full(slot.index), lane, bits);
+      } else {
+        smem.ring()[slot.index] = info;
+        ptx::BarrierArrive(smem.ring_full(slot.index));
+      }
     }
     slot.Advance();
-    if (info.rows != 0) {
-      int drawn = 0;
-      if (lane == 0) drawn = atomicAdd(args.tile_counter, 1);
-      tile = gridDim.x + __shfl_sync(0xffffffffu, drawn, 0);
-    }
+    if (info.end()) return;
+    int drawn = 0;
+    if (lane == 0) drawn = atomicAdd(args.tile_counter, 1);
+    tile = gridDim.x / T::kCluster + __shfl_sync(0xffffffffu, drawn, 0);
   }
 }
 

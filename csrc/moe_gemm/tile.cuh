@@ -8,20 +8,21 @@
 
 namespace jaxmoe {
 
-// What the scheduler hands to producers and consumers. rows == 0 ends the kernel.
+// What the scheduler hands to producers and consumers.
 struct alignas(16) TileInfo {
-  int weight;  // index of the weight matrix
+  int weight;  // index of the weight matrix; negative: there are no more tiles
   int row;     // first row of the tile
-  int rows;    // rows of the group in this tile, 1..kTokenTile
+  int rows;    // rows of the group in this tile, up to kTokenTile; 0 when a cluster has too few
   int w_tile;  // weight tile index
+
+  __device__ bool end() const { return weight < 0; }
 };
 
 // How two consumer warpgroups share the work.
 enum class Split {
-  kNone,      // there is one
-  kWeights,   // each takes 128 of the tile's 256 weight rows
-  kTokens,    // each takes half of the tile's tokens
-  kPingpong,  // each takes every other tile
+  kNone,     // there is one
+  kWeights,  // each takes 128 of the tile's 256 weight rows
+  kTokens,   // each takes half of the tile's tokens
 };
 
 template <class Element_,
@@ -31,7 +32,8 @@ template <class Element_,
           int kTokenTile_,
           int kStages_,
           Split kSplit_,
-          int kCtasPerSm_>
+          int kCtasPerSm_,
+          int kCluster_>
 struct Tile {
   using Element = Element_;
   static constexpr cute::SM90::GMMA::Major kMajor = kMajor_;
@@ -40,8 +42,9 @@ struct Tile {
   static constexpr int kTokenTile = kTokenTile_;
   static constexpr int kStages = kStages_;
   static constexpr Split kSplit = kSplit_;
-  static constexpr bool kPingpong = kSplit == Split::kPingpong;
   static constexpr int kCtasPerSm = kCtasPerSm_;
+  // CTAs that share the rows of a cluster tile and read each weight tile once between them.
+  static constexpr int kCluster = kCluster_;
   static constexpr bool kDecode = kCtasPerSm == 2;  // bound by reading weights, not by wgmma
 
   // A consumer warpgroup always owns 128 weight rows: two wgmma M blocks, when gated one of gate
@@ -49,9 +52,6 @@ struct Tile {
   static constexpr int kWarpgroupRows = 128;
   static constexpr int kWarpgroupTokens = kSplit == Split::kTokens ? kTokenTile / 2 : kTokenTile;
   static constexpr int kConsumers = kSplit == Split::kNone ? 1 : 2;
-  static constexpr int kThreads = 128 * (kConsumers + 1);
-  // Warpgroups that read a stage, and warps that hand it back.
-  static constexpr int kReaders = kPingpong ? 1 : kConsumers;
   static constexpr int kWeightBlocks = kWeightTile / 64;
   static_assert(kWeightTile == (kSplit == Split::kWeights ? 2 : 1) * kWarpgroupRows,
                 "the split decides how many weight rows a tile has");
@@ -68,10 +68,11 @@ struct Tile {
   static constexpr int kTokenStep = kDecode ? kTokenTile : 16;  // of one warpgroup
   static constexpr int kBoxRows = kDecode ? kTokenTile : 32;
 
-  // Gathered rows of X come in one-row boxes while a tile has few of them, else by two warps of
+  // Gathered rows of X come in one-row boxes while a tile has few of them, else by a warpgroup of
   // 16-byte asynchronous copies: issuing a box takes 20-40 clocks whatever its size.
   static constexpr bool kGatherByThreads = !kDecode;
-  static constexpr int kGatherThreads = 64;
+  static constexpr int kProducers = kGatherByThreads ? 2 : 1;  // warpgroups
+  static constexpr int kThreads = 128 * (kProducers + kConsumers);
 
   // The epilogue goes through shared memory a chunk of tokens at a time. Rows are padded by 16
   // bytes so that the 8 rows of a transposed stmatrix fall into different banks.
@@ -94,10 +95,10 @@ struct Tile {
                 "tile does not fit the shared memory of an SM");
 
   // setmaxnreg budgets: only where the launch bound leaves fewer registers than the accumulators
-  // need (64512 registers at 384 threads; 56 * 128 + 224 * 256 fit).
+  // need (65536 at 512 threads: 48 * 256 + 208 * 256).
   static constexpr bool kReconfigureRegisters = kConsumers == 2;
-  static constexpr int kProducerRegisters = 56;
-  static constexpr int kConsumerRegisters = 224;
+  static constexpr int kProducerRegisters = 48;
+  static constexpr int kConsumerRegisters = 208;
 };
 
 // Views of the dynamic shared memory.
@@ -136,11 +137,32 @@ struct PipelineState {
       parity ^= 1;
     }
   }
-  __device__ __forceinline__ void Advance(int steps) {
-    const int sum = index + steps;
-    parity ^= (sum / kSize) & 1;
-    index = sum % kSize;
-  }
 };
+
+// Waits for the next tile of the ring, as a warp: its first lane reads, so that the lane that hands
+// the slot back is the only one that has read it.
+template <class T>
+__device__ __forceinline__ TileInfo NextTile(const SharedStorage<T>& smem,
+                                             const PipelineState<T::kRing>& slot,
+                                             int lane) {
+  constexpr unsigned kAll = 0xffffffffu;
+  ptx::BarrierWait(smem.ring_full(slot.index), slot.parity);
+  TileInfo info{};
+  if (lane == 0) info = smem.ring()[slot.index];
+  return {__shfl_sync(kAll, info.weight, 0),
+          __shfl_sync(kAll, info.row, 0),
+          __shfl_sync(kAll, info.rows, 0),
+          __shfl_sync(kAll, info.w_tile, 0)};
+}
+
+// The ring is written by CTA 0 of the cluster.
+template <class T>
+__device__ __forceinline__ void ReleaseRing(uint64_t* bar) {
+  if constexpr (T::kCluster > 1) {
+    ptx::BarrierArriveAt(bar, 0);
+  } else {
+    ptx::BarrierArrive(bar);
+  }
+}
 
 }  // namespace jaxmoe
