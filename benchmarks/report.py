@@ -25,6 +25,7 @@ _MEASURED = (
 # Columns set left.
 _TEXT = ("model", "skew", "impl", "regime", "note", "product", "heuristics", "best tile")
 _PEERS = ("FlashInfer", "SonicMoE")
+_DAGGER = "†"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +35,12 @@ class Report:
     runs: list[dict[str, Any]]
     rows: list[Row]
     peers: dict[str, Any]
+    commits: dict[tuple[Any, ...], str | None] = dataclasses.field(default_factory=dict)
+
+    def older(self, row: Row) -> bool:
+        """Returns whether the row was measured at another commit than its suite's newest run."""
+        newest = [self.commits[_kind(r)] for r in self.rows if r.suite == row.suite][-1:]
+        return newest != [self.commits[_kind(row)]]
 
     def find(self, model: str, tokens: int, impl: str, **fields: Any) -> Row | None:
         """Returns the row of the whole layer: timed, uniform, in a burst unless told otherwise."""
@@ -81,8 +88,9 @@ def load(folder: Path, peers: Path | None = None) -> Report:
     peer_file = peers or ROOT / f"peers_{folder.name}.json"
     return Report(
         runs=[files[number]["header"] for number in used],
-        rows=[row for _, row in newest.values()],
+        rows=[row for _, row in sorted(newest.values(), key=lambda pair: pair[0])],
         peers=json.loads(peer_file.read_text(encoding="utf-8")) if peer_file.is_file() else {},
+        commits={kind: files[number]["header"]["commit"] for kind, (number, _) in newest.items()},
     )
 
 
@@ -104,6 +112,8 @@ def summary(report: Report) -> str:
         "larger of bytes / 4.3 TB/s and FLOPs / 780 TFLOP/s. *sustained*: under a second of load, "
         "for compute-heavy rows. *vs dense*: TFLOP/s over those of `jnp.matmul` with equal FLOPs."
     )
+    if any(_DAGGER in cell for cells in body for cell in cells):
+        parts.append(f"{_DAGGER} Not measured again since an older commit, see below.")
     for heading, models in _losses(report).items():
         where = "; ".join(f"{m} at {', '.join(map(str, t))} tokens" for m, t in models.items())
         parts.append(f"{heading} is faster than jaxmoe here: {where}.")
@@ -124,7 +134,7 @@ def _summary_row(report: Report, model: str, tokens: int) -> list[str]:
         model,
         str(tokens),
         _us(floor and floor.us),
-        f"**{_us(ours and ours.us)}**",
+        f"**{_us(ours and ours.us)}**" + (_DAGGER if ours and report.older(ours) else ""),
         f"{ours.floor_fraction:.0%}" if ours and ours.floor_fraction else "-",
         _us(other_layout and other_layout.us),
         _us(loaded and loaded.us),

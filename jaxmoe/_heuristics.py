@@ -55,7 +55,7 @@ class GemmConfig:
         op = "GemmConfig"
         for name in ("weight_tile", "token_tile", "cluster", "raster"):
             _checks.check_int(op, name, getattr(self, name), 0)
-        if not isinstance(self.gather, bool):
+        if type(self.gather) is not bool:
             raise TypeError(_checks.message(op, "gather must be a bool", gather=self.gather))
         tile = (self.weight_tile, self.token_tile, self.cluster)
         if tile not in TILES:

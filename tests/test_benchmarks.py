@@ -278,6 +278,17 @@ def test_report_of_known_rows(tmp_path: Path) -> None:
     assert b"qwen3-30b-a3b" in first and b"FlashInfer*" in first
 
 
+def test_rows_of_an_older_commit_are_marked(tmp_path: Path) -> None:
+    old, new = _results("2026-01-01", slower=1.5), _results("2026-02-01", slower=1.25)
+    new["rows"] = [row for row in new["rows"] if row["tokens"] != 16]  # type: ignore[attr-defined]
+    (tmp_path / "a.json").write_text(json.dumps(new))
+    (tmp_path / "b.json").write_text(json.dumps(old))
+    lines = report.summary(report.load(tmp_path)).splitlines()
+    marked = [line.split(" | ")[1] for line in lines if line.startswith("|") and "†" in line]
+    assert marked == ["16", "16"]  # of both models
+    assert "† Not measured again since an older commit, see below." in lines
+
+
 def test_plotted_points_are_times_over_floors(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from benchmarks import plot
