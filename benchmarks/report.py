@@ -165,11 +165,21 @@ def _losses(report: Report) -> dict[str, dict[str, list[int]]]:
 
 def _origin(runs: list[dict[str, Any]]) -> str:
     lines = [
-        f"- {run['date'][:10]}, {run['device']}, driver {run['driver']}, CUDA {run['cuda']}, "
-        f"jax {run['jax']}, commit {run['commit']}: `{run['command']}`"
+        f"- {run['date'][:10]}, {run['device']}{_speeds(run)}, driver {run['driver']}, "
+        f"CUDA {run['cuda']}, jax {run['jax']}, commit {run['commit']}: `{run['command']}`"
         for run in runs
     ]
     return "\n".join(["Measured by", "", *lines])
+
+
+def _speeds(run: dict[str, Any]) -> str:
+    """Returns how fast the card of a run is, nothing where the run did not measure it."""
+    known = []
+    if run.get("copy_tbps"):
+        known.append(f"copy {run['copy_tbps']:.2f} TB/s")
+    if run.get("dense_tflops"):
+        known.append(f"dense {run['dense_tflops']:.0f} TFLOP/s")
+    return f" ({', '.join(known)})" if known else ""
 
 
 def details(report: Report) -> str:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from benchmarks import cases, rows, runner
+from benchmarks import card, cases, rows, runner
 from benchmarks.baselines import dense, tokamax_gmm, torch_grouped_mm, xla_ragged_dot
 from benchmarks.models import DEFAULT_MODELS, DEFAULT_SKEWS, DEFAULT_TOKENS, MODELS, SKEWS
 from benchmarks.suites import GRIDS, SUITES, stack
@@ -35,6 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
     planned = plan(args)
     head = rows.header(device.device_kind, args.commit)
     head["kernels"] = _targets.why_not() or "cuda"
+    head |= card.speeds(device.platform)
     out = rows.Results(head, args.json, start)
     print(*(f"{key}: {value}" for key, value in head.items()), sep="\n")
     print(rows.TITLE)

@@ -1,19 +1,21 @@
 """Benchmarks on a CPU: floors against hand numbers, a run end to end, a report of known rows."""
 
 import dataclasses
+import gc
 import importlib.metadata
 import json
 import sys
 import tomllib
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))  # behind everything: `jaxmoe` stays the installed one
 
-from benchmarks import bounds, report, rows, run, runner, timing  # noqa: E402
+from benchmarks import bounds, card, report, rows, run, runner, timing  # noqa: E402
 from benchmarks.baselines import xla_ragged_dot  # noqa: E402
 from benchmarks.cases import Case, WeightSets, weight_sets  # noqa: E402
 from benchmarks.models import DEFAULT_MODELS, DEFAULT_TOKENS, MODELS, expert_bytes  # noqa: E402
@@ -154,6 +156,7 @@ def test_a_run_writes_every_row(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert run.main([*command.split(), "--json", str(path)]) == 0
     content = json.loads(path.read_text())
     assert set(HEADER) <= set(content["header"]) and content["header"]["commit"] == "abc"
+    assert [content["header"][key] for key in ("copy_tbps", "dense_tflops")] == [None, None]  # CPU
     assert all(set(ROW) <= set(row) for row in content["rows"])
     timed = {(row["op"], row["impl"]): row for row in content["rows"] if row["us"]}
     ops = "route plan permute finalize grouped_gemm/gate_up grouped_gemm/down".split()
@@ -173,6 +176,28 @@ def test_a_run_writes_every_row(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert {"tokamax", "torch_grouped_mm"} <= set(absent)
     printed = capsys.readouterr().out
     assert all(f" {op} " in printed for op in ops) and "not run: tokamax" in printed
+
+
+def test_card_speeds_are_bytes_and_flops_over_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([3.0, 2.0, 4.0, 6.0, 5.0, 8.0])
+
+    def bursts(timed: dict[str, timing.Timed], _: timing.Pace) -> dict[str, timing.Measured]:
+        ((name, item),) = timed.items()
+        item.launch(2)
+        item.wait()
+        us = next(times)
+        return {name: timing.Measured(us / item.layers, us, us)}
+
+    monkeypatch.setattr(timing, "bursts", bursts)
+    gc.collect()
+    before = len(jax.live_arrays())
+    # the best of five, read and written; then 2 * 64^3 FLOP in 8 us
+    assert card.copy_tbps(num_bytes=4096) == pytest.approx(2 * 4096 / 2.0 * 1e-6)
+    assert card.dense_tflops(size=64) == pytest.approx(524288 / 8.0 * 1e-6)
+    assert len(jax.live_arrays()) <= before  # the memory is the rows' again
+    monkeypatch.setattr(card, "copy_tbps", lambda: 4.27181)
+    monkeypatch.setattr(card, "dense_tflops", lambda: 781.26)
+    assert card.speeds("gpu") == {"copy_tbps": 4.272, "dense_tflops": 781.3}
 
 
 def test_the_header_names_a_version_without_installation(
@@ -287,6 +312,20 @@ def test_rows_of_an_older_commit_are_marked(tmp_path: Path) -> None:
     marked = [line.split(" | ")[1] for line in lines if line.startswith("|") and "†" in line]
     assert marked == ["16", "16"]  # of both models
     assert "† Not measured again since an older commit, see below." in lines
+
+
+def test_report_says_how_fast_the_card_of_each_run_was(tmp_path: Path) -> None:
+    old, new = _results("2026-01-01", slower=1.5), _results("2026-02-01", slower=1.25)
+    new["rows"] = new["rows"][:4]  # type: ignore[index]
+    new["header"] |= {"copy_tbps": 4.018, "dense_tflops": 781.3}  # type: ignore[operator]
+    (tmp_path / "a.json").write_text(json.dumps(old))
+    (tmp_path / "b.json").write_text(json.dumps(new))
+    for text in (report.summary(loaded := report.load(tmp_path)), report.details(loaded)):
+        lines = [line.split(", driver")[0] for line in text.splitlines() if ", driver" in line]
+        card_of_new = "NVIDIA H200 (copy 4.02 TB/s, dense 781 TFLOP/s)"
+        assert lines == ["- 2026-01-01, NVIDIA H200", f"- 2026-02-01, {card_of_new}"]
+    loaded.runs[1].update(copy_tbps=None, dense_tflops=None)  # as without a GPU
+    assert report.summary(loaded).count("NVIDIA H200, driver") == 2
 
 
 def test_plotted_points_are_times_over_floors(tmp_path: Path) -> None:
