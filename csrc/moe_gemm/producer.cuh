@@ -22,9 +22,11 @@ __device__ __forceinline__ int WeightRow(const MoeGemmArgs& args, int w_tile, in
   return w_tile * T::kWeightTile + block * 64;
 }
 
+// Boxes of rows of a tile: at least one. Without rows (the second CTA of a cluster) a stage would
+// be full without the warp that loads X, which could then miss the whole phase of an empty barrier.
 template <class T>
 __device__ __forceinline__ int TokenBoxes(int rows) {
-  return (rows + T::kBoxRows - 1) / T::kBoxRows;
+  return max((rows + T::kBoxRows - 1) / T::kBoxRows, 1);
 }
 
 template <class T>
@@ -41,8 +43,6 @@ __device__ void RunWeightProducer(const MoeGemmArgs& args, const SharedStorage<T
   while (true) {
     ptx::BarrierWait(smem.ring_full(slot.index), slot.parity);
     const TileInfo info = smem.ring()[slot.index];
-    ReleaseRing<T>(smem.ring_empty(slot.index));
-    slot.Advance();
     if (info.end()) break;
 
     uint32_t token_bytes = TokenBoxes<T>(info.rows) * T::kBoxRows * T::kStepBytes;
@@ -72,6 +72,8 @@ __device__ void RunWeightProducer(const MoeGemmArgs& args, const SharedStorage<T
       }
       stage.Advance();
     }
+    ReleaseRing<T>(smem.ring_empty(slot.index));
+    slot.Advance();
   }
 }
 
@@ -88,8 +90,6 @@ __device__ void RunTokenProducer(const MoeGemmArgs& args, const SharedStorage<T>
   PipelineState<T::kRing> slot;
   while (true) {
     const TileInfo info = NextTile<T>(smem, slot, lane);
-    if (lane == 0) ReleaseRing<T>(smem.ring_empty(slot.index));
-    slot.Advance();
     if (info.end()) break;
 
     const bool one_row_boxes = args.gather && !T::kGatherByThreads;
@@ -102,6 +102,7 @@ __device__ void RunTokenProducer(const MoeGemmArgs& args, const SharedStorage<T>
     }
     for (int step = 0; step < args.num_k_steps; ++step) {
       ptx::BarrierWait(smem.empty(stage.index), stage.parity ^ 1);
+      __syncwarp();  // a lane without a box must not fall a phase behind those with one
       uint64_t* full = smem.full(stage.index);
       uint8_t* dst = smem.tokens(stage.index);
       const int k = step * T::kStepK;
@@ -124,6 +125,8 @@ __device__ void RunTokenProducer(const MoeGemmArgs& args, const SharedStorage<T>
       }
       stage.Advance();
     }
+    if (lane == 0) ReleaseRing<T>(smem.ring_empty(slot.index));
+    slot.Advance();
   }
 }
 
@@ -146,8 +149,6 @@ __device__ void RunGatherProducer(const MoeGemmArgs& args,
   PipelineState<T::kRing> slot;
   while (true) {
     const TileInfo info = NextTile<T>(smem, slot, thread % 32);
-    if (thread % 32 == 0) ReleaseRing<T>(smem.ring_empty(slot.index));
-    slot.Advance();
     if (info.end()) break;
 
     const uint4* source[kPasses];
@@ -171,6 +172,8 @@ __device__ void RunGatherProducer(const MoeGemmArgs& args,
       ptx::CopyAsyncArrive(smem.full(stage.index));
       stage.Advance();
     }
+    if (thread % 32 == 0) ReleaseRing<T>(smem.ring_empty(slot.index));
+    slot.Advance();
   }
   ptx::CopyAsyncWaitAll();  // no copy outlives its thread
 }

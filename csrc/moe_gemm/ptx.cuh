@@ -53,8 +53,10 @@ __device__ __forceinline__ void BarrierWait(uint64_t* bar, uint32_t parity) {
 }
 
 // Arrives at the barrier that has this one's address in CTA `rank` of the cluster.
-// NOTE: not .release.cluster, which costs a membar.gl: about a microsecond. What is released here
-// are reads that have their results.
+// NOTE: not .release.cluster, nor .acquire.cluster in BarrierWait: they compile to a membar.gl
+// (about a microsecond) and an invalidation of L1. So only shared memory may be handed over by
+// these barriers, written by bulk copies or st.async, whose own completion makes it visible, or
+// released by reads that have their results.
 __device__ __forceinline__ void BarrierArriveAt(uint64_t* bar, int rank) {
   asm volatile(
       "{\n"

@@ -42,7 +42,7 @@ class TileScheduler {
 
     // Raster inside a group: panels of `raster` weight tiles; inside a panel the weight tile runs
     // fastest. raster = 1 keeps the token tiles that share a weight tile adjacent in time.
-    const int token_tiles = (size + kTileRows - 1) / kTileRows;
+    const int token_tiles = (size - 1) / kTileRows + 1;
     const int panel_tiles = args_.raster * token_tiles;
     const int panel = index / panel_tiles;
     const int in_panel = index - panel * panel_tiles;
@@ -81,7 +81,7 @@ class TileScheduler {
       start_ = (g / args_.groups_per_batch) * rows + first;
       size_ = max(last - first, 0);
     }
-    tiles_ = (size_ + kTileRows - 1) / kTileRows * args_.num_w_tiles;
+    tiles_ = size_ == 0 ? 0 : ((size_ - 1) / kTileRows + 1) * args_.num_w_tiles;
     inclusive_ = tiles_;
 #pragma unroll
     for (int offset = 1; offset < 32; offset *= 2) {

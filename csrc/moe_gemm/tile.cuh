@@ -155,7 +155,8 @@ __device__ __forceinline__ TileInfo NextTile(const SharedStorage<T>& smem,
           __shfl_sync(kAll, info.w_tile, 0)};
 }
 
-// The ring is written by CTA 0 of the cluster.
+// The ring is written by CTA 0 of the cluster. Readers hand a slot back when they are done with the
+// tile: right after reading it, the arrival could overtake the load.
 template <class T>
 __device__ __forceinline__ void ReleaseRing(uint64_t* bar) {
   if constexpr (T::kCluster > 1) {
