@@ -7,6 +7,11 @@ from .activation import Activation as Activation
 from .activation import Swiglu as Swiglu
 from .finalize import finalize as finalize
 from .grouped_gemm import grouped_gemm as grouped_gemm
+from .losses import expert_load as expert_load
+from .losses import load_balancing_loss as load_balancing_loss
+from .losses import router_z_loss as router_z_loss
+from .losses import sequence_balance_loss as sequence_balance_loss
+from .losses import update_selection_bias as update_selection_bias
 from .mlp import moe_mlp as moe_mlp
 from .permute import permute as permute
 from .plan import Plan as Plan

@@ -23,13 +23,18 @@ PUBLIC_NAMES = {
     "Plan",
     "Routing",
     "Swiglu",
+    "expert_load",
     "explain",
     "finalize",
     "grouped_gemm",
+    "load_balancing_loss",
     "moe_mlp",
     "permute",
     "plan",
     "route",
+    "router_z_loss",
+    "sequence_balance_loss",
+    "update_selection_bias",
 }
 TARGETS = {
     "jaxmoe_finalize_v1",
