@@ -36,6 +36,7 @@ class OpReport:
         say what the kernels do where they are.
       cuda_target: FFI target that CUDA calls, None if it cannot.
       cuda_reason: why CUDA refuses these arguments, None if it does not.
+      cuda_fallback: why CUDA runs pure XLA for these arguments, None if it does not.
       cuda_attrs: attributes of the call, the tiles of the matrix products among them.
       cuda_scratch: buffers of the call beyond arguments and results.
       runs: what runs on the default device of this process.
@@ -47,6 +48,7 @@ class OpReport:
     why_no_cuda: str | None
     cuda_target: str | None
     cuda_reason: str | None
+    cuda_fallback: str | None
     cuda_attrs: dict[str, Any]
     cuda_scratch: tuple[Scratch, ...]
     runs: str
@@ -66,6 +68,9 @@ class OpReport:
             return "\n".join(lines)
         if self.cuda_reason is not None:
             lines.append(f"  CUDA: refused: {self.cuda_reason}")
+            return "\n".join(lines)
+        if self.cuda_fallback is not None:
+            lines.append(f"  CUDA: pure XLA: {self.cuda_fallback}")
             return "\n".join(lines)
         lines.append(f"  CUDA: FFI call {self.cuda_target}")
         lines += (f"    {name}: {_text(value)}" for name, value in self.cuda_attrs.items())
@@ -143,12 +148,14 @@ def _find_ops(jaxpr: Any, where: tuple[str, ...]) -> Iterator[tuple[_primitive.O
 
 def _explain_op(op: _primitive.Op, eqn: Any, where: str, platform: str) -> OpReport:
     avals = [v.aval for v in eqn.invars]
-    target, reason, attrs, scratch = None, None, {}, ()
+    target, reason, fallback, attrs, scratch = None, None, None, {}, ()
     if op.cuda is None:
         reason = f"{op.name} has no CUDA kernel."
     else:
-        reason = op.cuda.reason(avals, **eqn.params) or _targets.device_reason()
-    if op.cuda is not None and reason is None:
+        fallback = op.cuda.fallback(avals, **eqn.params)
+        if fallback is None:
+            reason = op.cuda.reason(avals, **eqn.params) or _targets.device_reason()
+    if op.cuda is not None and reason is None and fallback is None:
         target = op.cuda.target
         attrs = op.cuda.attrs(avals, **eqn.params)
         scratch = tuple(
@@ -156,11 +163,11 @@ def _explain_op(op: _primitive.Op, eqn: Any, where: str, platform: str) -> OpRep
             for shape, dtype in op.cuda.scratch(avals, **eqn.params)
         )
     runs = "pure XLA"
-    if platform == "gpu" and _primitive.lowers_to_cuda(op):
+    if platform == "gpu" and _primitive.lowers_to_cuda(op) and fallback is None:
         runs = f"FFI call {target}" if reason is None else "nothing: it is refused"
     operands = tuple(_checks.describe(a) for a in avals)
     why = None if _targets.cuda_lowering_forced() else _targets.why_not()
-    return OpReport(op.name, where, operands, why, target, reason, attrs, scratch, runs)
+    return OpReport(op.name, where, operands, why, target, reason, fallback, attrs, scratch, runs)
 
 
 def _text(value: Any) -> str:

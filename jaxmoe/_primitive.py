@@ -78,6 +78,8 @@ class CudaTarget:
       scratch: (avals, **params) -> (shape, dtype) of results appended after the public ones.
       reason: (avals, **params) -> why these arguments cannot run, or None. Raised while lowering
         as NotImplementedError.
+      fallback: (avals, **params) -> why CUDA runs the pure JAX function for these arguments, or
+        None. For what the kernel does not know and XLA does well enough.
       operands: which arguments the call takes, in order; None for all.
     """
 
@@ -85,6 +87,7 @@ class CudaTarget:
     attrs: Callable[..., dict[str, Any]] = _no_attrs
     scratch: Callable[..., list[Spec]] = _no_scratch
     reason: Callable[..., str | None] = _no_reason
+    fallback: Callable[..., str | None] = _no_reason
     operands: tuple[int, ...] | None = None
 
 
@@ -216,7 +219,7 @@ def _check_replicated(name: str, index: int, aval: Any) -> None:
         )
 
 
-def _abstract_eval(op: Op, *avals: Any, **params: Any) -> list[ShapedArray]:
+def _abstract_eval(op: Op, /, *avals: Any, **params: Any) -> list[ShapedArray]:
     for index, aval in enumerate(avals):
         _check_replicated(op.name, index, aval)
     specs = op.out(*avals, **params)
@@ -235,12 +238,12 @@ def _abstract_eval(op: Op, *avals: Any, **params: Any) -> list[ShapedArray]:
     ]
 
 
-def _batch(rule: Callable[..., Any], args: Any, dims: Any, **params: Any) -> Any:
+def _batch(rule: Callable[..., Any], args: Any, dims: Any, /, **params: Any) -> Any:
     outs, out_dims = rule(tuple(args), tuple(dims), **params)
     return list(outs), list(out_dims)
 
 
-def _jvp(op: Op, rule: Any, primals: Any, tangents: Any, **params: Any) -> Any:
+def _jvp(op: Op, rule: Any, primals: Any, tangents: Any, /, **params: Any) -> Any:
     if rule is None:
         outs = op(*primals, **params)
         if any(jnp.issubdtype(o.dtype, jnp.inexact) for o in outs):
@@ -256,7 +259,7 @@ def _jvp(op: Op, rule: Any, primals: Any, tangents: Any, **params: Any) -> Any:
     return list(outs), tangents_out
 
 
-def _transpose(rule: Callable[..., Any], cts: Any, *args: Any, **params: Any) -> Any:
+def _transpose(rule: Callable[..., Any], cts: Any, /, *args: Any, **params: Any) -> Any:
     if all(isinstance(ct, ad.Zero) for ct in cts):
         return [ad.Zero(a.aval) if is_linear(a) else None for a in args]
     cts = tuple(None if isinstance(ct, ad.Zero) else ct for ct in cts)
@@ -267,7 +270,7 @@ def _transpose(rule: Callable[..., Any], cts: Any, *args: Any, **params: Any) ->
     ]
 
 
-def _lower_xla(rule: Any, ctx: Any, *operands: Any, **params: Any) -> Any:
+def _lower_xla(rule: Any, ctx: Any, /, *operands: Any, **params: Any) -> Any:
     """Lowers the pure JAX function on plain per-device types: no mesh, nothing varying."""
     plain = ctx.replace(
         avals_in=[ShapedArray(a.shape, a.dtype) for a in ctx.avals_in],
@@ -276,8 +279,10 @@ def _lower_xla(rule: Any, ctx: Any, *operands: Any, **params: Any) -> Any:
     return rule(plain, *operands, **params)
 
 
-def _lower_cuda(op: Op, xla_rule: Any, ctx: Any, *operands: Any, **params: Any) -> Any:
+def _lower_cuda(op: Op, xla_rule: Any, ctx: Any, /, *operands: Any, **params: Any) -> Any:
     if op.cuda is None or not lowers_to_cuda(op):
+        return xla_rule(ctx, *operands, **params)
+    if op.cuda.fallback(ctx.avals_in, **params) is not None:
         return xla_rule(ctx, *operands, **params)
     reason = op.cuda.reason(ctx.avals_in, **params) or _targets.device_reason()
     if reason is not None:

@@ -6,35 +6,110 @@ precision gives the error that any implementation may make (see `_testing.assert
 Letters: T tokens, K choices per token, E experts, H hidden, I intermediate, R = T * K rows.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 
 from jaxmoe.activation import Activation, resolve, split_gate_up
+from jaxmoe.routing import METHODS
 
 
 def route(
-    logits: jax.Array, *, top_k: int, method: str = "renormalize"
+    logits: jax.Array,
+    *,
+    top_k: int,
+    method: str = "renormalize",
+    bias: jax.Array | None = None,
+    num_groups: int = 1,
+    top_groups: int = 1,
+    scale: float = 1.0,
+    norm_topk_prob: bool | None = None,
+    epsilon: float | None = None,
+    masked_group_value: float = -math.inf,
+    expert_scale: jax.Array | None = None,
+    num_shared_experts: int = 0,
+    num_valid_tokens: int | jax.Array | None = None,
+    expert_ids: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Chooses the `top_k` experts of each token. Returns expert_ids [T,K] and weights [T,K]."""
+    row = METHODS[method]
     x = logits.astype(jnp.float32)
+    num_tokens, num_experts = x.shape
     scored = ~jnp.isnan(x)
-    experts = jnp.arange(x.shape[1])
-    # better[t, e, f]: expert f stands before expert e. The larger logit, then the smaller id.
-    larger = x[:, None, :] > x[:, :, None]
-    tied = (x[:, None, :] == x[:, :, None]) & (experts[None, None, :] < experts[None, :, None])
-    better = (larger | tied | ~scored[:, :, None]) & scored[:, None, :]
-    place = jnp.where(scored, better.sum(axis=2), -1)
-    chosen = place[:, None, :] == jnp.arange(top_k)[None, :, None]  # [T, K, E]
-    found = chosen.any(axis=2)
-    expert_ids = jnp.where(found, chosen.argmax(axis=2), -1).astype(jnp.int32)
-    # softmax over every expert that has a score, or over the chosen ones only
-    among = {"softmax": scored, "renormalize": chosen.any(axis=1)}[method]
+    score = {
+        "logits": x,
+        "softmax": softmax(x, scored),
+        "sigmoid": 1 / (1 + jnp.exp(-x)),
+        "sqrtsoftplus": jnp.sqrt(jnp.logaddexp(x, 0.0)),
+    }[row.score]
+    score = jnp.where(scored, score, jnp.nan)
+    if expert_ids is None:
+        key = score if row.by_score else x
+        if bias is not None:
+            key = key + bias.astype(jnp.float32)[None, :]
+        if num_groups > 1:
+            grouped = key.reshape(num_tokens, num_groups, -1)
+            largest = jnp.sort(jnp.where(jnp.isnan(grouped), -jnp.inf, grouped), axis=2)
+            value = largest[:, :, -1]
+            if row.group_value == "top2":
+                two = (~jnp.isnan(grouped)).sum(axis=2) > 1
+                value = jnp.where(two, largest[:, :, -2:].sum(axis=2), value)
+            kept = best(value, top_groups)  # [T, top_groups]
+            group = jnp.arange(num_experts) // (num_experts // num_groups)
+            keep = (kept[:, :, None] == group[None, None, :]).any(axis=1)
+            masked = jnp.nan if masked_group_value == -math.inf else masked_group_value
+            key = jnp.where(keep | jnp.isnan(key), key, masked)
+        ids = best(key, top_k)
+    else:
+        ids = jnp.where((expert_ids < 0) | (expert_ids >= num_experts), -1, expert_ids)
+        ids = ids.astype(jnp.int32)
+    experts = jnp.arange(num_experts)[None, None, :]
+    here = (ids[:, :, None] == experts) & scored[:, None, :]  # [T, K, E]
+    chosen = here.any(axis=2)
+    ids = jnp.where(chosen, ids, -1)
+    weights = jnp.where(here, score[:, None, :], 0.0).sum(axis=2)
+    divides = row.norm_topk_prob if norm_topk_prob is None else norm_topk_prob
+    if row.normalize == "softmax":
+        weights = softmax(weights, chosen)
+    elif row.normalize != "none" and divides is not False:
+        epsilon = 1e-20 if epsilon is None else epsilon
+        total = weights.sum(axis=1, keepdims=True)
+        total = total + epsilon if row.normalize == "sum" else jnp.maximum(total, epsilon)
+        weights = weights / jnp.where(total == 0, 1.0, total)
+    weights = weights * scale
+    if expert_scale is not None:
+        weights = weights * expert_scale.astype(jnp.float32)[ids]
+    weights = jnp.where(chosen, weights, 0.0)
+    shared = jnp.arange(num_experts, num_experts + num_shared_experts, dtype=jnp.int32)
+    ids = jnp.concatenate([ids, jnp.tile(shared, (num_tokens, 1))], axis=1)
+    ones = jnp.ones((num_tokens, num_shared_experts), jnp.float32)
+    weights = jnp.concatenate([weights, ones], axis=1)
+    if num_valid_tokens is not None:
+        valid = (jnp.arange(num_tokens) < num_valid_tokens)[:, None]
+        ids, weights = jnp.where(valid, ids, -1), jnp.where(valid, weights, 0.0)
+    return ids, weights
+
+
+def best(key: jax.Array, count: int) -> jax.Array:
+    """Ids of the largest keys of each row in falling order, ties to the smaller id; -1 for NaN."""
+    ids = jnp.arange(key.shape[1])
+    usable = ~jnp.isnan(key)
+    # better[t, e, f]: f stands before e. The larger key, then the smaller id.
+    larger = key[:, None, :] > key[:, :, None]
+    tied = (key[:, None, :] == key[:, :, None]) & (ids[None, None, :] < ids[None, :, None])
+    place = ((larger | tied) & usable[:, None, :]).sum(axis=2)
+    place = jnp.where(usable, place, -1)
+    found = place[:, None, :] == jnp.arange(count)[None, :, None]  # [T, count, E]
+    return jnp.where(found.any(axis=2), found.argmax(axis=2), -1).astype(jnp.int32)
+
+
+def softmax(x: jax.Array, among: jax.Array) -> jax.Array:
+    """Softmax of each row over the entries `among`; 0 where nothing but -inf is among them."""
     largest = jnp.max(x, axis=1, keepdims=True, where=among, initial=-jnp.inf)
     exp = jnp.where(among, jnp.exp(x - jnp.where(largest == -jnp.inf, 0.0, largest)), 0.0)
     total = exp.sum(axis=1, keepdims=True)
-    p = exp / jnp.where(total == 0, 1.0, total)  # nothing but -inf: every weight is 0
-    weights = jnp.where(chosen, p[:, None, :], 0.0).sum(axis=2)
-    return expert_ids, weights
+    return exp / jnp.where(total == 0, 1.0, total)
 
 
 def local_ids(

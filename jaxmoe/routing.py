@@ -1,12 +1,15 @@
 """Routing: from the router's logits to the experts of each token and their weights."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jaxmoe import _checks, _primitive
+from jaxmoe import _checks
+from jaxmoe._route import Rule, route_p, weights_xla
 
 
 @jax.tree_util.register_dataclass
@@ -28,55 +31,107 @@ class Method:
     """One routing rule: a row of `METHODS`.
 
     Attributes:
-      score: what is computed from the logits, a key of `SCORES`.
-      normalize: what is computed from the scores of the chosen experts, a key of `NORMALIZATIONS`.
+      score: "logits", "softmax", "sigmoid" or "sqrtsoftplus" of the logits.
+      by_score: experts are chosen by score (plus bias), not by logit.
+      normalize: "none", "softmax", "sum" or "clamped_sum", see `_route.Rule`.
+      norm_topk_prob: whether the weights are divided by their sum by default; None: no choice.
+      bias: whether the rule has a selection bias.
+      group_value: how groups of experts are ranked, "" without groups.
+      top_k: the only number of experts the rule is for, 0 for any.
     """
 
     score: str
-    normalize: str
+    by_score: bool = False
+    normalize: str = "none"
+    norm_topk_prob: bool | None = None
+    bias: bool = False
+    group_value: str = ""
+    top_k: int = 0
 
 
 METHODS: dict[str, Method] = {
-    "softmax": Method(score="softmax", normalize="none"),
-    "renormalize": Method(score="logits", normalize="softmax"),
+    "softmax": Method("softmax", normalize="sum", norm_topk_prob=False),
+    "renormalize": Method("logits", normalize="softmax"),
+    "renormalize_naive": Method("logits", normalize="softmax"),
+    "deepseek_v3": Method("sigmoid", True, "sum", True, bias=True, group_value="top2"),
+    "deepseek_v2": Method("softmax", True, "sum", False, group_value="max"),
+    "llama4": Method("sigmoid", top_k=1),
+    "topk": Method("logits"),
+    "sigmoid_renorm": Method("sigmoid", True, "clamped_sum", True),
+    "minimax2": Method("sigmoid", True, "sum", bias=True),
+    "sigmoid": Method("sigmoid", True),
+    "topk_sigmoid": Method("sigmoid"),
+    "sqrtsoftplus": Method("sqrtsoftplus", True, "sum", True, bias=True),
 }
 
-# Codes of the kernel's attributes. Every score so far rises with the logit, so experts are chosen
-# by logit: exact, the same on every device, and not blind where a score underflows or saturates.
-SCORES = {"logits": 0, "softmax": 1}
-NORMALIZATIONS = {"none": 0, "softmax": 1}
-
-_MAX_CUDA_EXPERTS = 512  # kRouteMaxExperts of csrc/kernels/route.h
+_OP = "route"
+_EPSILON = 1e-20
 
 
-def route(logits: jax.Array, *, top_k: int, method: str = "renormalize") -> Routing:
+def route(
+    logits: jax.Array,
+    *,
+    top_k: int,
+    method: str = "renormalize",
+    bias: jax.Array | None = None,
+    num_groups: int = 1,
+    top_groups: int = 1,
+    scale: float = 1.0,
+    norm_topk_prob: bool | None = None,
+    epsilon: float | None = None,
+    masked_group_value: float = -math.inf,
+    expert_scale: jax.Array | None = None,
+    num_shared_experts: int = 0,
+    num_valid_tokens: int | jax.Array | None = None,
+    expert_ids: jax.Array | None = None,
+) -> Routing:
     """Chooses the experts of each token and their weights.
 
-    expert_ids[t] = the top_k experts of largest logits[t], in falling order, ties to the smaller id
-    method "renormalize": weights[t] = softmax(logits[t, expert_ids[t]])
-    method "softmax":     weights[t] = softmax(logits[t])[expert_ids[t]]
+    expert_ids[t] = the top_k experts of largest key[t], in falling order, ties to the smaller id
+    weights[t,k] = normalized(score[t, expert_ids[t,k]]) * scale * expert_scale[expert_ids[t,k]]
 
-    A NaN logit is an expert that cannot be chosen and is left out of the softmax; a token with
-    fewer than top_k other logits gets id -1 and weight 0 in the remaining places. -inf is the
-    lowest score there is and weighs 0; +inf makes the weights of its token NaN.
+    Scores, keys and normalization of each method are a table in docs/semantics.md, the method of
+    each model family is in docs/routing.md. A NaN logit is an expert that cannot be chosen and is
+    left out of every sum; a token with fewer than top_k others gets id -1 and weight 0 in the
+    remaining places. -inf is the lowest logit there is.
 
     Args:
       logits: [T, E] bfloat16, float16 or float32.
-      top_k: experts for each token, 1 to E.
-      method: "renormalize" or "softmax".
+      top_k: experts for each token, 1 to E; 1 for "llama4".
+      method: a key of `METHODS`, such as "renormalize" (Mixtral, Qwen3), "softmax" (OLMoE) or
+        "deepseek_v3".
+      bias: [E], added to the scores for the choice only ("deepseek_v3", "minimax2",
+        "sqrtsoftplus").
+      num_groups: groups of neighbours that the experts form ("deepseek_v3", "deepseek_v2").
+      top_groups: groups that experts are chosen from, ranked by the sum of their two largest keys
+        ("deepseek_v3") or by the largest ("deepseek_v2").
+      scale: factor of every weight (`routed_scaling_factor`).
+      norm_topk_prob: divide the weights of a token by their sum; by default what the method does.
+      epsilon: added to that sum, 1e-20 by default; "sigmoid_renorm" takes the larger of the two.
+      masked_group_value: key of the experts of other groups; by default they cannot be chosen. 0.0,
+        as in transformers 4, lets them win over negative keys.
+      expert_scale: [E], a factor of each expert's weight.
+      num_shared_experts: S experts that every token takes: S more columns with ids E to E + S - 1
+        and weight 1.
+      num_valid_tokens: rows from there on are padding: id -1, weight 0.
+      expert_ids: [T, top_k] int16 or int32, experts chosen elsewhere (a replay, or a table looked
+        up by token id): only the weights are computed. Ids of no expert, or of one whose logit is
+        NaN, become -1.
 
     Returns:
-      `Routing` with expert_ids [T, top_k] int32 and weights [T, top_k] float32.
+      `Routing` with expert_ids [T, top_k + S] int32 and weights [T, top_k + S] float32.
 
     Raises:
-      TypeError: `logits` is not an array of such a dtype, or `top_k` not a Python int.
-      ValueError: `logits` has another rank, `top_k` is out of range, or no such method.
+      TypeError: an array of another dtype, a number that is none or not known at trace time.
+      ValueError: a wrong shape or number, no such method, or an option that the method lacks.
 
-    Numerics: float32 throughout; ids are exact, weights within a few ulp on every device. Gradients
-      flow through the weights with the ids fixed, in forward and reverse mode and to any order.
+    Numerics: float32 throughout. Ids chosen by logit are exact; those chosen by score are as exact
+      as the score, which devices round differently in the last bit. Gradients flow through the
+      weights to `logits` and `expert_scale`, with the ids fixed, in forward and reverse mode and to
+      any order; none to `bias`.
     Sharding: tokens may be split freely; experts may not.
-    Source: "renormalize" is Mixtral's and Qwen3's rule, https://arxiv.org/abs/2401.04088;
-      "softmax" is DeepSeek-V2-Lite's and OLMoE's, https://arxiv.org/abs/2409.02060.
+    Source: https://arxiv.org/abs/2401.04088 ("renormalize"), https://arxiv.org/abs/2409.02060
+      ("softmax"), https://arxiv.org/abs/2412.19437 ("deepseek_v3"); docs/routing.md has the others.
 
     Example:
       >>> import jax.numpy as jnp, jaxmoe
@@ -84,100 +139,150 @@ def route(logits: jax.Array, *, top_k: int, method: str = "renormalize") -> Rout
       >>> routing.expert_ids.tolist(), routing.weights.tolist()
       ([[1, 2]], [[0.5, 0.5]])
     """
-    _checks.check_rank("route", "logits", logits, "T,E")
-    _checks.check_dtype("route", "logits", logits, _checks.FLOATS)
+    _checks.check_rank(_OP, "logits", logits, "T,E")
+    _checks.check_dtype(_OP, "logits", logits, _checks.FLOATS)
     num_experts = logits.shape[1]
     if num_experts == 0:
         rule = "logits.shape[1]=0 must be at least 1 (num_experts)"
-        raise ValueError(_checks.message("route", rule, logits=logits))
-    top_k = _checks.check_int("route", "top_k", top_k, 1, num_experts, "the last axis is E")
-    _checks.check_choice("route", "method", method, tuple(METHODS))
+        raise ValueError(_checks.message(_OP, rule, logits=logits))
+    top_k = _checks.check_int(_OP, "top_k", top_k, 1, num_experts, "the last axis is E")
+    _checks.check_choice(_OP, "method", method, tuple(METHODS))
     row = METHODS[method]
-    expert_ids, weights = _route(logits, top_k=top_k, score=row.score, normalize=row.normalize)
-    return Routing(expert_ids, weights)
+    if row.top_k and top_k != row.top_k:
+        raise ValueError(
+            _checks.message(_OP, f"top_k={top_k} must be {row.top_k} for method {method!r}")
+        )
+    masked_value = _check_float("masked_group_value", masked_group_value, finite=False)
+    num_groups, top_groups = _check_groups(
+        logits, top_k, method, num_groups, top_groups, masked_value
+    )
+    if bias is not None and not row.bias:
+        _refuse("bias", bias, method, "no selection bias")
+    for name, value in (("bias", bias), ("expert_scale", expert_scale)):
+        if value is not None:
+            _checks.check_rank(_OP, name, value, "E")
+            _checks.check_dtype(_OP, name, value, _checks.FLOATS)
+            _checks.check_same_dim(_OP, name, value, 0, "logits", logits, 1, "num_experts")
+    normalize, epsilon = _check_normalize(method, norm_topk_prob, epsilon)
+    spec = Rule(
+        score=row.score,
+        by_score=row.by_score,
+        normalize=normalize,
+        epsilon=epsilon,
+        scale=_check_float("scale", scale),
+        group_value=row.group_value if num_groups > 1 else "",
+        num_groups=num_groups,
+        top_groups=top_groups,
+        masked_value=masked_value,
+    )
+    num_shared_experts = _checks.check_int(_OP, "num_shared_experts", num_shared_experts, 0)
+    valid = _valid_tokens(logits, num_valid_tokens)
+
+    if expert_ids is None:
+        no_bias = jnp.zeros((0,), jnp.float32)
+        ids, weights = route_p(logits, no_bias if bias is None else bias, top_k=top_k, rule=spec)
+    else:
+        ids = _forced_ids(logits, top_k, expert_ids)
+        weights = weights_xla(logits, ids, rule=spec)
+    if expert_scale is not None:
+        factor = jnp.asarray(expert_scale, jnp.float32)[jnp.where(ids < 0, 0, ids)]
+        weights = jnp.where(ids < 0, 0.0, weights * factor)
+    if num_shared_experts:
+        shape = (logits.shape[0], num_shared_experts)
+        shared = jnp.broadcast_to(jnp.arange(num_shared_experts, dtype=jnp.int32), shape)
+        ids = jnp.concatenate([ids, num_experts + shared], axis=1)
+        weights = jnp.concatenate([weights, jnp.ones(shape, jnp.float32)], axis=1)
+    if valid is not None:
+        ids, weights = jnp.where(valid, ids, -1), jnp.where(valid, weights, 0.0)
+    return Routing(ids, weights)
 
 
-def route_xla(
-    logits: jax.Array, *, top_k: int, score: str, normalize: str
-) -> tuple[jax.Array, jax.Array]:
-    """Computes `route` in plain jnp, binding no primitive."""
-    keys, expert_ids = jax.lax.top_k(_order_key(logits.astype(jnp.float32)), top_k)
-    expert_ids = jnp.where(keys == _UNSCORED, -1, expert_ids)
-    return expert_ids, weights_xla(logits, expert_ids, score=score, normalize=normalize)
+def _refuse(name: str, value: Any, method: str, lack: str) -> None:
+    default = "None" if name in ("bias", "norm_topk_prob", "epsilon") else "left out"
+    shown = _checks.describe(value)
+    rule = f"{name}={shown} must be {default}: method {method!r} has {lack}"
+    raise ValueError(_checks.message(_OP, rule))
 
 
-def weights_xla(
-    logits: jax.Array, expert_ids: jax.Array, *, score: str, normalize: str
-) -> jax.Array:
-    """Computes the weights of chosen experts; differentiable in `logits`."""
-    x = logits.astype(jnp.float32)
-    chosen = expert_ids >= 0
-    if score == "softmax":
-        x = _softmax(x, ~jnp.isnan(x))
-    x = jnp.take_along_axis(x, jnp.where(chosen, expert_ids, 0), axis=1)
-    if normalize == "softmax":
-        x = _softmax(x, chosen)
-    return jnp.where(chosen, x, 0.0)
+def _check_groups(
+    logits: Any, top_k: int, method: str, num_groups: Any, top_groups: Any, masked: Any
+) -> tuple[int, int]:
+    num_groups = _checks.check_int(_OP, "num_groups", num_groups, 1)
+    top_groups = _checks.check_int(_OP, "top_groups", top_groups, 1, num_groups, "num_groups")
+    if not METHODS[method].group_value and num_groups != 1:
+        _refuse("num_groups", num_groups, method, "no groups")
+    if num_groups == 1:
+        if masked != -math.inf:
+            _refuse("masked_group_value", masked, method, "no groups (num_groups=1)")
+        return num_groups, top_groups
+    num_experts = logits.shape[1]
+    if num_experts % num_groups:
+        rule = f"num_groups={num_groups} must divide logits.shape[1]={num_experts}"
+        raise ValueError(_checks.message(_OP, rule, logits=logits))
+    choice = top_groups * (num_experts // num_groups)
+    if masked == -math.inf and top_k > choice:
+        rule = (
+            f"top_k={top_k} must be at most {choice}, the experts of top_groups={top_groups} of "
+            f"num_groups={num_groups}"
+        )
+        raise ValueError(_checks.message(_OP, rule, logits=logits))
+    return num_groups, top_groups
 
 
-_UNSCORED = jnp.iinfo(jnp.int32).min
+def _check_normalize(
+    method: str, norm_topk_prob: bool | None, epsilon: float | None
+) -> tuple[str, float]:
+    row = METHODS[method]
+    divides = row.normalize in ("sum", "clamped_sum")
+    if norm_topk_prob is not None:
+        if row.norm_topk_prob is None:
+            _refuse("norm_topk_prob", norm_topk_prob, method, "one normalization")
+        if type(norm_topk_prob) is not bool:
+            rule = "norm_topk_prob must be a bool or None"
+            raise TypeError(_checks.message(_OP, rule, norm_topk_prob=norm_topk_prob))
+        divides = norm_topk_prob
+    elif row.norm_topk_prob is not None:
+        divides = row.norm_topk_prob
+    if epsilon is not None:
+        if not divides:
+            _refuse("epsilon", epsilon, method, "no sum to divide by")
+        if _check_float("epsilon", epsilon) < 0:
+            raise ValueError(_checks.message(_OP, f"epsilon={epsilon} must be at least 0"))
+    if not divides:
+        return "softmax" if row.normalize == "softmax" else "none", 0.0
+    return row.normalize, _EPSILON if epsilon is None else float(epsilon)
 
 
-def _order_key(x: jax.Array) -> jax.Array:
-    """Maps float32 to int32 of the same order, with -0.0 equal to 0.0 and NaN last.
-
-    NOTE: top_k on the floats themselves would rank NaN first and -0.0 below 0.0.
-    """
-    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
-    key = jnp.where(bits < 0, jnp.where(bits == _UNSCORED, 0, bits ^ 0x7FFFFFFF), bits)
-    return jnp.where(jnp.isnan(x), _UNSCORED, key)
-
-
-def _softmax(x: jax.Array, mask: jax.Array) -> jax.Array:
-    """Softmax of the last axis over `mask`; 0 outside it, and everywhere if all of it is -inf."""
-    x = jnp.where(mask, x, -jnp.inf)  # also keeps NaN outside the mask out of the gradient
-    largest = jax.lax.stop_gradient(jnp.max(x, axis=-1, keepdims=True))
-    exp = jnp.exp(x - jnp.where(largest == -jnp.inf, 0.0, largest))
-    total = exp.sum(axis=-1, keepdims=True)
-    return exp / jnp.where(total == 0, 1.0, total)
+def _check_float(name: str, value: Any, finite: bool = True) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | np.floating):
+        rule = f"{name} must be a Python float known at trace time"
+        raise TypeError(_checks.message(_OP, rule, **{name: value}))
+    if math.isnan(value) or (finite and math.isinf(value)) or value == math.inf:
+        rule = f"{name}={value} must be {'finite' if finite else 'finite or -inf'}"
+        raise ValueError(_checks.message(_OP, rule))
+    return float(value)
 
 
-def _out(logits: Any, *, top_k: int, **_params: Any) -> list[_primitive.Spec]:
-    shape = (logits.shape[0], top_k)
-    return [(shape, jnp.int32), (shape, jnp.float32)]
-
-
-def _batch(args: Any, dims: Any, **params: Any) -> Any:
-    logits = _primitive.move_batch_to_front(args[0], dims[0])
-    size, num_tokens, num_experts = logits.shape
-    outs = _route(logits.reshape(size * num_tokens, num_experts), **params)
-    return tuple(o.reshape(size, num_tokens, -1) for o in outs), (0, 0)
-
-
-def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-    (logits,), (tangent,) = primals, tangents
-    expert_ids, weights = _route(logits, **params)
-    rule = {"score": params["score"], "normalize": params["normalize"]}
-    _, tangent_out = jax.jvp(lambda x: weights_xla(x, expert_ids, **rule), (logits,), (tangent,))
-    return (expert_ids, weights), (None, tangent_out)
-
-
-def _attrs(_avals: Any, *, score: str, normalize: str, **_params: Any) -> dict[str, Any]:
-    return {"score": SCORES[score], "normalize": NORMALIZATIONS[normalize]}
-
-
-def _reason(avals: Any, **_params: Any) -> str | None:
-    if avals[0].shape[1] <= _MAX_CUDA_EXPERTS:
+def _valid_tokens(logits: Any, count: Any) -> jax.Array | None:
+    """Returns which rows are tokens, [T, 1], None if all are."""
+    if count is None:
         return None
-    rule = f"logits.shape[1]={avals[0].shape[1]} must be at most {_MAX_CUDA_EXPERTS} on CUDA"
-    return _checks.message("route", rule, logits=avals[0])
+    if isinstance(count, jax.Array | np.ndarray):
+        _checks.check_rank(_OP, "num_valid_tokens", count, "")
+        _checks.check_dtype(_OP, "num_valid_tokens", count, ("int32",))
+    else:
+        high = logits.shape[0]
+        count = _checks.check_int(_OP, "num_valid_tokens", count, 0, high, "the first axis is T")
+    return (jnp.arange(logits.shape[0], dtype=jnp.int32) < jnp.asarray(count, jnp.int32))[:, None]
 
 
-_route = _primitive.define(
-    "jaxmoe_route",
-    out=_out,
-    xla=route_xla,
-    batch=_batch,
-    jvp=_jvp,
-    cuda=_primitive.CudaTarget("jaxmoe_route_v1", attrs=_attrs, reason=_reason),
-)
+def _forced_ids(logits: Any, top_k: int, expert_ids: Any) -> jax.Array:
+    """Returns the caller's choice, -1 where it names no expert with a score."""
+    _checks.check_rank(_OP, "expert_ids", expert_ids, "T,K")
+    _checks.check_dtype(_OP, "expert_ids", expert_ids, ("int16", "int32"))
+    _checks.check_same_dim(_OP, "expert_ids", expert_ids, 0, "logits", logits, 0, "num_tokens")
+    _checks.check_dim(_OP, "expert_ids", expert_ids, 1, top_k, "top_k")
+    ids = jnp.asarray(expert_ids).astype(jnp.int32)
+    exists = (ids >= 0) & (ids < logits.shape[1])
+    picked = jnp.take_along_axis(jnp.asarray(logits), jnp.where(exists, ids, 0), axis=1)
+    return jnp.where(exists & ~jnp.isnan(picked), ids, -1)

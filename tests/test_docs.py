@@ -27,7 +27,13 @@ PAGES = sorted(
 )
 # Pages whose code runs and whose file names are checked; the log of measurements may speak of what
 # is gone.
-REFERENCES = ("README.md", "docs/adding_a_kernel.md", "docs/numerics.md", "docs/semantics.md")
+REFERENCES = (
+    "README.md",
+    "docs/adding_a_kernel.md",
+    "docs/numerics.md",
+    "docs/routing.md",
+    "docs/semantics.md",
+)
 PLOT = "docs/img/layer.svg"  # drawn from committed results
 MODULES = sorted(f"jaxmoe.{m.name}" for m in pkgutil.iter_modules(jaxmoe.__path__))
 MODULES = [name for name in MODULES if name != "jaxmoe._cuda_ffi"]

@@ -83,6 +83,33 @@ def test_refusals_say_why():
     assert f"CUDA: refused: {reason}" in str(report)
 
 
+@pytest.mark.parametrize(
+    ("num_experts", "options", "why"),
+    (
+        (8, {}, None),
+        (512, {"method": "softmax"}, None),
+        (513, {}, "the route kernel takes at most 512 experts"),
+        (8, {"method": "topk"}, 'the methods "softmax" and "renormalize" without options'),
+        (8, {"scale": 2.0}, "without options"),
+        (8, {"method": "softmax", "norm_topk_prob": True}, "without options"),
+    ),
+)
+def test_routing_that_is_left_to_xla(num_experts, options, why):
+    fn = lambda a: route(a, top_k=2, **options)  # noqa: E731
+    logits = struct(4, num_experts, dtype=F32)
+    with _targets.force_cuda_lowering():
+        report = explain(fn, logits)
+        text = jax.jit(fn).trace(logits).lower(lowering_platforms=("cuda",)).as_text()
+    (op,) = report.ops
+    assert op.cuda_reason is None
+    assert ("jaxmoe_route_v1" in text) == (why is None)
+    if why is None:
+        assert op.cuda_fallback is None and op.cuda_target == "jaxmoe_route_v1"
+    else:
+        assert op.cuda_target is None and why in op.cuda_fallback
+        assert f"  CUDA: pure XLA: {op.cuda_fallback}" in str(report)
+
+
 def test_gradients_name_the_kernels_that_are_missing():
     loss = lambda *a: jnp.sum(layer(*a).astype(F32))  # noqa: E731
     report = explain(jax.grad(loss, 2), *LAYER)

@@ -1,0 +1,197 @@
+"""The primitive behind `route`: selection by key, groups, and weights; its rules are plain jnp."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxmoe import _primitive
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """A routing rule with its options, as the primitive takes it. See `route` for the formulas.
+
+    Attributes:
+      score: "logits", "softmax", "sigmoid" or "sqrtsoftplus".
+      by_score: experts are chosen by score plus bias, not by logit.
+      normalize: "none", "softmax" of the chosen logits, "sum" (divided by sum + epsilon) or
+        "clamped_sum" (divided by max(sum, epsilon)).
+      epsilon: of the two sums.
+      scale: factor of every weight.
+      group_value: "top2", "max", or "" without groups.
+      num_groups, top_groups: groups there are and groups kept.
+      masked_value: key of the experts of the other groups; -inf: they cannot be chosen.
+    """
+
+    score: str
+    by_score: bool = False
+    normalize: str = "none"
+    epsilon: float = 0.0
+    scale: float = 1.0
+    group_value: str = ""
+    num_groups: int = 1
+    top_groups: int = 1
+    masked_value: float = -math.inf
+
+
+# What csrc/kernels/route.cuh computes: (score, normalize) -> codes of its two attributes. Both
+# scores rise with the logit, so choosing by logit is exact and the same on every device.
+_KERNEL_CODES = {("softmax", "none"): (1, 0), ("logits", "softmax"): (0, 1)}
+_MAX_CUDA_EXPERTS = 512  # kRouteMaxExperts of csrc/kernels/route.h
+
+
+def route_xla(
+    logits: jax.Array, bias: jax.Array, *, top_k: int, rule: Rule
+) -> tuple[jax.Array, jax.Array]:
+    """Computes the primitive in plain jnp, binding none. An empty bias means no bias."""
+    x = logits.astype(jnp.float32)
+    key = x
+    if rule.by_score:
+        key = jnp.where(jnp.isnan(x), jnp.nan, _scores(x, rule.score))
+        if bias.shape[0]:
+            key = key + bias.astype(jnp.float32)[None, :]
+    order = _order_key(key)
+    if rule.num_groups > 1:
+        order = _keep_groups(key, order, rule)
+    best, expert_ids = jax.lax.top_k(order, top_k)
+    expert_ids = jnp.where(best == _UNSCORED, -1, expert_ids)
+    return expert_ids, weights_xla(logits, expert_ids, rule=rule)
+
+
+def weights_xla(logits: jax.Array, expert_ids: jax.Array, *, rule: Rule) -> jax.Array:
+    """Computes the weights of chosen experts (-1: none); differentiable in `logits`."""
+    x = logits.astype(jnp.float32)
+    chosen = expert_ids >= 0
+    at = jnp.where(chosen, expert_ids, 0)
+    if rule.score == "softmax":
+        s = jnp.take_along_axis(_softmax(x, ~jnp.isnan(x)), at, axis=1)
+    else:  # of the chosen alone: whatever the others are, NaN too, stays out of the gradient
+        picked = jnp.where(chosen, jnp.take_along_axis(x, at, axis=1), 0.0)
+        s = _scores(picked, rule.score)
+    s = jnp.where(chosen, s, 0.0)
+    if rule.normalize == "softmax":
+        s = _softmax(s, chosen)
+    elif rule.normalize != "none":
+        total = s.sum(axis=1, keepdims=True)
+        if rule.normalize == "sum":
+            total = total + rule.epsilon
+        else:
+            total = jnp.maximum(total, rule.epsilon)
+        total = jnp.where(total == 0, 1.0, total)
+        # The slope of s / total has the square of the total, which underflows long before it does.
+        near = jax.lax.stop_gradient(1.0 / jnp.clip(total, 1e-37, 1.0))
+        s = (s * near) / (total * near)
+    if rule.scale != 1.0:
+        s = s * rule.scale
+    return jnp.where(chosen, s, 0.0)  # also where the token's sum is NaN
+
+
+def _scores(x: jax.Array, score: str) -> jax.Array:
+    """Scores of float32 logits, NaN logits left out of a softmax."""
+    if score == "softmax":
+        return _softmax(x, ~jnp.isnan(x))
+    if score == "sigmoid":
+        return jax.nn.sigmoid(x)
+    if score == "sqrtsoftplus":
+        # Far below 0 softplus(x) is exp(x) to the last bit, and its root has no finite slope where
+        # it underflows.
+        low = x < -20.0
+        root = jnp.sqrt(jax.nn.softplus(jnp.where(low, 0.0, x)))
+        return jnp.where(low, jnp.exp(0.5 * jnp.where(low, x, 0.0)), root)
+    return x
+
+
+_UNSCORED = jnp.iinfo(jnp.int32).min
+
+
+def _order_key(x: jax.Array) -> jax.Array:
+    """Maps float32 to int32 of the same order, with -0.0 equal to 0.0 and NaN last.
+
+    NOTE: top_k on the floats themselves would rank NaN first and -0.0 below 0.0.
+    """
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+    key = jnp.where(bits < 0, jnp.where(bits == _UNSCORED, 0, bits ^ 0x7FFFFFFF), bits)
+    return jnp.where(jnp.isnan(x), _UNSCORED, key)
+
+
+def _keep_groups(key: jax.Array, order: jax.Array, rule: Rule) -> jax.Array:
+    """Replaces the order of the experts outside the best groups."""
+    num_tokens, num_experts = key.shape
+    grouped = (num_tokens, rule.num_groups, num_experts // rule.num_groups)
+    scored = ~jnp.isnan(key)
+    keys = jnp.where(scored, key, -jnp.inf).reshape(grouped)
+    if rule.group_value == "max":
+        value = keys.max(axis=2)
+    else:
+        best = jax.lax.top_k(keys, min(2, grouped[2]))[0]
+        several = scored.reshape(grouped).sum(axis=2) > 1
+        value = jnp.where(several, best.sum(axis=2), best[..., 0])
+    _, kept = jax.lax.top_k(_order_key(value), rule.top_groups)
+    groups = jnp.arange(rule.num_groups)[None, None, :]
+    keep = (kept[:, :, None] == groups).any(axis=1)
+    keep = jnp.repeat(keep, grouped[2], axis=1)
+    masked = jnp.int32(_UNSCORED)
+    if rule.masked_value != -math.inf:
+        masked = jnp.where(scored, _order_key(jnp.float32(rule.masked_value)), _UNSCORED)
+    return jnp.where(keep, order, masked)
+
+
+def _softmax(x: jax.Array, mask: jax.Array) -> jax.Array:
+    """Softmax of the last axis over `mask`; 0 outside it, and everywhere if all of it is -inf."""
+    x = jnp.where(mask, x, -jnp.inf)  # also keeps NaN outside the mask out of the gradient
+    largest = jax.lax.stop_gradient(jnp.max(x, axis=-1, keepdims=True))
+    exp = jnp.exp(x - jnp.where(largest == -jnp.inf, 0.0, largest))
+    total = exp.sum(axis=-1, keepdims=True)
+    return exp / jnp.where(total == 0, 1.0, total)
+
+
+def _out(logits: Any, _bias: Any, *, top_k: int, **_params: Any) -> list[_primitive.Spec]:
+    shape = (logits.shape[0], top_k)
+    return [(shape, jnp.int32), (shape, jnp.float32)]
+
+
+def _batch(args: Any, dims: Any, **params: Any) -> Any:
+    logits, bias = args
+    if dims[1] is not None:
+        return _primitive.one_by_one(route_p, args, dims, **params)
+    logits = _primitive.move_batch_to_front(logits, dims[0])
+    size, num_tokens, num_experts = logits.shape
+    outs = route_p(logits.reshape(size * num_tokens, num_experts), bias, **params)
+    return tuple(o.reshape(size, num_tokens, -1) for o in outs), (0, 0)
+
+
+def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+    (logits, bias), (tangent, _) = primals, tangents  # the bias has no part in the weights
+    expert_ids, weights = route_p(logits, bias, **params)
+    if tangent is None:
+        return (expert_ids, weights), (None, None)
+    of_logits = lambda x: weights_xla(x, expert_ids, rule=params["rule"])  # noqa: E731
+    _, tangent_out = jax.jvp(of_logits, (logits,), (tangent,))
+    return (expert_ids, weights), (None, tangent_out)
+
+
+def _attrs(_avals: Any, *, rule: Rule, **_params: Any) -> dict[str, Any]:
+    score, normalize = _KERNEL_CODES[rule.score, rule.normalize]
+    return {"score": score, "normalize": normalize}
+
+
+def _fallback(avals: Any, *, rule: Rule, **_params: Any) -> str | None:
+    if avals[0].shape[1] > _MAX_CUDA_EXPERTS:
+        return f"the route kernel takes at most {_MAX_CUDA_EXPERTS} experts"
+    plain = Rule(rule.score, normalize=rule.normalize)
+    if (rule.score, rule.normalize) not in _KERNEL_CODES or rule != plain:
+        return 'the route kernel knows the methods "softmax" and "renormalize" without options'
+    return None
+
+
+route_p = _primitive.define(
+    "jaxmoe_route",
+    out=_out,
+    xla=route_xla,
+    batch=_batch,
+    jvp=_jvp,
+    cuda=_primitive.CudaTarget("jaxmoe_route_v1", attrs=_attrs, fallback=_fallback, operands=(0,)),
+)
