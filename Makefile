@@ -1,12 +1,13 @@
 # Every task of the project; each target works on a fresh clone.
 .DEFAULT_GOAL := help
-.PHONY: demo test test-gpu test-multi-gpu test-matrix sanitize bench lint format wheel \
-  build-matrix clean help
+.PHONY: demo test test-gpu test-multi-gpu test-matrix sanitize bench native-bench lint format \
+  wheel build-matrix clean help
 
 PYTHON ?=
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 CSRC := $(shell find csrc -name '*.cu' -o -name '*.cuh' -o -name '*.cc' -o -name '*.h')
+NATIVE_BENCH := $(wildcard benchmarks/native/*)
 export PYTHON
 
 # Python files are used in place; only what is compiled or packaged asks for a new installation.
@@ -36,11 +37,18 @@ sanitize: $(INSTALLED)  ## Run a subset of the GPU tests under each compute-sani
 bench: $(INSTALLED)  ## Run the layer benchmark (ARGS="--suite ops" for another)
 	$(BIN)/python -m benchmarks.run $(or $(ARGS),--suite layer)
 
+native-bench: $(INSTALLED)  ## Build and run the kernel benchmark without JAX (ARGS="--help")
+	@PATH="$(CURDIR)/build/env/bin:$$PATH" && \
+	cmake -S . -B build/native -DJAXMOE_CUDA=ON -DJAXMOE_NATIVE_BENCH=ON \
+	  -DPython_EXECUTABLE="$(CURDIR)/build/env/bin/python" && \
+	cmake --build build/native --target gemm_bench --parallel "$$(nproc)"
+	build/native/gemm_bench $(ARGS)
+
 lint: $(INSTALLED)  ## Check format, lint, types and spelling
 	@status=0; run() { echo "$$1"; $(BIN)/$$1 || status=1; }; \
 	run "ruff check ."; \
 	run "ruff format --check ."; \
-	run "clang-format --dry-run -Werror $(CSRC)"; \
+	run "clang-format --dry-run -Werror $(CSRC) $(NATIVE_BENCH)"; \
 	run "pyright"; \
 	run "codespell"; \
 	exit $$status
@@ -48,7 +56,7 @@ lint: $(INSTALLED)  ## Check format, lint, types and spelling
 format: $(INSTALLED)  ## Reformat everything in place
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $(CSRC)
+	$(BIN)/clang-format -i $(CSRC) $(NATIVE_BENCH)
 
 wheel: $(INSTALLED)  ## Build the wheel into dist/
 	$(BIN)/python -m pip wheel --no-deps -w dist .
