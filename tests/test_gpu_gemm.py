@@ -13,7 +13,7 @@ pytestmark = pytest.mark.gpu
 INT_MAX, INT_MIN = np.iinfo(np.int32).max, np.iinfo(np.int32).min
 
 # Around every tile and every wgmma width, with empty groups at both ends and in between.
-SIZES = (0, 1, 7, 8, 9, 0, 0, 17, 33, 64, 65, 95, 113, 128, 129, 200, 270, 0)
+SIZES = (0, 1, 7, 8, 9, 0, 0, 17, 33, 64, 65, 95, 113, 128, 129, 161, 200, 270, 289, 321, 0)
 TILES = list(_heuristics.TILES)
 
 
@@ -100,6 +100,17 @@ def test_garbage_group_sizes_stay_in_bounds(sizes, tile):
     rng = np.random.default_rng(3)
     lhs, rhs = operands(rng, 37, 3, 64, 64, jnp.bfloat16)
     check(lhs, rhs, jnp.asarray(sizes, jnp.int32), config=GemmConfig(*tile))
+
+
+@pytest.mark.parametrize("rows", (1, 16, 17, 40))
+def test_groups_too_small_for_both_ctas_of_a_cluster(rows):
+    rng = np.random.default_rng(rows)
+    lhs, rhs = operands(rng, 64 * rows, 64, 1024, 512, jnp.bfloat16)
+    sizes = jnp.full((64,), rows, jnp.int32)
+    run = jax.jit(lambda: grouped_gemm(lhs, rhs, sizes, config=GemmConfig(256, 160, cluster=2)))
+    first = check(lhs, rhs, sizes, config=GemmConfig(256, 160, cluster=2))
+    for out in [run() for _ in range(50)]:  # back to back, to meet every order of the warps
+        assert_equal(out, first)
 
 
 def test_group_offset_skips_rows_of_other_groups():

@@ -1,5 +1,6 @@
 """moe_mlp on a GPU: every kernel variant with every epilogue, real shapes, capture, transforms."""
 
+import dataclasses
 import functools
 
 import jax
@@ -73,6 +74,17 @@ def test_every_variant(tile, layout, dtype):
             gate_up=layer.gate_up,
             weight_layout=layout,
         )
+
+
+@pytest.mark.parametrize("gather", (False, True))
+def test_paired_tiles_of_few_rows(gather):
+    """Both products start under the end of the kernel before, most second CTAs have no rows."""
+    layer = Layer("", "", 512, 256, 64, 2)
+    tile = GemmConfig(256, 160, cluster=2)
+    config = dataclasses.replace(tile, gather=gather), tile
+    for num_tokens in (1, 64, 400):
+        inputs = layer_inputs(layer, num_tokens, "zipf", np.random.default_rng(1), jnp.bfloat16)
+        check(inputs, config)
 
 
 @pytest.mark.parametrize("gate_up", ("gate_up", "up_gate", "interleaved"))
