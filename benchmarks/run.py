@@ -14,11 +14,12 @@ import jax
 from benchmarks import card, cases, rows, runner
 from benchmarks.baselines import dense, tokamax_gmm, torch_grouped_mm, xla_ragged_dot
 from benchmarks.models import DEFAULT_MODELS, DEFAULT_SKEWS, DEFAULT_TOKENS, MODELS, SKEWS
-from benchmarks.suites import GRIDS, SUITES, stack
+from benchmarks.suites import GRIDS, SUITES, routing, stack
 from jaxmoe import _targets
 
 _PEERS = (xla_ragged_dot, tokamax_gmm, torch_grouped_mm, dense)
-_IMPLS = ("jaxmoe", "jaxmoe[kn]", stack.CHAIN, *(peer.NAME for peer in _PEERS), "floor")
+_PEER_NAMES = (routing.XLA, *(peer.NAME for peer in _PEERS))
+_IMPLS = ("jaxmoe", "jaxmoe[kn]", stack.CHAIN, *_PEER_NAMES, "floor")
 _MEMORY = "0.92"  # part of the GPU's memory; JAX's own default leaves a quarter unused
 
 

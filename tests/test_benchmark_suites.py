@@ -22,7 +22,7 @@ from benchmarks.cases import (  # noqa: E402
     weight_sets,
 )
 from benchmarks.models import DEFAULT_MODELS, MODELS  # noqa: E402
-from benchmarks.suites import SUITES, layer, stack, tiles  # noqa: E402
+from benchmarks.suites import SUITES, layer, routing, stack, tiles  # noqa: E402
 from jaxmoe._heuristics import mlp_configs  # noqa: E402
 
 
@@ -55,6 +55,30 @@ def test_tiles_worth_trying(monkeypatch: pytest.MonkeyPatch) -> None:
     assert names(_product(129.0, 129)) == [*wide, "down 256x160 cluster=2"]
     broad = names(dataclasses.replace(_product(129.0, 129), n=4096))
     assert broad == [*wide, "down 256x128 raster=0", "down 256x160 cluster=2"]
+
+
+def test_routing_suite_checks_both_formulations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "routing.json"
+    command = f"--suite routing --models odd --tokens 8 --skew uniform --repeats 3 --json {path}"
+    assert run.main(command.split()) == 0
+    found = [rows.Row.from_json(row) for row in json.loads(path.read_text())["rows"]]
+    timed = {(row.op, row.impl): row for row in found if row.impl != "floor"}
+    ops = [f"route+plan/{method}" for method in routing.METHODS]
+    assert list(timed) == [(op, impl) for op in ops for impl in ("jaxmoe", routing.XLA)]
+    assert all(row.us and row.rel_err is not None and row.rel_err < 1e-6 for row in timed.values())
+    # with groups of experts, and a wrong order of the rows is found
+    case = Case(MODELS["qwen3-30b-a3b"], 8, "uniform", 1, WeightSets())
+    assert routing.groups(case.model) == 8
+    errors = [entry.check() for entry in routing.entries(case) if entry.check]
+    assert len(errors) == 4 and max(errors) < 1e-6
+    plan = jaxmoe.plan
+    reverse = lambda ids, **options: plan(ids[::-1], **options)  # noqa: E731
+    monkeypatch.setattr(jaxmoe, "plan", reverse)
+    other = dataclasses.replace(case, num_tokens=9)  # what was compiled above has the real plan
+    check = routing.entries(other)[0].check
+    assert check is not None and check() == float("inf")
 
 
 def test_tiles_are_compared_with_the_choice_of_the_heuristics(

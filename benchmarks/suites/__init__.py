@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from benchmarks.cases import Case
-from benchmarks.suites import layer, ops, stack, tiles
+from benchmarks.suites import layer, ops, routing, stack, tiles
 from benchmarks.suites.entry import Entry
 
 SUITES: dict[str, Callable[[Case], list[Entry]]] = {
@@ -11,6 +11,7 @@ SUITES: dict[str, Callable[[Case], list[Entry]]] = {
     "ops": ops.entries,
     "tiles": tiles.entries,
     "stack": stack.entries,
+    "routing": routing.entries,
 }
 
 # Models and numbers of tokens of a plain run, where a suite is not about all of them.
