@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxmoe import _checks
 from jaxmoe._heuristics import GemmConfig
@@ -31,6 +32,7 @@ def moe_mlp(
     expert_offset: int = 0,
     expert_map: jax.Array | None = None,
     residual: jax.Array | None = None,
+    apply_weight_on_input: bool = False,
     config: tuple[GemmConfig | None, GemmConfig | None] | None = None,
 ) -> jax.Array:
     """Runs each token through its experts and adds up the results.
@@ -57,6 +59,8 @@ def moe_mlp(
       expert_offset: global id of the first local expert.
       expert_map: [num_experts] int32, local id of each global expert; outside [0, E) is not local.
       residual: [T, H], added last.
+      apply_weight_on_input: each token is multiplied by its weight before its expert, and not after
+        it (Llama 4); for K = 1.
       config: tiles of the two CUDA products; chosen from the shapes by default.
 
     Returns:
@@ -113,10 +117,22 @@ def moe_mlp(
         raise ValueError(_checks.message(_OP, rule, **got))
     check_num_rows(_OP, routing.expert_ids.size, **{"routing.expert_ids": routing.expert_ids})
     _check_config(config)
+    weights = routing.weights
+    if type(apply_weight_on_input) is not bool:
+        rule = "apply_weight_on_input must be a bool"
+        got = {"apply_weight_on_input": apply_weight_on_input}
+        raise TypeError(_checks.message(_OP, rule, **got))
+    if apply_weight_on_input:
+        if top_k != 1:
+            rule = f"apply_weight_on_input=True needs top_k=1, not {top_k}: a token has one input"
+            got = {"routing.expert_ids": routing.expert_ids}
+            raise ValueError(_checks.message(_OP, rule, **got))
+        x = (x.astype(jnp.float32) * weights).astype(x.dtype)
+        weights = jnp.ones_like(weights)
     (y,) = moe_mlp_p(
         x,
         routing.expert_ids,
-        routing.weights,
+        weights,
         w_gate_up,
         w_down,
         no_bias(x.dtype) if b_gate_up is None else b_gate_up,

@@ -212,6 +212,17 @@ LAYER_ERRORS = (
         "expert_map.shape[0]=7 must be 6 (num_experts). Got expert_map: i32[7].",
     ),
     (
+        {"apply_weight_on_input": 1},
+        TypeError,
+        "apply_weight_on_input must be a bool. Got apply_weight_on_input: 1.",
+    ),
+    (
+        {"apply_weight_on_input": True},
+        ValueError,
+        "apply_weight_on_input=True needs top_k=1, not 2: a token has one input. Got "
+        "routing.expert_ids: i32[5,2].",
+    ),
+    (
         {"config": GemmConfig(128, 8)},
         TypeError,
         "config must be a pair of GemmConfig, one for each product. Got config: a GemmConfig.",

@@ -109,6 +109,25 @@ def test_identity_of_identity_experts_weighs_the_tokens():
     assert_equal(moe_mlp(x, routing, eye, eye, activation="identity"), 0.75 * x)
 
 
+@pytest.mark.parametrize("dtype", (jnp.bfloat16, jnp.float32), ids=("bf16", "f32"))
+def test_weight_on_input(dtype):
+    layer = Layer("", "", 16, 8, 5, 1)
+    rng = np.random.default_rng(6)
+    inputs = layer_inputs(layer, 9, "with_invalid", rng, dtype)
+    inputs["weights"] = jnp.asarray(rng.uniform(0.2, 0.8, (9, 1)), jnp.float32)
+    weighed = (inputs["x"].astype(jnp.float32) * inputs["weights"]).astype(dtype)
+    alone = inputs | {"x": weighed, "weights": jnp.ones_like(inputs["weights"])}
+    out = jax.jit(lambda i: run(i, apply_weight_on_input=True))(inputs)
+    assert_equal(out, jax.jit(run)(alone))
+    assert not np.array_equal(out, jax.jit(run)(inputs))
+    # the gradient reaches the weights through the input
+    loss = lambda i: (run(i, apply_weight_on_input=True).astype(jnp.float32) ** 2).sum()  # noqa: E731
+    on_input = jax.grad(lambda w: loss(inputs | {"weights": w}))(inputs["weights"])
+    of_x = jax.grad(lambda x: (run(alone | {"x": x}).astype(jnp.float32) ** 2).sum())(weighed)
+    want = (of_x.astype(jnp.float32) * inputs["x"].astype(jnp.float32)).sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(on_input, want, rtol=1e-2 if dtype == jnp.bfloat16 else 1e-5)
+
+
 def test_residual():
     """`residual` is added in f32 before the one rounding; tokens without experts get it exactly."""
     layer = SMALL["odd"]
