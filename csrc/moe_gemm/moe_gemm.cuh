@@ -141,28 +141,28 @@ cudaError_t LaunchVariant(const MoeGemmArgs& args, int grid, bool pdl, cudaStrea
                         args);
 }
 
-// The tile table of one element type and weight layout. Decode tiles (one consumer warpgroup, two
-// CTAs an SM) keep >= 96 KB of weights in flight per SM; the others use the whole SM.
-template <class Element,
-          cute::SM90::GMMA::Major kMajor,
-          bool kGated,
-          int kWt,
-          int kTt,
-          int kStages,
-          Split kSplit,
-          int kCtas,
-          int kCluster>
+template <class T>
 Variant MakeVariant(DType dtype, WeightLayout layout) {
-  using T = Tile<Element, kMajor, kGated, kWt, kTt, kStages, kSplit, kCtas, kCluster>;
-  return {dtype, layout, kGated, kWt, kTt, kCtas, kCluster, T::kBoxRows, &LaunchVariant<T>};
+  return {dtype,
+          layout,
+          T::kGated,
+          T::kWeightTile,
+          T::kTokenTile,
+          T::kCtasPerSm,
+          T::kCluster,
+          T::kBoxRows,
+          &LaunchVariant<T>};
 }
 
+// The tile table of one element type and weight layout. Decode tiles (one consumer warpgroup, two
+// CTAs an SM) keep >= 96 KB of weights in flight per SM; the others use the whole SM.
 template <class Element, cute::SM90::GMMA::Major kMajor>
 VariantTable MakeVariants(DType dtype, WeightLayout layout) {
-#define JAXMOE_TILE(wt, tt, stages, split, ctas, cluster)                                         \
-  MakeVariant<Element, kMajor, true, wt, tt, stages, Split::split, ctas, cluster>(dtype, layout), \
-      MakeVariant<Element, kMajor, false, wt, tt, stages, Split::split, ctas, cluster>(dtype,     \
-                                                                                       layout)
+#define JAXMOE_VARIANT(gated, ...) \
+  MakeVariant<Tile<Element, kMajor, gated, __VA_ARGS__>>(dtype, layout)
+#define JAXMOE_TILE(wt, tt, stages, split, ctas, cluster)            \
+  JAXMOE_VARIANT(true, wt, tt, stages, Split::split, ctas, cluster), \
+      JAXMOE_VARIANT(false, wt, tt, stages, Split::split, ctas, cluster)
   static const Variant rows[] = {
       JAXMOE_TILE(128, 8, 6, kNone, 2, 1),
       JAXMOE_TILE(128, 16, 5, kNone, 2, 1),
@@ -172,6 +172,7 @@ VariantTable MakeVariants(DType dtype, WeightLayout layout) {
       JAXMOE_TILE(256, 160, 4, kWeights, 1, 2),
   };
 #undef JAXMOE_TILE
+#undef JAXMOE_VARIANT
   return {rows, static_cast<int>(sizeof(rows) / sizeof(rows[0]))};
 }
 
