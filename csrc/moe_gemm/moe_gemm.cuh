@@ -70,16 +70,17 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
   if (warp == 0 && lane == 0) {
     ptx::PrefetchTensorMap(&args.w_map);
     ptx::PrefetchTensorMap(&args.x_map);
+    constexpr int kWarpgroup = 128;
     const bool by_threads = args.gather && T::kGatherByThreads;
     for (int s = 0; s < T::kStages; ++s) {
-      ptx::BarrierInit(smem.full(s), by_threads ? 1 + 128 : 1);
+      ptx::BarrierInit(smem.full(s), by_threads ? 1 + kWarpgroup : 1);
       ptx::BarrierInit(smem.empty(s), 4 * T::kConsumers * T::kCluster);
     }
     for (int s = 0; s < T::kRing; ++s) {
       ptx::BarrierInit(smem.ring_full(s), 1);
       // The weight thread, the warps that load X and those of the consumers of this slot.
       ptx::BarrierInit(smem.ring_empty(s),
-                       T::kCluster * ((by_threads ? 5 : 2) + 4 * T::kConsumers));
+                       T::kCluster * (1 + (by_threads ? 4 : 1) + 4 * T::kConsumers));
     }
     ptx::BarrierInitFence();
   }
