@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxmoe import _primitive
 
@@ -37,9 +38,10 @@ class Rule:
     masked_value: float = -math.inf
 
 
-# What csrc/kernels/route.cuh computes: (score, normalize) -> codes of its two attributes. Both
-# scores rise with the logit, so choosing by logit is exact and the same on every device.
-_KERNEL_CODES = {("softmax", "none"): (1, 0), ("logits", "softmax"): (0, 1)}
+# Codes of the enums in csrc/kernels/route.h.
+_SCORES = {"logits": 0, "softmax": 1, "sigmoid": 2, "sqrtsoftplus": 3}
+_NORMALIZE = {"none": 0, "softmax": 1, "sum": 2, "clamped_sum": 3}
+_GROUP_VALUES = {"": 0, "top2": 0, "max": 1}
 _MAX_CUDA_EXPERTS = 512  # kRouteMaxExperts of csrc/kernels/route.h
 
 
@@ -174,16 +176,24 @@ def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
 
 
 def _attrs(_avals: Any, *, rule: Rule, **_params: Any) -> dict[str, Any]:
-    score, normalize = _KERNEL_CODES[rule.score, rule.normalize]
-    return {"score": score, "normalize": normalize}
+    return {
+        "score": _SCORES[rule.score],
+        "by_score": int(rule.by_score),
+        "normalize": _NORMALIZE[rule.normalize],
+        "epsilon": np.float32(rule.epsilon),
+        "scale": np.float32(rule.scale),
+        "groups": {
+            "value": _GROUP_VALUES[rule.group_value],
+            "count": rule.num_groups,
+            "kept": rule.top_groups,
+            "masked_value": np.float32(rule.masked_value),
+        },
+    }
 
 
-def _fallback(avals: Any, *, rule: Rule, **_params: Any) -> str | None:
+def _fallback(avals: Any, **_params: Any) -> str | None:
     if avals[0].shape[1] > _MAX_CUDA_EXPERTS:
         return f"the route kernel takes at most {_MAX_CUDA_EXPERTS} experts"
-    plain = Rule(rule.score, normalize=rule.normalize)
-    if (rule.score, rule.normalize) not in _KERNEL_CODES or rule != plain:
-        return 'the route kernel knows the methods "softmax" and "renormalize" without options'
     return None
 
 
@@ -193,5 +203,5 @@ route_p = _primitive.define(
     xla=route_xla,
     batch=_batch,
     jvp=_jvp,
-    cuda=_primitive.CudaTarget("jaxmoe_route_v1", attrs=_attrs, fallback=_fallback, operands=(0,)),
+    cuda=_primitive.CudaTarget("jaxmoe_route_v2", attrs=_attrs, fallback=_fallback),
 )

@@ -89,9 +89,7 @@ def test_refusals_say_why():
         (8, {}, None),
         (512, {"method": "softmax"}, None),
         (513, {}, "the route kernel takes at most 512 experts"),
-        (8, {"method": "topk"}, 'the methods "softmax" and "renormalize" without options'),
-        (8, {"scale": 2.0}, "without options"),
-        (8, {"method": "softmax", "norm_topk_prob": True}, "without options"),
+        (512, {"method": "deepseek_v3", "num_groups": 8, "top_groups": 4, "scale": 2.0}, None),
     ),
 )
 def test_routing_that_is_left_to_xla(num_experts, options, why):
@@ -102,9 +100,9 @@ def test_routing_that_is_left_to_xla(num_experts, options, why):
         text = jax.jit(fn).trace(logits).lower(lowering_platforms=("cuda",)).as_text()
     (op,) = report.ops
     assert op.cuda_reason is None
-    assert ("jaxmoe_route_v1" in text) == (why is None)
+    assert ("jaxmoe_route_v2" in text) == (why is None)
     if why is None:
-        assert op.cuda_fallback is None and op.cuda_target == "jaxmoe_route_v1"
+        assert op.cuda_fallback is None and op.cuda_target == "jaxmoe_route_v2"
     else:
         assert op.cuda_target is None and why in op.cuda_fallback
         assert f"  CUDA: pure XLA: {op.cuda_fallback}" in str(report)

@@ -160,10 +160,35 @@ def test_grouped_gemm_call():
 
 OTHER_OPS = {
     "route": (
-        lambda logits: jaxmoe.route(logits, top_k=K, method="softmax"),
-        (struct(T, E, dtype=F32),),
-        ("jaxmoe_route_v1", {"score": "1:i64", "normalize": "0:i64"}),
-        ["6x4xf32"],
+        lambda logits, bias: jaxmoe.route(
+            logits,
+            top_k=K,
+            method="deepseek_v3",
+            bias=bias,
+            num_groups=2,
+            top_groups=1,
+            scale=2.5,
+            epsilon=0.25,
+            masked_group_value=0.5,
+        ),
+        (struct(T, E, dtype=F32), struct(E)),
+        (
+            "jaxmoe_route_v2",
+            {
+                "score": "2:i64",
+                "by_score": "1:i64",
+                "normalize": "2:i64",
+                "epsilon": "2.500000e-01:f32",
+                "scale": "2.500000e+00:f32",
+                "groups": {
+                    "value": "0:i64",
+                    "count": "2:i64",
+                    "kept": "1:i64",
+                    "masked_value": "5.000000e-01:f32",
+                },
+            },
+        ),
+        ["6x4xf32", "4xbf16"],
         ["6x2xi32", "6x2xf32"],
     ),
     "plan": (

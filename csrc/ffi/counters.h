@@ -11,7 +11,7 @@ namespace jaxmoe {
 enum class Target { kRoute, kPlan, kPermute, kFinalize, kGmm, kMoeMlp };
 
 inline constexpr const char* kTargetNames[] = {
-    "jaxmoe_route_v1",
+    "jaxmoe_route_v2",
     "jaxmoe_plan_v1",
     "jaxmoe_permute_v1",
     "jaxmoe_finalize_v1",

@@ -1,167 +1,344 @@
 // Device code of route: the K best experts of every token and their weights, in fp32.
 //
-// Problem: token t has E logits. Order by score, descending, ties to the smaller id; scores rise
-//   with the logit, so logits are compared. NaN is no score: it is never chosen, and a token with
-//   fewer than K scores gets id -1 and weight 0 in the rest. -inf is the lowest score.
-// Threads: one warp per token, at most 8 tokens a block; lane l holds the logits l, l + 32, ... as
-// integers
-//   of the same order. K rounds of a warp-wide maximum (redux.sync), then of the smallest id that
-//   has it. No shared memory.
-// Bytes: T E s + 8 T K; T = 16384, E = 256, K = 8, fp32: 17.8 MB, 4.2 us. Instructions: about
-//   K * (E / 32 + 40) a token, 3 us at those sizes over 132 SMs; predicted 8 us.
-// Why this shape: a sort does all of E for the sake of K; a thread per token needs E registers.
+// Problem: token t has E logits. An expert's key is its logit, or its score plus a bias; with
+// groups
+//   the keys outside the best groups are replaced. The K largest keys are chosen, ties to the
+//   smaller id; NaN is no key and never chosen. Weights are the scores of the chosen, normalized.
+//   The exact rules are `route_xla` and `weights_xla` of jaxmoe/_route.py.
+// Threads: one warp per token, at most 4 tokens a block. Lane l holds the experts [l v, (l + 1) v),
+//   v = ceil(E / 32), as integers of the same order as the key, so that among equal keys the lowest
+//   lane has the smallest id.
+// Selection: each lane sorts its keys; K rounds of a warp-wide maximum (redux.sync) over the heads
+//   take one each. The K best keys lie in the K lanes of the best heads, so where K v is a fraction
+//   of E (kWidth < kPerLane), only those lanes' keys are dealt out again, kWidth a lane, and
+//   sorted.
+// Shared memory: at most 8.4 KiB a warp, 2 KiB where E <= 256, K <= 8.
+// Bytes: T E s + 8 T K; T = 16384, E = 256, K = 8, fp32: 17.8 MB, 4.2 us. Instructions: about 300 a
+//   token by logit there, of which integer units, two a cycle and SM, take 170: 6 us over 132 SMs.
+// Why this shape: a sort does all of E for the sake of K; recomputing a lane's best key in every
+//   round costs 3 v instructions of all lanes, 27 against 12 here at v = 8.
 #pragma once
-
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <math_constants.h>
 
 #include <cstdint>
 
 #include "csrc/common/launch.h"
-#include "csrc/kernels/route.h"
+#include "csrc/kernels/route_score.cuh"
 
 namespace jaxmoe {
 
-inline constexpr int kRouteLanes = 32;
-inline constexpr int kRouteMaxTokensPerBlock = 8;
-inline constexpr unsigned kRouteFullMask = 0xffffffffu;
+inline constexpr int kRouteMaxWarps = 4;       // tokens of a block
+inline constexpr int kRouteRegisterWidth = 4;  // longer sorted lists are kept in shared memory
 
-// Key 0 is below every score: NaN, experts past E, and experts already chosen.
-inline constexpr uint32_t kRouteNoKey = 0;
-
-// Unsigned integer of the same order as the logit; -0 and 0 are equal.
-__device__ __forceinline__ uint32_t OrderedKey(float logit) {
-  if (logit != logit) return kRouteNoKey;
-  uint32_t bits = __float_as_uint(logit + 0.0f);
-  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+// Key of an expert outside the best groups.
+__device__ __forceinline__ int MaskedKey(const RouteRule& rule, int key) {
+  bool chosen_never = key == kRouteNoKey || rule.masked_value == -CUDART_INF_F;
+  return chosen_never ? kRouteNoKey : OrderKey(rule.masked_value);
 }
 
-__device__ __forceinline__ float KeyLogit(uint32_t key) {
-  return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
+// Key of a group with these largest two keys; never kRouteNoKey, which stands for a group taken.
+__device__ __forceinline__ int GroupKey(const RouteRule& rule, int best, int second) {
+  float value = best == kRouteNoKey ? -CUDART_INF_F : KeyValue(best);
+  bool sum = rule.group_value == RouteGroupValue::kTop2 && second != kRouteNoKey;
+  return max(OrderKey(sum ? value + KeyValue(second) : value), kRouteNoKey + 1);
 }
 
-__device__ __forceinline__ float WarpSum(float value) {
+// Masks the keys outside the best groups, each of which is `lanes` whole lanes, a power of two.
+template <int kPerLane>
+__device__ __forceinline__ void KeepGroupsOfLanes(const RouteRule& rule,
+                                                  int lanes,
+                                                  int lane,
+                                                  int (&key)[kPerLane]) {
+  int best = kRouteNoKey;
+  int second = kRouteNoKey;
 #pragma unroll
-  for (int step = kRouteLanes / 2; step > 0; step /= 2) {
-    value += __shfl_xor_sync(kRouteFullMask, value, step);
+  for (int i = 0; i < kPerLane; ++i) {
+    second = max(second, min(best, key[i]));
+    best = max(best, key[i]);
   }
-  return value;
+  for (int step = 1; step < lanes; step *= 2) {
+    int other = __shfl_xor_sync(kRouteFullMask, best, step);
+    int other_second = __shfl_xor_sync(kRouteFullMask, second, step);
+    second = max(min(best, other), max(second, other_second));
+    best = max(best, other);
+  }
+  int rest = GroupKey(rule, best, second);
+  unsigned before = (1u << (lane & ~(lanes - 1))) - 1;  // lanes of the groups before
+  bool kept = false;
+  for (int i = 0; i < rule.top_groups; ++i) {
+    int largest = __reduce_max_sync(kRouteFullMask, rest);
+    unsigned tied = __ballot_sync(kRouteFullMask, rest == largest);
+    if (rest == largest && (tied & before) == 0) {
+      kept = true;
+      rest = kRouteNoKey;
+    }
+  }
+  if (kept) return;
+#pragma unroll
+  for (int i = 0; i < kPerLane; ++i) key[i] = MaskedKey(rule, key[i]);
 }
 
-// Subtracted before exp: the largest value, but 0 for -inf, so that exp(-inf) = 0 and not NaN.
-__device__ __forceinline__ float SoftmaxShift(float largest) {
-  return largest == -CUDART_INF_F ? 0.0f : largest;
+// The same for groups that begin anywhere; slow with many. `keys` and `values` are shared, [E].
+template <int kPerLane>
+__device__ __forceinline__ void KeepGroups(const RouteRule& rule,
+                                           int num_experts,
+                                           RouteLane lane,
+                                           int* keys,
+                                           int* values,
+                                           int (&key)[kPerLane]) {
+  int size = num_experts / rule.num_groups;
+#pragma unroll
+  for (int i = 0; i < kPerLane; ++i) {
+    if (lane.first + i < lane.end) keys[lane.first + i] = key[i];
+  }
+  __syncwarp();
+  for (int group = lane.index; group < rule.num_groups; group += kRouteLanes) {
+    int best = kRouteNoKey;
+    int second = kRouteNoKey;
+    for (int i = group * size; i < (group + 1) * size; ++i) {
+      second = max(second, min(best, keys[i]));
+      best = max(best, keys[i]);
+    }
+    values[group] = GroupKey(rule, best, second);
+  }
+  __syncwarp();
+  int* kept = keys;
+  for (int group = lane.index; group < rule.num_groups; group += kRouteLanes) {
+    int better = 0;
+    for (int i = 0; i < rule.num_groups; ++i) {
+      better += values[i] > values[group] || (values[i] == values[group] && i < group);
+    }
+    kept[group] = better < rule.top_groups;
+  }
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < kPerLane; ++i) {
+    int expert = lane.first + i;
+    if (expert < lane.end && kept[expert / size] == 0) key[i] = MaskedKey(rule, key[i]);
+  }
+  __syncwarp();  // the caller uses the shared memory again
 }
 
-// Denominator of a sum of non-negative numbers: all of them 0 stay 0.
-__device__ __forceinline__ float NonZero(float sum) { return sum == 0.0f ? 1.0f : sum; }
+// A key and its expert; of equal keys the smaller id is the larger item. No key, no expert: -1.
+__device__ __forceinline__ int64_t MakeItem(int key, int expert) {
+  uint32_t low = key == kRouteNoKey ? 0 : ~expert;
+  return static_cast<int64_t>(key) << 32 | low;
+}
+__device__ __forceinline__ int ItemKey(int64_t item) { return static_cast<int>(item >> 32); }
+__device__ __forceinline__ int ItemExpert(int64_t item) { return ~static_cast<int>(item); }
 
-// kPerLane: logits a lane holds, 32 * kPerLane >= E.
-template <typename T, int kPerLane>
-__global__ void __launch_bounds__(kRouteLanes* kRouteMaxTokensPerBlock)
-    RouteKernel(RouteParams params) {
+// Orders the pairs of one step of Batcher's odd-even merge sort, then those of the steps after it.
+template <int kWidth, int kRun = 1, int kStep = 1>
+__device__ __forceinline__ void SortItems(int64_t (&item)[kWidth]) {
+  if constexpr (kRun < kWidth) {
+#pragma unroll
+    for (int i = kStep % kRun; i + kStep < kWidth; ++i) {
+      bool apart = (i - kStep % kRun) / kStep % 2 != 0;
+      if (apart || i / (2 * kRun) != (i + kStep) / (2 * kRun)) continue;
+      int64_t a = item[i];
+      int64_t b = item[i + kStep];
+      item[i] = b > a ? b : a;
+      item[i + kStep] = b > a ? a : b;
+    }
+    constexpr bool kLast = kStep == 1;
+    SortItems<kWidth, kLast ? 2 * kRun : kRun, kLast ? 2 * kRun : kStep / 2>(item);
+  }
+}
+
+// Shared memory of one warp.
+template <int kPerLane, int kWidth, bool kPlain>
+struct RouteScratch {
+  // A lane's keys are dealt out again if those of K lanes fit in 32 * kWidth.
+  static constexpr bool kDeal = kWidth < kPerLane;
+  static constexpr int kMaxTopK = kRouteLanes * kWidth / (kDeal ? kPerLane : 1);
+
+  struct Dealt {
+    int keys[kRouteLanes * kWidth];
+    int lane[kRouteLanes];
+  };
+  union {  // one after the other
+    int groups[kPlain ? 1 : 2][kPlain ? 4 : kRouteLanes * kPerLane];
+    Dealt dealt;
+    int64_t sorted[kWidth > kRouteRegisterWidth ? kWidth + 1 : 1][kRouteLanes];
+  };
+  int expert[kMaxTopK];
+  float score[kMaxTopK];
+};
+
+// The lanes with the K largest of the warp's values, ties to the lower lane; K <= 32.
+__device__ __forceinline__ unsigned BestLanes(int value, int top_k, int lane) {
+  int least = kRouteNoKey;
+  int rest = value;
+  for (int k = 0; k < top_k; ++k) {
+    least = __reduce_max_sync(kRouteFullMask, rest);
+    if (rest == least) rest = kRouteNoKey;
+  }
+  unsigned lanes = __ballot_sync(kRouteFullMask, value >= least);
+  while (__popc(lanes) > top_k) {  // equal values
+    bool in = (lanes >> lane & 1) != 0;
+    least = __reduce_min_sync(kRouteFullMask, in ? value : INT32_MAX);
+    unsigned tied = __ballot_sync(kRouteFullMask, in && value == least);
+    lanes &= ~(0x80000000u >> __clz(static_cast<int>(tied)));
+  }
+  return lanes;
+}
+
+// Writes the experts of the K largest keys to scratch.expert, -1 where there is none left.
+template <int kPerLane, int kWidth, bool kPlain>
+__device__ __forceinline__ void SelectExperts(const RouteShape& shape,
+                                              int lane,
+                                              const int (&key)[kPerLane],
+                                              RouteScratch<kPerLane, kWidth, kPlain>& scratch) {
+  constexpr int64_t kNone = static_cast<int64_t>(kRouteNoKey) * (int64_t{1} << 32);
+  unsigned below = (1u << lane) - 1;
+  int64_t item[kWidth];
+  if constexpr (kWidth < kPerLane) {
+    int lane_best = key[0];
+#pragma unroll
+    for (int i = 1; i < kPerLane; ++i) lane_best = max(lane_best, key[i]);
+    unsigned lanes = BestLanes(lane_best, shape.top_k, lane);
+    if ((lanes >> lane & 1) != 0) {
+      int rank = __popc(lanes & below);
+      scratch.dealt.lane[rank] = lane;
+#pragma unroll
+      for (int i = 0; i < kPerLane; ++i) scratch.dealt.keys[rank * kPerLane + i] = key[i];
+    }
+    __syncwarp();
+    int first = lane * kWidth;
+    bool any = first < shape.top_k * kPerLane;
+    int source = any ? scratch.dealt.lane[first / kPerLane] : 0;
+    int expert = source * shape.per_lane + first % kPerLane;
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) {
+      int dealt = any ? scratch.dealt.keys[first + i] : kRouteNoKey;
+      item[i] = MakeItem(dealt, expert + i);
+    }
+    __syncwarp();
+  } else {
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) item[i] = MakeItem(key[i], lane * shape.per_lane + i);
+  }
+  SortItems(item);
+
+  constexpr bool kInShared = kWidth > kRouteRegisterWidth;
+  if constexpr (kInShared) {
+#pragma unroll
+    for (int i = 1; i < kWidth; ++i) scratch.sorted[i][lane] = item[i];
+    scratch.sorted[kWidth][lane] = kNone;  // lists are read by their own lane only
+  }
+  int depth = 0;
+#pragma unroll 4
+  for (int k = 0; k < shape.top_k; ++k) {
+    int head = ItemKey(item[0]);
+    int best = __reduce_max_sync(kRouteFullMask, head);
+    unsigned tied = __ballot_sync(kRouteFullMask, head == best);
+    if (head == best && (tied & below) == 0) {
+      scratch.expert[k] = ItemExpert(item[0]);
+      if constexpr (kInShared) {
+        depth = min(depth + 1, kWidth);
+        item[0] = scratch.sorted[depth][lane];
+      } else {
+#pragma unroll
+        for (int i = 0; i + 1 < kWidth; ++i) item[i] = item[i + 1];
+        item[kWidth - 1] = kNone;
+      }
+    }
+  }
+  __syncwarp();
+}
+
+// Writes the ids and weights of a token with the experts `expert`, -1 for none; `score` is shared.
+__device__ __forceinline__ void WriteToken(const RouteParams& params,
+                                           const RouteShape& shape,
+                                           int64_t token,
+                                           int lane,
+                                           SoftmaxScale softmax,
+                                           const int* expert,
+                                           float* score) {
+  const RouteRule& rule = params.rule;
+  float largest = CUDART_NAN_F;
+  float sum = 0.0f;
+#pragma unroll 1
+  for (int k = lane; k < shape.top_k; k += kRouteLanes) {
+    float x[1];
+    int64_t row = token * shape.num_experts;
+    int id = expert[k];
+    LoadLane(params.logits, params.dtype, row, {lane, max(id, 0), id + 1}, shape, x);
+    ToScores(rule.score, softmax, x);
+    score[k] = x[0];  // NaN where there is no expert
+    largest = fmaxf(largest, x[0]);
+    if (id >= 0) sum += x[0];
+  }
+  if (rule.normalize == RouteNormalize::kSoftmax) {
+    float shift = SoftmaxShift(WarpMax(largest));
+    sum = 0.0f;
+#pragma unroll 1
+    for (int k = lane; k < shape.top_k; k += kRouteLanes) {
+      score[k] = expf(score[k] - shift);
+      if (expert[k] >= 0) sum += score[k];
+    }
+  }
+  float divisor = 1.0f;
+  if (rule.normalize != RouteNormalize::kNone) {
+    sum = WarpSum(sum);
+    if (rule.normalize == RouteNormalize::kSum) sum += rule.epsilon;
+    if (rule.normalize == RouteNormalize::kClampedSum && sum < rule.epsilon) sum = rule.epsilon;
+    divisor = NonZero(sum);
+  }
+  int32_t* expert_ids = params.expert_ids + token * shape.top_k;
+  float* weights = params.weights + token * shape.top_k;
+#pragma unroll 1
+  for (int k = lane; k < shape.top_k; k += kRouteLanes) {
+    expert_ids[k] = expert[k];
+    weights[k] = expert[k] >= 0 ? score[k] / divisor * rule.scale : 0.0f;
+  }
+}
+
+// kPerLane: logits a lane holds at most; kWidth: those it sorts; kPlain: the logit is the key, and
+// there are no groups.
+template <int kPerLane, int kWidth, bool kPlain>
+__global__ void __launch_bounds__(kRouteLanes* kRouteMaxWarps)
+    RouteKernel(RouteParams params, RouteShape shape) {
+  __shared__ RouteScratch<kPerLane, kWidth, kPlain> scratches[kRouteMaxWarps];
+
   GridDependencyWait();
   GridDependencyLaunch();
 
-  const int lane = threadIdx.x % kRouteLanes;
-  const int64_t token =
-      static_cast<int64_t>(blockIdx.x) * (blockDim.x / kRouteLanes) + threadIdx.x / kRouteLanes;
+  const RouteRule& rule = params.rule;
+  int warp = threadIdx.x / kRouteLanes;
+  int64_t token = static_cast<int64_t>(blockIdx.x) * (blockDim.x / kRouteLanes) + warp;
   if (token >= params.num_tokens) return;
-  const int num_experts = static_cast<int>(params.num_experts);
-  const int top_k = static_cast<int>(params.top_k);
-  const T* logits = static_cast<const T*>(params.logits) + token * num_experts;
+  auto& scratch = scratches[warp];
+  RouteLane lane;
+  lane.index = threadIdx.x % kRouteLanes;
+  lane.first = lane.index * shape.per_lane;
+  lane.end = min(lane.first + shape.per_lane, shape.num_experts);
 
-  uint32_t key[kPerLane];
-#pragma unroll
-  for (int i = 0; i < kPerLane; ++i) {
-    int expert = i * kRouteLanes + lane;
-    key[i] = expert < num_experts ? OrderedKey(static_cast<float>(logits[expert])) : kRouteNoKey;
-  }
-  uint32_t lane_best = kRouteNoKey;
-#pragma unroll
-  for (int i = 0; i < kPerLane; ++i) lane_best = max(lane_best, key[i]);
-  uint32_t best = __reduce_max_sync(kRouteFullMask, lane_best);
-  const float shift = SoftmaxShift(KeyLogit(best));  // unused if there is no score
+  float x[kPerLane];
+  LoadLane(params.logits, params.dtype, token * shape.num_experts, lane, shape, x);
+  SoftmaxScale softmax{0.0f, 0.0f};
+  if (rule.score == RouteScore::kSoftmax) softmax = SoftmaxOver(x);
 
-  float sum = 0.0f;  // of the softmax over all logits
-  if (params.score == RouteScore::kSoftmax) {
+  if (!kPlain && rule.by_score) {
+    ToScores(rule.score, softmax, x);
+    if (params.bias != nullptr) {
+      float bias[kPerLane];
+      LoadLane(params.bias, params.bias_dtype, 0, lane, shape, bias);
 #pragma unroll
-    for (int i = 0; i < kPerLane; ++i) {
-      if (key[i] != kRouteNoKey) sum += expf(KeyLogit(key[i]) - shift);
-    }
-    sum = NonZero(WarpSum(sum));
-  }
-
-  // Round k leaves its result in lane k % 32, entry k / 32.
-  uint32_t chosen_key[kPerLane];
-  int chosen[kPerLane];
-#pragma unroll
-  for (int entry = 0; entry < kPerLane; ++entry) {
-    chosen_key[entry] = kRouteNoKey;
-    chosen[entry] = -1;
-    int rounds = min(top_k - entry * kRouteLanes, kRouteLanes);
-    for (int k = 0; k < rounds && best != kRouteNoKey; ++k) {
-      unsigned candidate = 0xffffffffu;
-#pragma unroll
-      for (int i = kPerLane - 1; i >= 0; --i) {
-        if (key[i] == best) candidate = i * kRouteLanes + lane;
-      }
-      unsigned expert = __reduce_min_sync(kRouteFullMask, candidate);
-      if (lane == k) {
-        chosen_key[entry] = best;
-        chosen[entry] = static_cast<int>(expert);
-      }
-      lane_best = kRouteNoKey;
-#pragma unroll
-      for (int i = 0; i < kPerLane; ++i) {
-        if (expert == static_cast<unsigned>(i * kRouteLanes + lane)) key[i] = kRouteNoKey;
-        lane_best = max(lane_best, key[i]);
-      }
-      best = __reduce_max_sync(kRouteFullMask, lane_best);
+      for (int i = 0; i < kPerLane; ++i) x[i] += bias[i];
     }
   }
-
-  float score[kPerLane];
+  int key[kPerLane];
 #pragma unroll
-  for (int entry = 0; entry < kPerLane; ++entry) {
-    float logit = KeyLogit(chosen_key[entry]);
-    switch (params.score) {
-      case RouteScore::kLogits:
-        score[entry] = logit;
-        break;
-      case RouteScore::kSoftmax:
-        score[entry] = expf(logit - shift) / sum;
-        break;
-      case RouteScore::kSigmoid:
-        score[entry] = 1.0f / (1.0f + expf(-logit));
-        break;
+  for (int i = 0; i < kPerLane; ++i) key[i] = OrderKey(x[i]);
+  if constexpr (!kPlain) {
+    if (rule.num_groups > 1 && shape.lanes_per_group > 0) {
+      KeepGroupsOfLanes(rule, shape.lanes_per_group, lane.index, key);
+    } else if (rule.num_groups > 1) {
+      KeepGroups(rule, shape.num_experts, lane, scratch.groups[0], scratch.groups[1], key);
     }
   }
-  if (params.normalize != RouteNormalize::kNone) {
-    // The first choice, in lane 0, has the largest score.
-    float selected_shift = SoftmaxShift(__shfl_sync(kRouteFullMask, score[0], 0));
-    float selected_sum = 0.0f;
-#pragma unroll
-    for (int entry = 0; entry < kPerLane; ++entry) {
-      if (params.normalize == RouteNormalize::kSoftmaxSelected) {
-        score[entry] = expf(score[entry] - selected_shift);
-      }
-      if (chosen[entry] >= 0) selected_sum += score[entry];
-    }
-    selected_sum = NonZero(WarpSum(selected_sum));
-#pragma unroll
-    for (int entry = 0; entry < kPerLane; ++entry) score[entry] /= selected_sum;
-  }
-  int32_t* expert_ids = params.expert_ids + token * top_k;
-  float* weights = params.weights + token * top_k;
-#pragma unroll
-  for (int entry = 0; entry < kPerLane; ++entry) {
-    int k = entry * kRouteLanes + lane;
-    if (k >= top_k) break;
-    expert_ids[k] = chosen[entry];
-    weights[k] = chosen[entry] >= 0 ? score[entry] : 0.0f;
-  }
+  SelectExperts(shape, lane.index, key, scratch);
+  WriteToken(params, shape, token, lane.index, softmax, scratch.expert, scratch.score);
 }
 
 }  // namespace jaxmoe

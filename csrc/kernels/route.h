@@ -1,4 +1,4 @@
-// Launcher of route: top-k experts and their weights for every token.
+// Launcher of route: the experts of every token and their weights, by any rule of jaxmoe/_route.py.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -11,18 +11,33 @@ namespace jaxmoe {
 
 inline constexpr int64_t kRouteMaxExperts = 512;
 
-enum class RouteScore : int32_t { kLogits = 0, kSoftmax = 1, kSigmoid = 2 };
-enum class RouteNormalize : int32_t { kNone = 0, kSoftmaxSelected = 1, kDivideBySum = 2 };
+enum class RouteScore : int32_t { kLogits = 0, kSoftmax = 1, kSigmoid = 2, kSqrtSoftplus = 3 };
+enum class RouteNormalize : int32_t { kNone = 0, kSoftmax = 1, kSum = 2, kClampedSum = 3 };
+enum class RouteGroupValue : int32_t { kTop2 = 0, kMax = 1 };
+
+// Rule of jaxmoe/_route.py.
+struct RouteRule {
+  RouteScore score;
+  bool by_score;
+  RouteNormalize normalize;
+  float epsilon;
+  float scale;
+  RouteGroupValue group_value;
+  int num_groups;  // 1: no groups
+  int top_groups;
+  float masked_value;
+};
 
 struct RouteParams {
-  const void* logits;   // [T,E]
-  int32_t* expert_ids;  // [T,K], descending score, ties to the smaller id, -1 where none is left
+  const void* logits;   // [T,E], aligned to four elements
+  const void* bias;     // [E], aligned to four elements, or nullptr
+  int32_t* expert_ids;  // [T,K], falling keys, ties to the smaller id, -1 where none is left
   float* weights;       // [T,K], 0 where the id is -1
   DType dtype;          // of logits
-  RouteScore score;
-  RouteNormalize normalize;
+  DType bias_dtype;
+  RouteRule rule;
   int64_t num_tokens;   // T
-  int64_t num_experts;  // 1 <= E <= kRouteMaxExperts
+  int64_t num_experts;  // 1 <= E <= kRouteMaxExperts, a multiple of num_groups
   int64_t top_k;        // 1 <= K <= E
   bool pdl;
 };
