@@ -224,8 +224,10 @@ def _tgmm_transpose(
 
 
 def _gmm_attrs(avals: Any, *, weight_layout: str, config: Any, **_params: Any) -> dict[str, Any]:
-    x, _, starts, _, _ = avals
-    config = config or gmm_config(x.shape[0] * x.shape[1], starts.size)
+    x, w, starts, _, _ = avals
+    if config is None:
+        n = w.shape[3 if weight_layout == "kn" else 2]
+        config = gmm_config(x.shape[0] * x.shape[1], starts.size, x.shape[2], n)
     # Rows are in group order already, whatever the configuration of a fused layer says.
     tile = {**config.attrs(), "gather": 0}
     return {"weight_layout": WEIGHT_LAYOUTS.index(weight_layout), "config": tile}

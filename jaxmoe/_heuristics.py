@@ -11,17 +11,28 @@ import math
 from jaxmoe import _checks
 from jaxmoe.plan import plan_scratch_size
 
-# (weight_tile, token_tile, cluster) of every kernel in csrc/moe_gemm/moe_gemm.cuh, with the CTAs
-# that share an SM. Tiles of 128 weight rows by up to 32 tokens are for reading weights (two CTAs
-# an SM); the others hold a whole SM's registers in accumulators.
-TILES: dict[tuple[int, int, int], int] = {
-    (128, 8, 1): 2,
-    (128, 16, 1): 2,
-    (128, 32, 1): 2,
-    (128, 192, 1): 1,
-    (256, 128, 1): 1,
-    (256, 160, 2): 1,
+# (weight_tile, token_tile, cluster, split_k) of each kernel in csrc/moe_gemm/moe_gemm.cuh, with the
+# CTAs that share an SM. Tiles of 128 weight rows by up to 32 tokens are for reading weights (two
+# CTAs an SM); the others hold a whole SM's registers in accumulators.
+TILES: dict[tuple[int, int, int, int], int] = {
+    (128, 8, 1, 1): 2,
+    (128, 8, 1, 2): 2,
+    (128, 16, 1, 1): 2,
+    (128, 32, 1, 1): 2,
+    (128, 192, 1, 1): 1,
+    (256, 128, 1, 1): 1,
+    (256, 160, 2, 1): 1,
 }
+
+_SMS = 132  # of an H100 or H200 SXM
+
+STEP_K = 64  # elements of k in a pipeline step: each CTA of a split needs one
+
+# Two CTAs on half of the k loop each come to an end together, and nothing is gained by that when a
+# tile has few steps, when there are so many tiles that the last ones hardly count, or when a second
+# round of clusters would leave most SMs without one.
+_MIN_SPLIT_K = 1024
+_MAX_SPLIT_TILES = 12 * _SMS
 
 # What fetching rows of x through the index costs grows with the products made of a row, what a copy
 # into expert order costs does not; the tile of 128 x 192 fetches twice as often as the larger ones.
@@ -36,33 +47,35 @@ class GemmConfig:
       weight_tile: Weight rows (output features, gate and up counted separately) per tile.
       token_tile: Rows of one group per tile.
       cluster: CTAs that read each weight tile once between them, `token_tile` rows each.
+      split_k: CTAs that share the k loop of a tile, whose sums the first adds up in order.
       raster: Weight tiles per panel of the tile order, 0 for all. 1 keeps the token tiles that
         share a weight tile adjacent in time; larger panels let many token tiles share X.
       gather: The gate-up GEMM fetches rows of x by index instead of reading a permuted copy.
 
     Raises:
-      TypeError: a tile, cluster or raster that is no integer, a gather that is no bool.
+      TypeError: a tile, cluster, split or raster that is no integer, a gather that is no bool.
       ValueError: no kernel has this tile, or a negative number.
     """
 
     weight_tile: int
     token_tile: int
     cluster: int = 1
+    split_k: int = 1
     raster: int = 1
     gather: bool = False
 
     def __post_init__(self) -> None:
         op = "GemmConfig"
-        for name in ("weight_tile", "token_tile", "cluster", "raster"):
+        for name in ("weight_tile", "token_tile", "cluster", "split_k", "raster"):
             _checks.check_int(op, name, getattr(self, name), 0)
         if type(self.gather) is not bool:
             raise TypeError(_checks.message(op, "gather must be a bool", gather=self.gather))
-        tile = (self.weight_tile, self.token_tile, self.cluster)
+        tile = (self.weight_tile, self.token_tile, self.cluster, self.split_k)
         if tile not in TILES:
             allowed = ", ".join(map(str, TILES))
             raise ValueError(
-                f"jaxmoe.GemmConfig: (weight_tile, token_tile, cluster)={tile} must be one of "
-                f"{allowed}."
+                f"jaxmoe.GemmConfig: (weight_tile, token_tile, cluster, split_k)={tile} must be "
+                f"one of {allowed}."
             )
 
     def attrs(self) -> dict[str, int]:
@@ -70,10 +83,18 @@ class GemmConfig:
         return {name: int(value) for name, value in dataclasses.asdict(self).items()}
 
 
-def gmm_config(num_rows: int, num_groups: int) -> GemmConfig:
-    """The tile for `num_rows` rows spread over `num_groups` groups."""
+def gmm_config(
+    num_rows: int, num_groups: int, k: int, weight_rows: int, local_share: float = 1.0
+) -> GemmConfig:
+    """The tile for `num_rows` rows spread over `num_groups` groups.
+
+    Each group has `weight_rows` rows of `k` elements. `local_share` of the groups are here.
+    """
     usual = _usual_rows(num_rows, num_groups)
-    for token_tile in (8, 16, 32):
+    if usual <= 8:
+        hit = local_share * num_groups * (1.0 - (1.0 - 1.0 / max(num_groups, 1)) ** num_rows)
+        return GemmConfig(128, 8, split_k=_split_k(k, hit * math.ceil(weight_rows / 128)))
+    for token_tile in (16, 32):
         if usual <= token_tile:
             return GemmConfig(128, token_tile)
     if usual <= 128:
@@ -84,16 +105,30 @@ def gmm_config(num_rows: int, num_groups: int) -> GemmConfig:
     return GemmConfig(256, 160, cluster=2, raster=8 if num_rows >= 2048 * num_groups else 1)
 
 
+def _split_k(k: int, tiles: float) -> int:
+    if k < _MIN_SPLIT_K or tiles > _MAX_SPLIT_TILES or _SMS < tiles < 1.5 * _SMS:
+        return 1
+    return 2
+
+
 def mlp_configs(
-    num_rows: int, num_experts: int, intermediate: int
+    num_rows: int,
+    num_experts: int,
+    num_local_experts: int,
+    hidden: int,
+    intermediate: int,
+    gated: bool,
 ) -> tuple[GemmConfig, GemmConfig]:
     """Tiles of the gate-up and down GEMMs of the fused layer.
 
     `num_experts` is the number of experts that the rows are routed over, local or not.
     """
-    down = gmm_config(num_rows, num_experts)
-    gather = down.token_tile != 192 or intermediate <= _MAX_GATHER_INTERMEDIATE
-    return dataclasses.replace(down, gather=gather), down
+    share = num_local_experts / max(num_experts, 1)
+    weight_rows = intermediate * (2 if gated else 1)
+    gate_up = gmm_config(num_rows, num_experts, hidden, weight_rows, share)
+    down = gmm_config(num_rows, num_experts, intermediate, hidden, share)
+    gather = gate_up.token_tile != 192 or intermediate <= _MAX_GATHER_INTERMEDIATE
+    return dataclasses.replace(gate_up, gather=gather), down
 
 
 def _usual_rows(num_rows: int, num_groups: int) -> float:

@@ -154,8 +154,15 @@ def _drop_empty(args: Any, dims: Any) -> tuple[list[Any], list[int | None]]:
 
 def _configs(avals: Any, params: dict[str, Any]) -> tuple[Any, Any]:
     """Returns the tiles of the two products: the ones asked for, else chosen from the shapes."""
-    _, expert_ids, *_ = avals
-    chosen = mlp_configs(expert_ids.size, params["num_experts"], _intermediate(avals, params))
+    x, expert_ids, *_ = avals
+    chosen = mlp_configs(
+        num_rows=expert_ids.size,
+        num_experts=params["num_experts"],
+        num_local_experts=params["num_local_experts"],
+        hidden=x.shape[1],
+        intermediate=_intermediate(avals, params),
+        gated=params["activation"].gated,
+    )
     first, second = params["config"] or (None, None)
     return first or chosen[0], second or chosen[1]
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxmoe import _checks
 from jaxmoe._gmm import MAX_ROWS, WEIGHT_LAYOUTS, gmm, no_bias
-from jaxmoe._heuristics import GemmConfig
+from jaxmoe._heuristics import STEP_K, GemmConfig
 
 
 def grouped_gemm(
@@ -81,7 +81,7 @@ def grouped_gemm(
         raise ValueError(_checks.message(op, rule, rhs=rhs))
     k_axis = 1 if weight_layout == "kn" else 2
     _checks.check_same_dim(op, "rhs", rhs, k_axis, "lhs", lhs, 1, "K, the contracted axis")
-    check_config(op, "config", config)
+    check_config(op, "config", config, lhs.shape[1])
     _check_precision(precision, lhs.dtype)
     check_num_rows(op, lhs.shape[0], lhs=lhs)
     out_dtype = lhs.dtype if preferred_element_type is None else _out_dtype(preferred_element_type)
@@ -222,7 +222,15 @@ def check_float(op: str, name: str, x: Any) -> None:
     _checks.check_dtype(op, name, x, _checks.FLOATS)
 
 
-def check_config(op: str, name: str, config: Any) -> None:
-    """Refuses anything but a `GemmConfig` or None."""
-    if config is not None and not isinstance(config, GemmConfig):
+def check_config(op: str, name: str, config: Any, k: int) -> None:
+    """Refuses anything but None or a `GemmConfig` that products over `k` elements can have."""
+    if config is None:
+        return
+    if not isinstance(config, GemmConfig):
         raise TypeError(_checks.message(op, f"{name} must be a GemmConfig", **{name: config}))
+    if k <= STEP_K * (config.split_k - 1):
+        rule = (
+            f"{name}.split_k={config.split_k} needs a product over more than "
+            f"{STEP_K * (config.split_k - 1)} elements, not {k}"
+        )
+        raise ValueError(_checks.message(op, rule, **{name: config}))

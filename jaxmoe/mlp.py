@@ -116,7 +116,7 @@ def moe_mlp(
         got = {"expert_ids": routing.expert_ids, "w_gate_up": w_gate_up}
         raise ValueError(_checks.message(_OP, rule, **got))
     check_num_rows(_OP, routing.expert_ids.size, **{"routing.expert_ids": routing.expert_ids})
-    _check_config(config)
+    _check_config(config, x.shape[1], w_down.shape[1 if weight_layout == "kn" else 2])
     weights = routing.weights
     if type(apply_weight_on_input) is not bool:
         rule = "apply_weight_on_input must be a bool"
@@ -208,11 +208,11 @@ def _check_bias(x: Any, name: str, bias: Any, w_name: str, w: Any, n_axis: int) 
     _checks.check_same_dim(_OP, name, bias, 1, w_name, w, n_axis, "its outputs")
 
 
-def _check_config(config: Any) -> None:
+def _check_config(config: Any, hidden: int, intermediate: int) -> None:
     if config is None:
         return
     if not isinstance(config, tuple) or len(config) != 2:
         rule = "config must be a pair of GemmConfig, one for each product"
         raise TypeError(_checks.message(_OP, rule, config=config))
-    for i, one in enumerate(config):
-        check_config(_OP, f"config[{i}]", one)
+    for i, k in enumerate((hidden, intermediate)):
+        check_config(_OP, f"config[{i}]", config[i], k)

@@ -28,11 +28,17 @@ from jaxmoe._heuristics import mlp_configs  # noqa: E402
 
 def _product(mean_rows: float, most_rows: int, gathers: bool = False) -> tiles.Product:
     chosen = jaxmoe.GemmConfig(128, 8)
-    return tiles.Product("down", 512, mean_rows, most_rows, gathers, chosen)
+    return tiles.Product("down", 64, 512, mean_rows, most_rows, gathers, chosen)
 
 
 def test_tiles_worth_trying(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = {(128, 8, 1): 2, (128, 32, 1): 2, (256, 128, 1): 1, (256, 160, 2): 1}
+    known = {
+        (128, 8, 1, 1): 2,
+        (128, 8, 1, 2): 2,
+        (128, 32, 1, 1): 2,
+        (256, 128, 1, 1): 1,
+        (256, 160, 2, 1): 1,
+    }
     monkeypatch.setattr(tiles, "TILES", known)
 
     def names(product: tiles.Product) -> list[str]:
@@ -48,6 +54,9 @@ def test_tiles_worth_trying(monkeypatch: pytest.MonkeyPatch) -> None:
     assert names(_product(32.0, 40)) == [
         *("down 128x8 raster=8", "down 128x32", "down 128x32 raster=8"),
         *("down 256x128", "down 256x160 cluster=2"),
+    ]
+    assert names(dataclasses.replace(_product(3.9, 8), k=65)) == [
+        *("down 128x8 split_k=2", "down 128x32"),  # 64 elements are one step, not to be split
     ]
     # 129 rows an expert: more than 4 token tiles of 32; the choice is timed all the same. The two
     # CTAs of a cluster hold them all.
@@ -98,7 +107,9 @@ def test_tiles_are_compared_with_the_choice_of_the_heuristics(
     case = Case(MODELS["odd"], 1, "uniform", 1, WeightSets())
     gate_up, down = (tiles.candidates(product) for product in tiles.products(case))
     assert used == {(c, None) for c in gate_up} | {(None, c) for c in down}
-    assert (gate_up[0], down[0]) == mlp_configs(3, 5, MODELS["odd"].intermediate)
+    odd = MODELS["odd"]
+    chosen = mlp_configs(3, 5, 5, odd.hidden, odd.intermediate, odd.width != odd.intermediate)
+    assert (gate_up[0], down[0]) == chosen
     report_rows = report.load(path.parent).rows
     for product, configs in (("gate_up", gate_up), ("down", down)):
         mine = {row.impl: row for row in report_rows if row.op == f"moe_mlp/{product}"}

@@ -131,6 +131,25 @@ def test_shapes_of_models(hidden, intermediate, num_experts, top_k, num_tokens):
     check(inputs, weight_layout="nk")
 
 
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("num_tokens", (1, 2, 4))
+@pytest.mark.parametrize("top_k", (1, 3, 8, 16))
+def test_products_plan_few_slots(num_tokens, top_k):
+    """Up to 32 slots; the same bits as with rows that are planned and copied beforehand."""
+    layer = Layer("", "", 136, 72, 40, top_k)
+    tile = GemmConfig(128, 8, split_k=2)
+    fetched, copied = (dataclasses.replace(tile, gather=gather) for gather in (True, False))
+    for routing in ("uniform", "one_expert", "with_invalid"):
+        rng = np.random.default_rng([num_tokens, top_k, len(routing)])
+        inputs = layer_inputs(layer, num_tokens, routing, rng, jnp.bfloat16)
+        some = dict(inputs, w_gate_up=inputs["w_gate_up"][:9], w_down=inputs["w_down"][:9])
+        mapped = dict(some, expert_map=jnp.asarray(rng.permutation(40) - 20, jnp.int32))
+        for case, options in ((inputs, {}), (some, {"expert_offset": 30}), (mapped, {})):
+            options = options | ({"num_experts": 40} if case is not mapped else {})
+            out = check(case, (fetched, tile), **options)
+            assert_equal(out, run(case, config=(copied, tile), **options))
+
+
 def test_window_map_and_residual():
     layer = Layer("", "", 64, 72, 12, 4)
     rng = np.random.default_rng(4)

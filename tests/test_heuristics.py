@@ -11,10 +11,21 @@ from jaxmoe import GemmConfig, _heuristics
 KERNEL_TABLE = pathlib.Path(__file__).parents[1] / "csrc" / "moe_gemm" / "moe_gemm.cuh"
 
 
+def _mlp_configs(rows, num_experts, hidden, intermediate, local=None):
+    return _heuristics.mlp_configs(
+        num_rows=rows,
+        num_experts=num_experts,
+        num_local_experts=num_experts if local is None else local,
+        hidden=hidden,
+        intermediate=intermediate,
+        gated=True,
+    )
+
+
 def test_tiles_are_the_instantiated_ones():
     text = KERNEL_TABLE.read_text(encoding="utf-8")
-    rows = re.findall(r"JAXMOE_TILE\((\d+), (\d+), \d+, k\w+, (\d), (\d)\)", text)
-    built = {(int(wt), int(tt), int(cluster)): int(ctas) for wt, tt, ctas, cluster in rows}
+    rows = re.findall(r"JAXMOE_TILE\((\d+), (\d+), \d+, k\w+, (\d), (\d), (\d)\)", text)
+    built = {tuple(map(int, row[:2] + row[3:])): int(row[2]) for row in rows}
     assert built == _heuristics.TILES
 
 
@@ -24,10 +35,10 @@ def test_every_choice_is_legal(num_experts, top_k):
     around = {2**exponent + step for exponent in range(21) for step in (-1, 0, 1)}
     for num_tokens in around:
         rows = num_tokens * top_k
-        alone = _heuristics.gmm_config(rows, num_experts)
-        up, down = _heuristics.mlp_configs(rows, num_experts, 768)
+        alone = _heuristics.gmm_config(rows, num_experts, 2048, 1536)
+        up, down = _mlp_configs(rows, num_experts, 2048, 768)
         for config in (alone, up, down):
-            assert (config.weight_tile, config.token_tile, config.cluster) in _heuristics.TILES
+            assert dataclasses.astuple(config)[:4] in _heuristics.TILES
             assert config.raster >= 0
         # only the gate-up product has an index to fetch rows by
         assert not alone.gather and not down.gather
@@ -35,8 +46,27 @@ def test_every_choice_is_legal(num_experts, top_k):
 
 def test_a_tile_holds_the_rows_most_groups_have():
     for mean in (1, 4, 16, 40, 100, 120, 150, 256):
-        config = _heuristics.gmm_config(mean * 128, 128)
+        config = _heuristics.gmm_config(mean * 128, 128, 2048, 1536)
         assert config.token_tile * config.cluster >= mean
+
+
+def test_the_k_loop_is_split_while_few_tiles_have_many_steps():
+    def split(num_tokens, num_experts, top_k, hidden, intermediate, local=None):
+        rows = num_tokens * top_k
+        configs = _mlp_configs(rows, num_experts, hidden, intermediate, local)
+        return tuple(config.split_k for config in configs)
+
+    # qwen3-30b-a3b, one token: 8 experts of 12 tiles of 32 steps, of 16 tiles of 12 steps
+    assert split(1, 128, 8, 2048, 768) == (2, 1)
+    # gpt-oss-120b: 4 of 45 tiles would leave most SMs without a cluster in the second round
+    assert split(1, 128, 4, 2880, 2880) == (1, 2)
+    assert split(1, 8, 2, 4096, 14336) == (2, 2)
+    # with half of the experts here, half of the tiles: gate-up 448 -> 224, down 64 -> 32
+    assert split(1, 8, 2, 4096, 14336, local=4) == (2, 2)
+    # deepseek-v3, 64 tokens: tens of thousands of tiles
+    assert split(64, 256, 8, 7168, 2048) == (1, 1)
+    # more than 8 rows an expert: another tile
+    assert split(8 * 64, 128, 8, 2048, 768) == (1, 1)
 
 
 def test_attributes_are_integers():
@@ -45,6 +75,7 @@ def test_attributes_are_integers():
         "weight_tile": 256,
         "token_tile": 128,
         "cluster": 1,
+        "split_k": 1,
         "raster": 8,
         "gather": 0,
     }
@@ -55,9 +86,13 @@ def test_attributes_are_integers():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     (
-        ((100, 8), r"\(weight_tile, token_tile, cluster\)=\(100, 8, 1\) must be one of"),
-        ((128, 8, 2), r"\(128, 8, 2\) must be one of"),
-        ((128, 8, 1, -1), r"raster=-1 must be at least 0"),
+        (
+            (100, 8),
+            r"\(weight_tile, token_tile, cluster, split_k\)=\(100, 8, 1, 1\) must be one of",
+        ),
+        ((128, 8, 2), r"\(128, 8, 2, 1\) must be one of"),
+        ((256, 128, 1, 2), r"\(256, 128, 1, 2\) must be one of"),
+        ((128, 8, 1, 1, -1), r"raster=-1 must be at least 0"),
     ),
 )
 def test_unknown_tiles_are_refused(arguments, message):

@@ -94,6 +94,7 @@ def test_moe_mlp_is_one_call_with_these_attributes():
             "weight_tile": "128:i64",
             "token_tile": "16:i64",
             "cluster": "1:i64",
+            "split_k": "1:i64",
             "raster": "2:i64",
             "gather": "1:i64",
         },
@@ -101,6 +102,7 @@ def test_moe_mlp_is_one_call_with_these_attributes():
             "weight_tile": "256:i64",
             "token_tile": "128:i64",
             "cluster": "1:i64",
+            "split_k": "1:i64",
             "raster": "8:i64",
             "gather": "0:i64",
         },
@@ -149,6 +151,7 @@ def test_grouped_gemm_call():
                 "weight_tile": "256:i64",
                 "token_tile": "160:i64",
                 "cluster": "2:i64",
+                "split_k": "1:i64",
                 "raster": "0:i64",
                 "gather": "0:i64",  # rows are in order already
             },

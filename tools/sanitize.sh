@@ -23,7 +23,7 @@ for tool in ${TOOLS:-memcheck racecheck initcheck synccheck}; do
   for file in "$@"; do
     # The tool itself dies now and then (139: a segmentation fault of the launcher, while the tests go
     # on): that run says nothing and is repeated.
-    for try in 1 2 3; do
+    for try in 1 2 3 4 5; do
       echo "== $tool $file, try $try"
       # shellcheck disable=SC2086
       compute-sanitizer --tool "$tool" $only --show-backtrace no --error-exitcode 1 \

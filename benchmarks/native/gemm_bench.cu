@@ -250,7 +250,8 @@ class Bench {
 
   void Launch(const Workload& load, Op op, const TileConfig& tile, int turn) {
     if (op == Op::kLayer) {
-      BENCH_CHECK_LAUNCH(LaunchMoeMlp(load.Layer(tile, turn), stream_));
+      const TileConfig& down = options_.down.empty() ? tile : options_.down.front();
+      BENCH_CHECK_LAUNCH(LaunchMoeMlp(load.Layer(tile, down, turn), stream_));
     } else if (op == Op::kGemm1) {
       const MoeGemmProblem gemm = load.GateUp(tile.gather, turn, counters_.Next());
       BENCH_CHECK_LAUNCH(LaunchMoeGemm(gemm, tile, stream_));

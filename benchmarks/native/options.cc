@@ -91,7 +91,8 @@ const char* NameOf(T value, const Named<T> (&names)[kSize]) {
 }
 
 bool SameKernel(const TileConfig& a, const TileConfig& b) {
-  return a.weight_tile == b.weight_tile && a.token_tile == b.token_tile && a.cluster == b.cluster;
+  return a.weight_tile == b.weight_tile && a.token_tile == b.token_tile && a.cluster == b.cluster &&
+         a.split_k == b.split_k;
 }
 
 bool ReadTile(const std::string& text, TileConfig* tile) {
@@ -100,25 +101,30 @@ bool ReadTile(const std::string& text, TileConfig* tile) {
   if (sizes.size() < 2 || sizes.size() > 3) return false;
   if (!ReadInt(sizes[0], &tile->weight_tile) || !ReadInt(sizes[1], &tile->token_tile)) return false;
   if (sizes.size() == 3 && !ReadInt(sizes[2], &tile->cluster)) return false;
-  const std::string raster = "raster=";
+  const auto read = [](const std::string& part, const std::string& name, int* value) {
+    return part.compare(0, name.size(), name) == 0 && ReadInt(part.substr(name.size()), value) &&
+           *value >= 0;
+  };
   for (size_t i = 1; i < parts.size(); ++i) {
     if (parts[i] == "gather") {
       tile->gather = true;
-    } else if (parts[i].compare(0, raster.size(), raster) != 0 ||
-               !ReadInt(parts[i].substr(raster.size()), &tile->raster) || tile->raster < 0) {
+    } else if (!read(parts[i], "raster=", &tile->raster) &&
+               !read(parts[i], "split=", &tile->split_k)) {
       return false;
     }
   }
   return true;
 }
 
-TileConfig ParseTile(const std::string& text, const std::vector<TileConfig>& known) {
+TileConfig ParseTile(const std::string& flag,
+                     const std::string& text,
+                     const std::vector<TileConfig>& known) {
   TileConfig tile;
   const auto same = [&](const TileConfig& other) { return SameKernel(tile, other); };
   if (ReadTile(text, &tile) && std::any_of(known.begin(), known.end(), same)) return tile;
   std::string allowed;
   for (const TileConfig& other : known) allowed += Name(other) + ", ";
-  Refuse("--tiles", text, allowed + "each with :gather, :raster=N (N >= 0) or both");
+  Refuse(flag, text, allowed + "each with :gather, :raster=N (N >= 0) or both");
 }
 
 }  // namespace
@@ -129,8 +135,10 @@ const char kUsage[] =
     "  --tokens T,...       default 1,64,1024,4096\n"
     "  --skew NAME          uniform (default), zipf, one_expert\n"
     "  --what NAME,...      gemm1, gemm2, layer; default all three\n"
-    "  --tiles TILE,...     as 256x160x2:gather:raster=8, weight rows x tokens [x cluster];\n"
+    "  --tiles TILE,...     as 256x160x2:gather:raster=8 or 128x8:split=2, weight rows x tokens\n"
+    "                       [x cluster];\n"
     "                       default: those that make sense for the rows of an expert\n"
+    "  --down TILE          of the layer's down product; default the same as its gate-up product\n"
     "  --layout NAME        nk (default), kn\n"
     "  --sustained-ms MS    time so long back to back too, default 0: bursts only\n"
     "  --check              compare sampled rows of each product with a naive kernel first\n"
@@ -140,6 +148,7 @@ Options ParseOptions(int argc, char** argv) {
   Options options;
   options.models = ParseNames("--models", "qwen3-30b-a3b", kModels);
   const char* tiles = nullptr;
+  const char* down = nullptr;
   for (int i = 1; i < argc; ++i) {
     const std::string flag = argv[i];
     if (flag == "--check") {
@@ -150,8 +159,14 @@ Options ParseOptions(int argc, char** argv) {
       options.help = true;
       continue;
     }
-    const char* const with_value[] = {
-        "--models", "--tokens", "--skew", "--what", "--tiles", "--layout", "--sustained-ms"};
+    const char* const with_value[] = {"--models",
+                                      "--tokens",
+                                      "--skew",
+                                      "--what",
+                                      "--tiles",
+                                      "--down",
+                                      "--layout",
+                                      "--sustained-ms"};
     if (std::find(std::begin(with_value), std::end(with_value), flag) == std::end(with_value)) {
       std::string allowed;
       for (const char* name : with_value) allowed += std::string(name) + ", ";
@@ -172,6 +187,8 @@ Options ParseOptions(int argc, char** argv) {
       options.ops = ParseNames(flag, text, kOps);
     } else if (flag == "--tiles") {
       tiles = argv[i];
+    } else if (flag == "--down") {
+      down = argv[i];
     } else if (flag == "--layout") {
       options.layout = ParseName(flag, text, kLayouts);
     } else {
@@ -181,8 +198,11 @@ Options ParseOptions(int argc, char** argv) {
   if (tiles != nullptr) {  // last, because the layout says which there are
     const std::vector<TileConfig> known = InstantiatedTiles(options.layout);
     for (const std::string& part : Split(tiles, ',')) {
-      options.tiles.push_back(ParseTile(part, known));
+      options.tiles.push_back(ParseTile("--tiles", part, known));
     }
+  }
+  if (down != nullptr) {
+    options.down.push_back(ParseTile("--down", down, InstantiatedTiles(options.layout)));
   }
   return options;
 }
@@ -196,6 +216,7 @@ std::vector<TileConfig> InstantiatedTiles(WeightLayout layout) {
     tile.weight_tile = variant.weight_tile;
     tile.token_tile = variant.token_tile;
     tile.cluster = variant.cluster;
+    tile.split_k = variant.split_k;
     if (variant.gated) tiles.push_back(tile);  // each has a variant that is not gated too
   }
   return tiles;
@@ -208,6 +229,7 @@ const char* Name(WeightLayout layout) { return NameOf(layout, kLayouts); }
 std::string Name(const TileConfig& tile) {
   std::string name = std::to_string(tile.weight_tile) + "x" + std::to_string(tile.token_tile);
   if (tile.cluster != 1) name += "x" + std::to_string(tile.cluster);
+  if (tile.split_k != 1) name += ":split=" + std::to_string(tile.split_k);
   if (tile.gather) name += ":gather";
   if (tile.raster != 1) name += ":raster=" + std::to_string(tile.raster);
   return name;

@@ -25,6 +25,7 @@ struct Options {
   std::vector<int> tokens = {1, 64, 1024, 4096};
   std::vector<Op> ops = {Op::kGemm1, Op::kGemm2, Op::kLayer};
   std::vector<TileConfig> tiles;  // empty: those that make sense, see TilesToTry
+  std::vector<TileConfig> down;   // at most one; empty: as the gate-up product
   Skew skew = Skew::kUniform;
   WeightLayout layout = WeightLayout::kNK;
   int sustained_ms = 0;

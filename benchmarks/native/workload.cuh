@@ -211,7 +211,7 @@ class Workload {
   }
 
   // The whole layer; its result is the residual of the next, as in the layer benchmark.
-  MoeMlpParams Layer(const TileConfig& tile, int turn) const {
+  MoeMlpParams Layer(const TileConfig& tile, const TileConfig& down, int turn) const {
     MoeMlpParams layer;
     layer.x = x_.get();
     layer.expert_ids = ExpertIds(turn);
@@ -234,7 +234,7 @@ class Workload {
     layer.layout = weights_.layout();
     layer.activation = Swiglu();
     layer.gemm1 = tile;
-    layer.gemm2 = tile;  // LaunchMoeMlp drops `gather`
+    layer.gemm2 = down;  // LaunchMoeMlp drops `gather`
     return layer;
   }
 

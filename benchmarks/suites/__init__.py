@@ -17,4 +17,5 @@ SUITES: dict[str, Callable[[Case], list[Entry]]] = {
 # Models and numbers of tokens of a plain run, where a suite is not about all of them.
 GRIDS: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
     "stack": (stack.DEFAULT_MODELS, stack.DEFAULT_TOKENS),
+    "routing": (routing.DEFAULT_MODELS, routing.DEFAULT_TOKENS),
 }

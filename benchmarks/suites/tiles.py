@@ -21,7 +21,7 @@ import jaxmoe
 from benchmarks.cases import Case
 from benchmarks.suites import layer
 from benchmarks.suites.entry import Entry, chain_length
-from jaxmoe._heuristics import TILES, mlp_configs
+from jaxmoe._heuristics import STEP_K, TILES, mlp_configs
 
 RASTERS = (1, 8, 0)
 _NARROW = 32  # widest token tile of the kernels that only read weights
@@ -35,6 +35,7 @@ class Product:
 
     Attributes:
       name: "gate_up" or "down".
+      k: elements of each row, which the product sums over.
       n: rows of each weight matrix in checkpoint order.
       mean_rows, most_rows: rows of the experts hit, over all layers of the chain.
       gathers: whether the kernel can fetch its rows by index.
@@ -42,6 +43,7 @@ class Product:
     """
 
     name: str
+    k: int
     n: int
     mean_rows: float
     most_rows: int
@@ -54,10 +56,17 @@ def products(case: Case) -> tuple[Product, Product]:
     model = case.model
     sizes = case.group_sizes(chain_length(layer.even_work(case)))
     mean, most = float(sizes[sizes > 0].mean()), int(sizes.max())
-    gate_up, down = mlp_configs(case.num_rows, model.num_experts, model.intermediate)
+    gate_up, down = mlp_configs(
+        num_rows=case.num_rows,
+        num_experts=model.num_experts,
+        num_local_experts=model.num_experts,
+        hidden=model.hidden,
+        intermediate=model.intermediate,
+        gated=model.width == 2 * model.intermediate,
+    )
     return (
-        Product("gate_up", model.width, mean, most, True, gate_up),
-        Product("down", model.hidden, mean, most, False, down),
+        Product("gate_up", model.hidden, model.width, mean, most, True, gate_up),
+        Product("down", model.intermediate, model.hidden, mean, most, False, down),
     )
 
 
@@ -74,6 +83,8 @@ def candidates(product: Product) -> list[jaxmoe.GemmConfig]:
 
 
 def _hopeless(product: Product, config: jaxmoe.GemmConfig) -> bool:
+    if product.k <= STEP_K * (config.split_k - 1):
+        return True  # refused
     if config.token_tile <= _NARROW:
         return product.mean_rows > _MOST_READS * config.token_tile
     return product.mean_rows < _FEWEST_ROWS

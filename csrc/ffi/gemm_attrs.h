@@ -11,6 +11,7 @@ struct TileAttrs {
   int64_t weight_tile;
   int64_t token_tile;
   int64_t cluster;
+  int64_t split_k;
   int64_t raster;
   int64_t gather;
 
@@ -19,6 +20,7 @@ struct TileAttrs {
     tile.weight_tile = static_cast<int>(weight_tile);
     tile.token_tile = static_cast<int>(token_tile);
     tile.cluster = static_cast<int>(cluster);
+    tile.split_k = static_cast<int>(split_k);
     tile.raster = static_cast<int>(raster);
     tile.gather = gather != 0;
     return tile;
@@ -43,6 +45,7 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jaxmoe::TileAttrs,
                                       ::xla::ffi::StructMember<int64_t>("weight_tile"),
                                       ::xla::ffi::StructMember<int64_t>("token_tile"),
                                       ::xla::ffi::StructMember<int64_t>("cluster"),
+                                      ::xla::ffi::StructMember<int64_t>("split_k"),
                                       ::xla::ffi::StructMember<int64_t>("raster"),
                                       ::xla::ffi::StructMember<int64_t>("gather"));
 

@@ -31,13 +31,12 @@
 #include <cstdint>
 
 #include "csrc/common/launch.h"
-#include "csrc/kernels/plan.h"
+#include "csrc/kernels/local_expert.cuh"
 
 namespace jaxmoe {
 
 inline constexpr int kWarpSize = 32;
 inline constexpr unsigned kFullMask = 0xffffffffu;
-inline constexpr int kPlanNoExpert = -1;
 
 inline constexpr int kPlanMaxThreads = 1024;
 inline constexpr int kPlanMaxWarps = kPlanMaxThreads / kWarpSize;
@@ -89,13 +88,6 @@ __device__ __forceinline__ PlanView PlanBatchEntry(const PlanParams& p, int64_t 
   v.local_experts = static_cast<int>(p.num_local_experts);
   v.top_k = static_cast<unsigned>(p.top_k);
   return v;
-}
-
-// Local expert of a global id, kPlanNoExpert if it has none here.
-__device__ __forceinline__ int LocalExpert(const PlanParams& p, int id) {
-  if (id < 0 || id >= p.num_experts) return kPlanNoExpert;
-  int64_t local = p.expert_map != nullptr ? p.expert_map[id] : id - p.expert_offset;
-  return local >= 0 && local < p.num_local_experts ? static_cast<int>(local) : kPlanNoExpert;
 }
 
 __device__ __forceinline__ int WarpInclusiveScan(int value, int lane) {

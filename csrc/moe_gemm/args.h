@@ -34,6 +34,9 @@ struct MoeGemmArgs {
   bool out_f32;
   bool early_groups;
   bool stream_weights;  // L2 may drop weights first
+  bool plans;           // groups and row_index come from `plan`, see slot_plan.cuh
+  bool writes_plan;     // slot_to_row, for finalize
+  PlanParams plan;
   ActivationParams activation;
 };
 
@@ -46,6 +49,7 @@ struct Variant {
   int token_tile;
   int ctas_per_sm;
   int cluster;   // CTAs that share a tile of cluster * token_tile rows
+  int split_k;   // CTAs that share the k loop of a tile
   int box_rows;  // rows of X a bulk copy brings
   cudaError_t (*launch)(const MoeGemmArgs&, int grid, bool pdl, cudaStream_t);
 };

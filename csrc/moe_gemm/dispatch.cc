@@ -19,7 +19,7 @@ const Variant* FindVariant(const MoeGemmProblem& p, const TileConfig& tile) {
       const Variant& v = table.rows[i];
       if (v.dtype == p.dtype && v.layout == p.layout && v.gated == p.gated &&
           v.weight_tile == tile.weight_tile && v.token_tile == tile.token_tile &&
-          v.cluster == tile.cluster) {
+          v.cluster == tile.cluster && v.split_k == tile.split_k) {
         return &v;
       }
     }
@@ -39,10 +39,11 @@ const char* Message(const char* format, Args... args) {
 const char* LaunchMoeGemm(const MoeGemmProblem& p, const TileConfig& tile, cudaStream_t stream) {
   const Variant* variant = FindVariant(p, tile);
   if (variant == nullptr) {
-    return Message("no kernel with weight_tile=%d token_tile=%d cluster=%d",
+    return Message("no kernel with weight_tile=%d token_tile=%d cluster=%d split_k=%d",
                    tile.weight_tile,
                    tile.token_tile,
-                   tile.cluster);
+                   tile.cluster,
+                   tile.split_k);
   }
   if (p.num_groups == 0 || p.rows_per_batch == 0 || p.n == 0) return nullptr;
   if (p.k % 8 != 0 || (p.gated ? p.n / 2 : p.n) % 8 != 0 || p.n % 8 != 0 || p.k == 0) {
@@ -72,6 +73,9 @@ const char* LaunchMoeGemm(const MoeGemmProblem& p, const TileConfig& tile, cudaS
   args.n = p.n;
   args.n_out = p.gated ? p.n / 2 : p.n;
   args.num_k_steps = static_cast<int>(CeilDiv(p.k, 64));
+  if (args.num_k_steps < variant->split_k) {
+    return Message("split_k=%d needs k >= %d, not %d", tile.split_k, tile.split_k * 64, p.k);
+  }
   args.num_w_tiles = static_cast<int>(CeilDiv(p.n, tile.weight_tile));
   args.raster = tile.raster <= 0 ? args.num_w_tiles : std::min(tile.raster, args.num_w_tiles);
   args.gate_base = p.gate_up == GateUp::kUpGate ? args.n_out : 0;
@@ -84,6 +88,9 @@ const char* LaunchMoeGemm(const MoeGemmProblem& p, const TileConfig& tile, cudaS
   const int64_t mean_rows = CeilDiv(p.rows_per_batch, p.groups_per_batch);
   args.stream_weights = mean_rows <= tile_rows;  // about one token tile a group
   args.activation = p.activation;
+  args.plans = p.plan != nullptr;
+  args.writes_plan = p.writes_plan;
+  if (args.plans) args.plan = *p.plan;
 
   int sm_count = 0;
   if (cudaError_t status = GetSmCount(&sm_count); status != cudaSuccess) {
@@ -93,9 +100,10 @@ const char* LaunchMoeGemm(const MoeGemmProblem& p, const TileConfig& tile, cudaS
   const int64_t batches = CeilDiv(p.num_groups, p.groups_per_batch);
   const int64_t rows = batches * p.rows_per_batch;
   const int64_t token_tiles = rows / tile_rows + std::min<int64_t>(p.num_groups, rows);
+  const int cluster_ctas = variant->cluster * variant->split_k;
   const int64_t clusters = std::min<int64_t>(token_tiles * args.num_w_tiles,
-                                             sm_count * variant->ctas_per_sm / variant->cluster);
-  const int grid = static_cast<int>(clusters) * variant->cluster;
+                                             sm_count * variant->ctas_per_sm / cluster_ctas);
+  const int grid = static_cast<int>(clusters) * cluster_ctas;
   const cudaError_t status = variant->launch(args, grid, p.pdl, stream);
   return status == cudaSuccess ? nullptr : cudaGetErrorString(status);
 }

@@ -21,8 +21,8 @@ struct WarpgroupShare {
 // Tells every producer that writes this stage that the calling warp has read it.
 template <class T>
 __device__ __forceinline__ void ReleaseStage(const SharedStorage<T>& smem, int stage, int lane) {
-  if constexpr (T::kCluster > 1) {
-    if (lane < T::kCluster) ptx::BarrierArriveAt(smem.empty(stage), lane);
+  if constexpr (T::kMulticast > 1) {
+    if (lane < T::kMulticast) ptx::BarrierArriveAt(smem.empty(stage), lane);
   } else {
     if (lane == 0) ptx::BarrierArrive(smem.empty(stage));
   }
@@ -91,6 +91,63 @@ __device__ __forceinline__ void RunMainloop(const SharedStorage<T>& smem,
     }
   }
   RunKSteps<T, kN>(smem, num_k_steps, share, lane, stage, acc);
+}
+
+// Adds up the accumulators of the CTAs that share a tile's k loop, in their order: always the same
+// sum. Returns whether this CTA has it.
+template <class T>
+__device__ __forceinline__ bool ReduceSlices(const SharedStorage<T>& smem,
+                                             int thread,
+                                             uint32_t parity,
+                                             Accumulators<T>& acc) {
+  constexpr int kPieces = T::kWarpgroupTokens / 8;  // of 16 bytes, in one of the two blocks
+  static_assert(T::kSplitK == 1 || T::kConsumers == 1, "one warpgroup has the whole tile");
+  const int rank = ptx::ClusterRank();
+  const auto piece = [&](int part, int block, int i) {
+    return smem.partial(part) + ((block * kPieces + i) * 128 + thread) * 16;
+  };
+  if (rank > 0) {
+    ptx::BarrierWait(smem.partial_empty(), parity ^ 1);  // the tile before has been read
+#pragma unroll
+    for (int block = 0; block < 2; ++block) {
+#pragma unroll
+      for (int i = 0; i < kPieces; ++i) {
+        int bits[4];
+        // Stores of the accumulators' own registers would make ptxas serialize wgmma: the addition
+        // puts the values into others.
+#pragma unroll
+        for (int e = 0; e < 4; ++e) bits[e] = __float_as_int(acc[block][4 * i + e] + 0.0f);
+        ptx::StoreAsyncAt(piece(rank - 1, block, i),
+                          smem.partial_full(),
+                          0,
+                          make_int4(bits[0], bits[1], bits[2], bits[3]));
+      }
+    }
+    return false;
+  }
+  if (thread == 0) {
+    ptx::BarrierArriveExpectTx(smem.partial_full(), (T::kSplitK - 1) * T::kPartialBytes);
+  }
+  ptx::BarrierWait(smem.partial_full(), parity);
+#pragma unroll
+  for (int part = 0; part < T::kSplitK - 1; ++part) {
+#pragma unroll
+    for (int block = 0; block < 2; ++block) {
+#pragma unroll
+      for (int i = 0; i < kPieces; ++i) {
+        const float4 other = *reinterpret_cast<const float4*>(piece(part, block, i));
+        float* a = &acc[block][4 * i];
+        a[0] += other.x;
+        a[1] += other.y;
+        a[2] += other.z;
+        a[3] += other.w;
+      }
+    }
+  }
+  __syncwarp();  // every lane has read
+  const int lane = thread % 32;
+  if (lane > 0 && lane < T::kSplitK) ptx::BarrierArriveAt(smem.partial_empty(), lane);
+  return true;
 }
 
 }  // namespace jaxmoe

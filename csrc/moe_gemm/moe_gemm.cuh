@@ -32,6 +32,8 @@ __device__ __forceinline__ void RunConsumer(const MoeGemmArgs& args,
                                             int consumer) {
   const int thread = threadIdx.x % 128;
   const int lane = thread % 32;
+  const StepRange steps = StepsOf<T>(args.num_k_steps);
+  uint32_t slices_parity = 0;
   PipelineState<T::kStages> stage;
   PipelineState<T::kRing> slot;
   while (true) {
@@ -40,8 +42,14 @@ __device__ __forceinline__ void RunConsumer(const MoeGemmArgs& args,
 
     const WarpgroupShare share = Share<T>(info.rows, consumer, args.gather);
     Accumulators<T> acc;
-    RunMainloop<T>(smem, args.num_k_steps, share, lane, stage, acc);
+    RunMainloop<T>(smem, steps.last - steps.first, share, lane, stage, acc);
     if (lane == 0) ReleaseRing<T>(smem.ring_empty(slot.index));
+    slot.Advance();
+    if constexpr (T::kSplitK > 1) {
+      const bool sum_is_here = ReduceSlices<T>(smem, thread, slices_parity, acc);
+      slices_parity ^= 1;
+      if (!sum_is_here) continue;
+    }
 
     EpilogueSite site;
     site.weight = info.weight;
@@ -54,8 +62,6 @@ __device__ __forceinline__ void RunConsumer(const MoeGemmArgs& args,
     site.consumer = consumer;
     site.thread = thread;
     Epilogue<T>(args, smem, site).Run(acc);
-
-    slot.Advance();
   }
 }
 
@@ -74,8 +80,10 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
     const bool by_threads = args.gather && T::kGatherByThreads;
     for (int s = 0; s < T::kStages; ++s) {
       ptx::BarrierInit(smem.full(s), by_threads ? 1 + kWarpgroup : 1);
-      ptx::BarrierInit(smem.empty(s), 4 * T::kConsumers * T::kCluster);
+      ptx::BarrierInit(smem.empty(s), 4 * T::kConsumers * T::kMulticast);
     }
+    ptx::BarrierInit(smem.partial_full(), 1);
+    ptx::BarrierInit(smem.partial_empty(), 4);  // the warps of the CTA that adds up
     for (int s = 0; s < T::kRing; ++s) {
       ptx::BarrierInit(smem.ring_full(s), 1);
       // The weight thread, the warps that load X and those of the consumers of this slot.
@@ -150,7 +158,8 @@ Variant MakeVariant(DType dtype, WeightLayout layout) {
           T::kWeightTile,
           T::kTokenTile,
           T::kCtasPerSm,
-          T::kCluster,
+          T::kMulticast,
+          T::kSplitK,
           T::kBoxRows,
           &LaunchVariant<T>};
 }
@@ -161,16 +170,17 @@ template <class Element, cute::SM90::GMMA::Major kMajor>
 VariantTable MakeVariants(DType dtype, WeightLayout layout) {
 #define JAXMOE_VARIANT(gated, ...) \
   MakeVariant<Tile<Element, kMajor, gated, __VA_ARGS__>>(dtype, layout)
-#define JAXMOE_TILE(wt, tt, stages, split, ctas, cluster)            \
-  JAXMOE_VARIANT(true, wt, tt, stages, Split::split, ctas, cluster), \
-      JAXMOE_VARIANT(false, wt, tt, stages, Split::split, ctas, cluster)
+#define JAXMOE_TILE(wt, tt, stages, split, ctas, cluster, split_k)            \
+  JAXMOE_VARIANT(true, wt, tt, stages, Split::split, ctas, cluster, split_k), \
+      JAXMOE_VARIANT(false, wt, tt, stages, Split::split, ctas, cluster, split_k)
   static const Variant rows[] = {
-      JAXMOE_TILE(128, 8, 6, kNone, 2, 1),
-      JAXMOE_TILE(128, 16, 5, kNone, 2, 1),
-      JAXMOE_TILE(128, 32, 5, kNone, 2, 1),
-      JAXMOE_TILE(128, 192, 5, kTokens, 1, 1),
-      JAXMOE_TILE(256, 128, 4, kWeights, 1, 1),
-      JAXMOE_TILE(256, 160, 4, kWeights, 1, 2),
+      JAXMOE_TILE(128, 8, 6, kNone, 2, 1, 1),
+      JAXMOE_TILE(128, 8, 6, kNone, 2, 1, 2),
+      JAXMOE_TILE(128, 16, 5, kNone, 2, 1, 1),
+      JAXMOE_TILE(128, 32, 5, kNone, 2, 1, 1),
+      JAXMOE_TILE(128, 192, 5, kTokens, 1, 1, 1),
+      JAXMOE_TILE(256, 128, 4, kWeights, 1, 1, 1),
+      JAXMOE_TILE(256, 160, 4, kWeights, 1, 2, 1),
   };
 #undef JAXMOE_TILE
 #undef JAXMOE_VARIANT

@@ -12,6 +12,7 @@
 #include <cstdint>
 
 #include "csrc/common/types.h"
+#include "csrc/kernels/plan.h"
 
 namespace jaxmoe {
 
@@ -33,6 +34,7 @@ struct TileConfig {
   int weight_tile = 128;  // weight rows per CTA tile
   int token_tile = 8;     // rows per CTA tile
   int cluster = 1;        // CTAs that share a weight tile, each with rows of its own
+  int split_k = 1;        // CTAs that share the k loop of a tile
   int raster = 1;         // weight tiles per raster panel, 0 = all of them
   bool gather = false;    // X rows fetched through row_index
 };
@@ -40,6 +42,9 @@ struct TileConfig {
 // Whether a GEMM is launched to overlap the end of the kernel before it. Those bound by reading
 // weights gain 2-4 us; compute-bound ones measured slower (two streams share L2 and power).
 constexpr bool OverlapsPrevious(int64_t rows, int64_t groups) { return rows <= 192 * groups; }
+
+// Slots that a GEMM can plan by itself: a lane of a warp each.
+inline constexpr int64_t kMaxPlannedSlots = 32;
 
 // One grouped GEMM. Pointers are device pointers.
 struct MoeGemmProblem {
@@ -66,6 +71,10 @@ struct MoeGemmProblem {
   ActivationParams activation;
   bool pdl = false;           // programmatic dependent launch
   bool early_groups = false;  // groups were written before the previous launch began
+  // Instead of group_starts, group_sizes, row_index and tile_counter: at most kMaxPlannedSlots
+  // slots whose plan the kernel makes. Gathers rows with tiles of up to 32 tokens only.
+  const PlanParams* plan = nullptr;
+  bool writes_plan = false;  // plan->slot_to_row
 };
 
 // Returns null when launched, otherwise a static or thread-local message. Never allocates.

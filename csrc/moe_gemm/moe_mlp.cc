@@ -1,4 +1,4 @@
-// The fused layer as a sequence of launches: plan, [permute], gate-up GEMM, down GEMM, finalize.
+// The fused layer as a sequence of launches: [plan], [permute], gate-up GEMM, down GEMM, finalize.
 #include "csrc/moe_gemm/moe_mlp.h"
 
 #include "csrc/kernels/finalize.h"
@@ -104,7 +104,18 @@ const char* LaunchMoeMlp(const MoeMlpParams& p, cudaStream_t stream) {
   if (rows == 0 || p.hidden == 0) return nullptr;
   const MlpIndex at(rows, p.num_local_experts);
 
-  if (const char* error = Reason(LaunchPlan(MakePlan(p, at), stream))) return error;
+  const PlanParams plan = MakePlan(p, at);
+  MoeGemmProblem gate_up = GateUpProblem(p, at);
+  MoeGemmProblem down = DownProblem(p, at);
+  // Decoding a token or two: the GEMMs plan for themselves, which saves a launch.
+  if (rows <= kMaxPlannedSlots && p.gemm1.gather && p.gemm1.token_tile <= 32) {
+    gate_up.plan = &plan;
+    gate_up.writes_plan = true;
+    gate_up.pdl = false;  // the first launch, see LaunchClusters
+    down.plan = &plan;
+  } else if (const char* error = Reason(LaunchPlan(plan, stream))) {
+    return error;
+  }
   if (!p.gemm1.gather) {
     PermuteSlotsParams permute{};
     permute.x = p.x;
@@ -117,10 +128,10 @@ const char* LaunchMoeMlp(const MoeMlpParams& p, cudaStream_t stream) {
     permute.pdl = true;
     if (const char* error = Reason(LaunchPermuteSlots(permute, stream))) return error;
   }
-  if (const char* error = LaunchMoeGemm(GateUpProblem(p, at), p.gemm1, stream)) return error;
-  TileConfig down = p.gemm2;
-  down.gather = false;
-  if (const char* error = LaunchMoeGemm(DownProblem(p, at), down, stream)) return error;
+  if (const char* error = LaunchMoeGemm(gate_up, p.gemm1, stream)) return error;
+  TileConfig down_tile = p.gemm2;
+  down_tile.gather = false;
+  if (const char* error = LaunchMoeGemm(down, down_tile, stream)) return error;
   return Reason(LaunchFinalize(MakeFinalize(p, at), stream));
 }
 

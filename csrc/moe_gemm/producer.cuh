@@ -6,6 +6,7 @@
 #pragma once
 
 #include "csrc/common/launch.h"
+#include "csrc/moe_gemm/slot_plan.cuh"
 #include "csrc/moe_gemm/tile.cuh"
 
 namespace jaxmoe {
@@ -29,6 +30,9 @@ __device__ __forceinline__ int TokenBoxes(int rows) {
   return max((rows + T::kBoxRows - 1) / T::kBoxRows, 1);
 }
 
+// Of a weight row, a step takes 128 bytes. DRAM is faster when the next 128 are asked for at once,
+// so decode tiles load two steps together. Wide tiles have no stages to spare: they prefetch the
+// second step into L2. Where n is contiguous, the blocks of one step already lie side by side.
 template <class T>
 __device__ void RunWeightProducer(const MoeGemmArgs& args, const SharedStorage<T>& smem) {
   // A weight that is read once must not push rows of X out of L2; one that several token tiles
@@ -36,8 +40,12 @@ __device__ void RunWeightProducer(const MoeGemmArgs& args, const SharedStorage<T
   const uint64_t policy = args.stream_weights ? ptx::CreatePolicy<ptx::CachePolicy::kEvictFirst>()
                                               : ptx::CreatePolicy<ptx::CachePolicy::kEvictNormal>();
   // The CTAs of a cluster load a part of the weight tile each, for all of them.
-  constexpr int kBlocks = T::kWeightBlocks / T::kCluster;
-  const int first_block = T::kCluster > 1 ? ptx::ClusterRank() * kBlocks : 0;
+  constexpr bool kKMajor = T::kMajor == cute::SM90::GMMA::Major::K;
+  constexpr bool kPairs = kKMajor && T::kDecode;
+  constexpr bool kPrefetches = kKMajor && !T::kDecode;
+  constexpr int kBlocks = T::kWeightBlocks / T::kMulticast;
+  const int first_block = T::kMulticast > 1 ? ptx::ClusterRank() * kBlocks : 0;
+  const StepRange steps = StepsOf<T>(args.num_k_steps);
   PipelineState<T::kStages> stage;
   PipelineState<T::kRing> slot;
   while (true) {
@@ -51,23 +59,32 @@ __device__ void RunWeightProducer(const MoeGemmArgs& args, const SharedStorage<T
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) row[b] = WeightRow<T>(args, info.w_tile, first_block + b);
 
-    for (int step = 0; step < args.num_k_steps; ++step) {
+    for (int step = steps.first; step < steps.last; ++step) {
+      const bool even = (step - steps.first) % 2 == 0;
+      const bool last = step + 1 == steps.last;
       uint64_t* full = smem.full(stage.index);
       ptx::BarrierWait(smem.empty(stage.index), stage.parity ^ 1);
+      if constexpr (kPairs) {
+        PipelineState<T::kStages> next = stage;
+        next.Advance();
+        if (even && !last) ptx::BarrierWait(smem.empty(next.index), next.parity ^ 1);
+      }
       ptx::BarrierArriveExpectTx(full, T::kWeightBytes + token_bytes);
       const int k = step * T::kStepK;
       uint8_t* dst = smem.weights(stage.index) + first_block * T::kBlockBytes;
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b) {
-        const bool k_major = T::kMajor == cute::SM90::GMMA::Major::K;
-        const int c0 = k_major ? k : row[b];
-        const int c1 = k_major ? row[b] : k;
-        if constexpr (T::kCluster > 1) {
-          constexpr uint16_t kAll = (1 << T::kCluster) - 1;
+        const int c0 = kKMajor ? k : row[b];
+        const int c1 = kKMajor ? row[b] : k;
+        if constexpr (T::kMulticast > 1) {
+          constexpr uint16_t kAll = (1 << T::kMulticast) - 1;
           ptx::TmaLoad3DMulticast(
               dst + b * T::kBlockBytes, &args.w_map, full, c0, c1, info.weight, kAll, policy);
         } else {
           ptx::TmaLoad3D(dst + b * T::kBlockBytes, &args.w_map, full, c0, c1, info.weight, policy);
+        }
+        if (kPrefetches && even && !last) {
+          ptx::TmaPrefetch3D(&args.w_map, c0 + T::kStepK, c1, info.weight, policy);
         }
       }
       stage.Advance();
@@ -85,7 +102,9 @@ template <class T>
 __device__ void RunTokenProducer(const MoeGemmArgs& args, const SharedStorage<T>& smem, int lane) {
   constexpr int kRowsPerLane = T::kGatherByThreads ? 1 : (T::kTokenTile + 31) / 32;
   const uint64_t policy = ptx::CreatePolicy<ptx::CachePolicy::kEvictLast>();
+  const StepRange steps = StepsOf<T>(args.num_k_steps);
   GridDependencyWait();  // X is the previous kernel's output
+  const int token_of_row = args.plans ? SlotPlan(args.plan, lane).TokenOfRow() : 0;
   PipelineState<T::kStages> stage;
   PipelineState<T::kRing> slot;
   while (true) {
@@ -98,9 +117,13 @@ __device__ void RunTokenProducer(const MoeGemmArgs& args, const SharedStorage<T>
 #pragma unroll
     for (int i = 0; i < kRowsPerLane; ++i) {
       const int r = lane + 32 * i;
-      source[i] = one_row_boxes && r < info.rows ? args.row_index[info.row + r] : 0;
+      if (args.plans) {
+        source[i] = __shfl_sync(0xffffffffu, token_of_row, info.row + r);
+      } else {
+        source[i] = one_row_boxes && r < info.rows ? args.row_index[info.row + r] : 0;
+      }
     }
-    for (int step = 0; step < args.num_k_steps; ++step) {
+    for (int step = steps.first; step < steps.last; ++step) {
       ptx::BarrierWait(smem.empty(stage.index), stage.parity ^ 1);
       __syncwarp();  // a lane without a box must not fall a phase behind those with one
       uint64_t* full = smem.full(stage.index);
@@ -140,6 +163,7 @@ __device__ void RunGatherProducer(const MoeGemmArgs& args,
   constexpr int kPasses = T::kTokenTile / kRowsPerPass;
   static_assert(T::kTokenTile % kRowsPerPass == 0, "passes cover the tile");
   static_assert(kRowsPerPass % 8 == 0, "a thread keeps its row's place in the swizzle pattern");
+  static_assert(T::kSplitK == 1, "source pointers start at the first step");
   const int chunk = thread % kChunks;
   const int first_row = thread / kChunks;
   const uint32_t offset = first_row * T::kStepBytes + ((chunk ^ (first_row % 8)) * 16);

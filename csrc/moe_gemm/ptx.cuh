@@ -79,19 +79,28 @@ __device__ __forceinline__ void ClusterSync() {
   asm volatile("barrier.cluster.arrive;\nbarrier.cluster.wait;" ::: "memory");
 }
 
-// Writes 16 bytes at this address in CTA `rank` of the cluster and arrives at its barrier, whose
-// waiters see them.
-__device__ __forceinline__ void StoreAndArriveAt(void* address,
-                                                 uint64_t* bar,
-                                                 int rank,
-                                                 int4 value) {
+// Arrives at the barrier of CTA `rank`, which is to await `bytes` more.
+__device__ __forceinline__ void BarrierArriveExpectTxAt(uint64_t* bar, int rank, uint32_t bytes) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %0, %1;\n"
+      "mbarrier.arrive.expect_tx.shared::cluster.b64 _, [remote], %2;\n"
+      "}\n" ::"r"(SmemAddress(bar)),
+      "r"(rank),
+      "r"(bytes)
+      : "memory");
+}
+
+// Writes 16 bytes at this address in CTA `rank` of the cluster; whoever waits at its barrier, which
+// counts them, sees them.
+__device__ __forceinline__ void StoreAsyncAt(void* address, uint64_t* bar, int rank, int4 value) {
   asm volatile(
       "{\n"
       ".reg .b32 remote;\n"
       ".reg .b32 remote_bar;\n"
       "mapa.shared::cluster.u32 remote, %0, %2;\n"
       "mapa.shared::cluster.u32 remote_bar, %1, %2;\n"
-      "mbarrier.arrive.expect_tx.shared::cluster.b64 _, [remote_bar], 16;\n"
       "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [remote], {%3, %4, %5, %6}, "
       "[remote_bar];\n"
       "}\n" ::"r"(SmemAddress(address)),
@@ -158,6 +167,19 @@ __device__ __forceinline__ void TmaLoad3D(
 
 // Writes the box to the same place in every CTA of the cluster whose bit is set, and completes on
 // the barrier at the same place in each.
+// Into L2 alone.
+__device__ __forceinline__ void TmaPrefetch3D(
+    const CUtensorMap* map, int c0, int c1, int c2, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.prefetch.tensor.3d.L2.global.tile.L2::cache_hint [%0, {%1, %2, %3}], %4;" ::
+          "l"(map),
+      "r"(c0),
+      "r"(c1),
+      "r"(c2),
+      "l"(policy)
+      : "memory");
+}
+
 __device__ __forceinline__ void TmaLoad3DMulticast(void* dst,
                                                    const CUtensorMap* map,
                                                    uint64_t* bar,

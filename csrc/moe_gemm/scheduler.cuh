@@ -10,6 +10,7 @@
 // tiles from CTAs that are about to run dry).
 #pragma once
 
+#include "csrc/moe_gemm/slot_plan.cuh"
 #include "csrc/moe_gemm/tile.cuh"
 
 namespace jaxmoe {
@@ -49,28 +50,33 @@ class TileScheduler {
     const int width = min(args_.raster, args_.num_w_tiles - panel * args_.raster);
     const int token_tile = in_panel / width;
     info.w_tile = panel * args_.raster + in_panel - token_tile * width;
-    info.weight = (window_ + owner) % args_.num_weights;
+    info.weight = __shfl_sync(kAll, group_, owner) % args_.num_weights;
     // The group's rows are spread evenly over its tiles: 270 rows are 96 + 96 + 78, which wgmma
     // multiplies as 272 columns, not 128 + 128 + 14, whose tiles drift apart in time.
     const int even = (size + token_tiles - 1) / token_tiles;
     constexpr int kStep = T::kTokenStep * (T::kSplit == Split::kTokens ? 2 : 1);
-    const int cta_rows = (even + T::kCluster * kStep - 1) / (T::kCluster * kStep) * kStep;
-    const int first = (token_tile * T::kCluster + rank) * cta_rows;
+    constexpr int kShare = T::kMulticast * kStep;
+    const int cta_rows = (even + kShare - 1) / kShare * kStep;
+    const int part = T::kMulticast > 1 ? rank : 0;
+    const int first = (token_tile * T::kMulticast + part) * cta_rows;
     info.row = start + first;
     info.rows = max(min(size - first, cta_rows), 0);
     return info;
   }
 
  private:
-  static constexpr int kTileRows = T::kTokenTile * T::kCluster;
+  static constexpr int kTileRows = T::kTokenTile * T::kMulticast;
 
   // Reads the next 32 groups. Starts and sizes come from the caller's device memory: they are
   // clamped to the rows that exist, so that garbage reads and writes nothing out of bounds.
   __device__ void LoadWindow() {
     const int g = window_ + lane_;
+    group_ = g;
     start_ = 0;
     size_ = 0;
-    if (g < args_.num_groups) {
+    if (args_.plans) {
+      if (window_ == 0) LoadPlan();
+    } else if (g < args_.num_groups) {
       const int rows = args_.rows_per_batch;
       const int begin = args_.group_starts[g];
       const int64_t end = args_.group_sizes != nullptr
@@ -90,10 +96,20 @@ class TileScheduler {
     }
   }
 
+  // Groups in the order of their first slots, not of the experts: tiles may come in any order.
+  __device__ void LoadPlan() {
+    const SlotPlan plan(args_.plan, lane_);
+    group_ = max(plan.expert(), 0);
+    start_ = plan.first_row();
+    size_ = plan.num_rows();
+    if (args_.writes_plan && blockIdx.x == 0) plan.WriteSlotToRow();
+  }
+
   const MoeGemmArgs& args_;
   const int lane_;
-  int window_ = 0;  // group of lane 0
-  int base_ = 0;    // tiles of all groups before the window
+  int window_ = 0;  // group of lane 0, unless planned here
+  int group_ = 0;
+  int base_ = 0;  // tiles of all groups before the window
   int start_ = 0;
   int size_ = 0;
   int tiles_ = 0;
@@ -113,7 +129,9 @@ __device__ void RunScheduler(const MoeGemmArgs& args, const SharedStorage<T>& sm
     if (lane < T::kCluster) {
       if constexpr (T::kCluster > 1) {
         const int4 bits = make_int4(info.weight, info.row, info.rows, info.w_tile);
-        ptx::StoreAndArriveAt(&smem.ring()[slot.index], smem.ring_full(slot.index), lane, bits);
+        uint64_t* full = smem.ring_full(slot.index);
+        ptx::BarrierArriveExpectTxAt(full, lane, sizeof(bits));
+        ptx::StoreAsyncAt(&smem.ring()[slot.index], full, lane, bits);
       } else {
         smem.ring()[slot.index] = info;
         ptx::BarrierArrive(smem.ring_full(slot.index));
@@ -121,6 +139,10 @@ __device__ void RunScheduler(const MoeGemmArgs& args, const SharedStorage<T>& sm
     }
     slot.Advance();
     if (info.end()) return;
+    if (args.plans) {  // no kernel ran before that could have cleared the counter
+      tile += gridDim.x / T::kCluster;
+      continue;
+    }
     int drawn = 0;
     if (lane == 0) drawn = atomicAdd(args.tile_counter, 1);
     tile = gridDim.x / T::kCluster + __shfl_sync(0xffffffffu, drawn, 0);

@@ -33,7 +33,8 @@ template <class Element_,
           int kStages_,
           Split kSplit_,
           int kCtasPerSm_,
-          int kCluster_>
+          int kMulticast_,
+          int kSplitK_>
 struct Tile {
   using Element = Element_;
   static constexpr cute::SM90::GMMA::Major kMajor = kMajor_;
@@ -44,7 +45,11 @@ struct Tile {
   static constexpr Split kSplit = kSplit_;
   static constexpr int kCtasPerSm = kCtasPerSm_;
   // CTAs that share the rows of a cluster tile and read each weight tile once between them.
-  static constexpr int kCluster = kCluster_;
+  static constexpr int kMulticast = kMulticast_;
+  // CTAs that share the k loop of a tile; the first adds up what the others have.
+  static constexpr int kSplitK = kSplitK_;
+  static_assert(kMulticast == 1 || kSplitK == 1, "a cluster shares rows or the k loop");
+  static constexpr int kCluster = kMulticast * kSplitK;
   static constexpr bool kDecode = kCtasPerSm == 2;  // bound by reading weights, not by wgmma
 
   // A consumer warpgroup always owns 128 weight rows: two wgmma M blocks, when gated one of gate
@@ -85,10 +90,14 @@ struct Tile {
 
   static constexpr int kRing = 2;  // tiles known ahead, see scheduler.cuh
 
+  // Accumulators that the first CTA gets from each of the others: [piece of 16 bytes][thread].
+  static constexpr int kPartialBytes = kConsumers * 128 * kWarpgroupTokens * 4;
+
   static constexpr int kStagingOffset = kStages * kStageBytes;
-  static constexpr int kRingOffset = kStagingOffset + kConsumers * kStagingBytes;
+  static constexpr int kPartialOffset = kStagingOffset + kConsumers * kStagingBytes;
+  static constexpr int kRingOffset = kPartialOffset + (kSplitK - 1) * kPartialBytes;
   static constexpr int kBarrierOffset = kRingOffset + kRing * static_cast<int>(sizeof(TileInfo));
-  static constexpr int kSharedBytes = kBarrierOffset + (2 * kStages + 2 * kRing) * 8;
+  static constexpr int kSharedBytes = kBarrierOffset + (2 * kStages + 2 * kRing + 2) * 8;
   static constexpr int kAlignment = 1024;  // of the swizzle pattern
   static constexpr int kDynamicBytes = kSharedBytes + kAlignment;
   static_assert(kDynamicBytes <= 227 * 1024 / kCtasPerSm - (kCtasPerSm - 1) * 1024,
@@ -115,6 +124,10 @@ struct SharedStorage {
   __device__ uint8_t* staging(int consumer) const {
     return base + T::kStagingOffset + consumer * T::kStagingBytes;
   }
+  // What CTA 1 + part of the cluster has accumulated.
+  __device__ uint8_t* partial(int part) const {
+    return base + T::kPartialOffset + part * T::kPartialBytes;
+  }
   __device__ TileInfo* ring() const { return reinterpret_cast<TileInfo*>(base + T::kRingOffset); }
   __device__ uint64_t* barriers() const {
     return reinterpret_cast<uint64_t*>(base + T::kBarrierOffset);
@@ -123,6 +136,8 @@ struct SharedStorage {
   __device__ uint64_t* empty(int stage) const { return barriers() + T::kStages + stage; }
   __device__ uint64_t* ring_full(int slot) const { return barriers() + 2 * T::kStages + slot; }
   __device__ uint64_t* ring_empty(int slot) const { return ring_full(slot) + T::kRing; }
+  __device__ uint64_t* partial_full() const { return ring_full(2 * T::kRing); }
+  __device__ uint64_t* partial_empty() const { return partial_full() + 1; }
 };
 
 // Position in a circular buffer of kSize slots; `parity` flips at each wrap.
@@ -138,6 +153,19 @@ struct PipelineState {
     }
   }
 };
+
+// The k steps that this CTA runs: all, or its part.
+struct StepRange {
+  int first;
+  int last;
+};
+
+template <class T>
+__device__ __forceinline__ StepRange StepsOf(int num_k_steps) {
+  if constexpr (T::kSplitK == 1) return {0, num_k_steps};
+  const int rank = ptx::ClusterRank();
+  return {num_k_steps * rank / T::kSplitK, num_k_steps * (rank + 1) / T::kSplitK};
+}
 
 // Waits for the next tile of the ring, as a warp: its first lane reads, so that the lane that hands
 // the slot back is the only one that has read it.
