@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe import _targets, route
+from jaxmoe import _targets, plan, route
 from jaxmoe._testing import assert_equal, poison
 from jaxmoe.routing import METHODS
 from tests import routing_oracle as oracle
@@ -198,6 +198,31 @@ def test_vmap_is_one_call():
     assert _targets.execute_count(TARGET) == before + 1
     for b, one in enumerate(logits):
         np.testing.assert_array_equal(got.expert_ids[b], oracle.route(one, **options).expert_ids)
+
+
+def test_command_buffers_capture_routing_and_plan():
+    """The handler runs while a graph is recorded and not when it is replayed."""
+    drawn = [oracle.draw(seed, 5, 64, VARIANTS["deepseek_v3_groups"]) for seed in range(8)]
+    options = drawn[0][1]
+
+    def fn(inputs):
+        routings = [route(x, **options) for x in inputs]
+        return jnp.stack([plan(r.expert_ids, num_experts=64).slot_to_row for r in routings])
+
+    inputs = [jnp.asarray(x) for x, _ in drawn]
+    graph = {
+        "xla_gpu_enable_command_buffer": "FUSION,CUSTOM_CALL",
+        "xla_gpu_graph_min_graph_size": 1,
+    }
+    captured = jax.jit(fn).lower(inputs).compile(graph)
+    want = jax.jit(fn).lower(inputs).compile({"xla_gpu_enable_command_buffer": ""})(inputs)
+    for _ in range(3):
+        assert_equal(captured(inputs), want)
+    before = _targets.execute_count(TARGET)
+    for _ in range(10):
+        assert_equal(captured(inputs), want)
+    replayed = 80 - (_targets.execute_count(TARGET) - before)
+    assert replayed >= 40, f"{replayed} of 80 layers replayed without running the handler"
 
 
 # Under the sanitizer: every thread map once, with groups where they divide the experts.

@@ -53,7 +53,8 @@ def options(model: Layer, method: str) -> dict[str, Any]:
 @functools.cache
 def _jaxmoe(model: Layer, method: str) -> Any:
     def call(logits: jax.Array, bias: jax.Array) -> tuple[jax.Array, ...]:
-        extra = options(model, method) | ({"bias": bias} if method == "deepseek_v3" else {})
+        extra: dict[str, Any] = {"bias": bias} if method == "deepseek_v3" else {}
+        extra |= options(model, method)
         routing = jaxmoe.route(logits, top_k=model.top_k, method=method, **extra)
         plan = jaxmoe.plan(routing.expert_ids, num_experts=model.num_experts)
         return routing.weights, plan.expert_offsets, plan.row_to_token, plan.slot_to_row
@@ -117,13 +118,14 @@ def _entry(case: Case, method: str, impl: str) -> Entry:
             np.asarray, chain.single(call)(logits, bias)
         )
         at = case.sample
-        extra = options(model, method) | ({"bias": bias} if method == "deepseek_v3" else {})
+        extra: dict[str, Any] = {"bias": bias} if method == "deepseek_v3" else {}
+        extra |= options(model, method)
         ids, expected = reference.route(logits[at], top_k=model.top_k, method=method, **extra)
         rows = slot_to_row[at]
         expert = np.searchsorted(offsets, rows, side="right") - 1
         tokens = np.broadcast_to(at[:, None], rows.shape)
         right = np.array_equal(expert, ids) and np.array_equal(row_to_token[rows], tokens)
-        return relative_error(weights[at], expected) if right else float("inf")
+        return relative_error(jnp.asarray(weights[at]), expected) if right else float("inf")
 
     layers = chain_length(work, work.activation_bytes, times_floor=5.0)
     layers = layers if mine else min(layers, _XLA_LAYERS)
