@@ -139,10 +139,10 @@ def test_report_says_how_far_the_heuristics_are_from_the_best_tile(tmp_path: Pat
             json.dumps({"header": header | {"date": date}, "rows": found})
         )
 
-    write("2026-01-01", {"128x8": 10.0, "128x16": 9.0, "old": 5.0})
-    write("2026-02-01", {"128x8": 12.0, "128x16": 11.0})
+    write("2026-01-01", {"128x8": 10.0, "128x32": 9.0, "old": 5.0})
+    write("2026-02-01", {"128x8": 12.0, "128x32": 11.0})
     text = report.details(report.load(tmp_path))
-    assert "| odd | 8 | uniform | down | 128x8 | 12.0 | 128x16 | 11.0 | 9.1 % |" in text
+    assert "| odd | 8 | uniform | down | 128x8 | 12.0 | 128x32 | 11.0 | 9.1 % |" in text
     assert "the heuristics' choice; 9.1 % over the best tile |" in text and "old" not in text
 
 

@@ -21,7 +21,7 @@ def layer(x, logits, w_gate_up, w_down, **options):
 
 
 def test_report_of_a_layer():
-    config = (GemmConfig(128, 16, gather=True), GemmConfig(128, 32))
+    config = (GemmConfig(128, 8, gather=True), GemmConfig(128, 32))
     report = explain(lambda *a: layer(*a, config=config), *LAYER)
     assert report.platform == jax.default_backend()
     assert report.why_no_cuda == _targets.why_not()

@@ -65,7 +65,7 @@ def plan_struct():
 
 
 def test_moe_mlp_is_one_call_with_these_attributes():
-    config = (GemmConfig(128, 16, raster=2, gather=True), GemmConfig(256, 128, raster=8))
+    config = (GemmConfig(128, 32, raster=2, gather=True), GemmConfig(256, 128, raster=8))
     act = jaxmoe.Swiglu(alpha=1.5, beta=1.0, limit=7.0)
     options = {"activation": act, "gate_up": "interleaved", "weight_layout": "nk"}
     window = {"num_experts": 9, "expert_offset": 3}
@@ -92,7 +92,7 @@ def test_moe_mlp_is_one_call_with_these_attributes():
         },
         "gemm1": {
             "weight_tile": "128:i64",
-            "token_tile": "16:i64",
+            "token_tile": "32:i64",
             "cluster": "1:i64",
             "split_k": "1:i64",
             "raster": "2:i64",

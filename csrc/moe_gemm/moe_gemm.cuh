@@ -176,7 +176,6 @@ VariantTable MakeVariants(DType dtype, WeightLayout layout) {
   static const Variant rows[] = {
       JAXMOE_TILE(128, 8, 6, kNone, 2, 1, 1),
       JAXMOE_TILE(128, 8, 6, kNone, 2, 1, 2),
-      JAXMOE_TILE(128, 16, 5, kNone, 2, 1, 1),
       JAXMOE_TILE(128, 32, 5, kNone, 2, 1, 1),
       JAXMOE_TILE(128, 192, 5, kTokens, 1, 1, 1),
       JAXMOE_TILE(256, 128, 4, kWeights, 1, 1, 1),

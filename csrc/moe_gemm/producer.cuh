@@ -31,8 +31,8 @@ __device__ __forceinline__ int TokenBoxes(int rows) {
 }
 
 // Of a weight row, a step takes 128 bytes. DRAM is faster when the next 128 are asked for at once,
-// so decode tiles load two steps together. Wide tiles have no stages to spare: they prefetch the
-// second step into L2. Where n is contiguous, the blocks of one step already lie side by side.
+// so decode tiles load two steps together; wide ones have no stages to spare. Where n is
+// contiguous, the blocks of one step already lie side by side.
 template <class T>
 __device__ void RunWeightProducer(const MoeGemmArgs& args, const SharedStorage<T>& smem) {
   // A weight that is read once must not push rows of X out of L2; one that several token tiles
@@ -42,7 +42,6 @@ __device__ void RunWeightProducer(const MoeGemmArgs& args, const SharedStorage<T
   // The CTAs of a cluster load a part of the weight tile each, for all of them.
   constexpr bool kKMajor = T::kMajor == cute::SM90::GMMA::Major::K;
   constexpr bool kPairs = kKMajor && T::kDecode;
-  constexpr bool kPrefetches = kKMajor && !T::kDecode;
   constexpr int kBlocks = T::kWeightBlocks / T::kMulticast;
   const int first_block = T::kMulticast > 1 ? ptx::ClusterRank() * kBlocks : 0;
   const StepRange steps = StepsOf<T>(args.num_k_steps);
@@ -60,14 +59,12 @@ __device__ void RunWeightProducer(const MoeGemmArgs& args, const SharedStorage<T
     for (int b = 0; b < kBlocks; ++b) row[b] = WeightRow<T>(args, info.w_tile, first_block + b);
 
     for (int step = steps.first; step < steps.last; ++step) {
-      const bool even = (step - steps.first) % 2 == 0;
-      const bool last = step + 1 == steps.last;
       uint64_t* full = smem.full(stage.index);
       ptx::BarrierWait(smem.empty(stage.index), stage.parity ^ 1);
-      if constexpr (kPairs) {
+      if (kPairs && (step - steps.first) % 2 == 0 && step + 1 < steps.last) {
         PipelineState<T::kStages> next = stage;
         next.Advance();
-        if (even && !last) ptx::BarrierWait(smem.empty(next.index), next.parity ^ 1);
+        ptx::BarrierWait(smem.empty(next.index), next.parity ^ 1);
       }
       ptx::BarrierArriveExpectTx(full, T::kWeightBytes + token_bytes);
       const int k = step * T::kStepK;
@@ -82,9 +79,6 @@ __device__ void RunWeightProducer(const MoeGemmArgs& args, const SharedStorage<T
               dst + b * T::kBlockBytes, &args.w_map, full, c0, c1, info.weight, kAll, policy);
         } else {
           ptx::TmaLoad3D(dst + b * T::kBlockBytes, &args.w_map, full, c0, c1, info.weight, policy);
-        }
-        if (kPrefetches && even && !last) {
-          ptx::TmaPrefetch3D(&args.w_map, c0 + T::kStepK, c1, info.weight, policy);
         }
       }
       stage.Advance();

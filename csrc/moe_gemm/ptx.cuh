@@ -167,19 +167,6 @@ __device__ __forceinline__ void TmaLoad3D(
 
 // Writes the box to the same place in every CTA of the cluster whose bit is set, and completes on
 // the barrier at the same place in each.
-// Into L2 alone.
-__device__ __forceinline__ void TmaPrefetch3D(
-    const CUtensorMap* map, int c0, int c1, int c2, uint64_t policy) {
-  asm volatile(
-      "cp.async.bulk.prefetch.tensor.3d.L2.global.tile.L2::cache_hint [%0, {%1, %2, %3}], %4;" ::
-          "l"(map),
-      "r"(c0),
-      "r"(c1),
-      "r"(c2),
-      "l"(policy)
-      : "memory");
-}
-
 __device__ __forceinline__ void TmaLoad3DMulticast(void* dst,
                                                    const CUtensorMap* map,
                                                    uint64_t* bar,
