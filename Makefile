@@ -23,7 +23,7 @@ test: $(INSTALLED)  ## Run the tests that need no GPU
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 $(ARGS)
 
 test-gpu: $(INSTALLED)  ## Run the tests that need one GPU
-	$(BIN)/python -m pytest -m gpu $(ARGS)
+	XLA_PYTHON_CLIENT_PREALLOCATE=false $(BIN)/python -m pytest -m gpu -n auto --maxprocesses 8 $(ARGS)
 
 test-multi-gpu: $(INSTALLED)  ## Run the tests that need two GPUs or more
 	$(BIN)/python -m pytest -m multi_gpu $(ARGS)
