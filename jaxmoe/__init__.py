@@ -5,6 +5,7 @@ from ._export import export_checks as export_checks
 from ._heuristics import GemmConfig as GemmConfig
 from .activation import Activation as Activation
 from .activation import Swiglu as Swiglu
+from .finalize import ExpertRows as ExpertRows
 from .finalize import finalize as finalize
 from .grouped_gemm import grouped_gemm as grouped_gemm
 from .losses import expert_load as expert_load

@@ -1,8 +1,11 @@
-"""The primitive `moe_mlp_p`: the expert layer as one CUDA call, or as the stages it is made of.
+"""The primitives of the expert layer: one CUDA call each, or the stages it is made of.
 
-x [T,H], expert_ids [T,K] int32, weights [T,K] f32, w_gate_up [E1,...], w_down [E2,...], b_gate_up
-[E1,N] or [0,0], b_down [E2,H] or [0,0], expert_map [num_experts] int32 or [0], residual [T,H] or
-[0,0] -> y [T,H]
+moe_mlp_p: x [T,H], expert_ids [T,K] int32, weights [T,K] f32, w_gate_up [E1,...], w_down [E2,...],
+b_gate_up [E1,N] or [0,0], b_down [E2,H] or [0,0], expert_map [num_experts] int32 or [0], residual
+[T,H] or [0,0] -> y [T,H]
+
+moe_mlp_rows_p: the same without finalize, so without weights and residual -> rows [R,H] in expert
+order, exactly 0 where no slot has them, slot_to_row [T,K] int32
 
 E1 and E2 divide num_local_experts and group g uses weights g mod E1 and g mod E2, so that `vmap`
 can turn examples into groups without a copy of weights that are the same for all of them.
@@ -17,9 +20,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxmoe import _gmm, _primitive
 from jaxmoe._heuristics import mlp_configs, mlp_index_size
 from jaxmoe.activation import GATE_UP_ORDERS, Activation, split_gate_up
-from jaxmoe.finalize import finalize
-from jaxmoe.permute import permute
-from jaxmoe.plan import local_ids_xla, no_map, plan
+from jaxmoe.finalize import finalize, no_residual
+from jaxmoe.permute import permute, permute_p
+from jaxmoe.plan import Plan, local_ids_xla, no_map, plan
 
 
 def no_bias(dtype: Any) -> jax.Array:
@@ -27,16 +30,14 @@ def no_bias(dtype: Any) -> jax.Array:
     return jnp.zeros((0, 0), dtype)
 
 
-def _stages(
+def _row_stages(
     x: jax.Array,
     expert_ids: jax.Array,
-    weights: jax.Array,
     w_gate_up: jax.Array,
     w_down: jax.Array,
     b_gate_up: jax.Array,
     b_down: jax.Array,
     expert_map: jax.Array,
-    residual: jax.Array,
     *,
     activation: Activation,
     gate_up: str,
@@ -45,8 +46,8 @@ def _stages(
     num_local_experts: int,
     expert_offset: int,
     config: Any,
-) -> tuple[jax.Array]:
-    """Composes the layer from the other ops, all of them differentiable."""
+) -> tuple[jax.Array, Plan]:
+    """Composes the layer up to finalize from the other ops, all of them differentiable."""
     order = plan(
         expert_ids,
         num_experts,
@@ -75,45 +76,122 @@ def _stages(
     z = checkpoint_name(z, "jaxmoe_z")
     h = activation(*split_gate_up(z, gate_up)) if activation.gated else activation(z)
     h = checkpoint_name(h.astype(x.dtype), "jaxmoe_h")
-    rows = product(h, w_down, b_down, x.dtype, config[1])
+    return product(h, w_down, b_down, x.dtype, config[1]), order
+
+
+def _stages(*arrays: jax.Array, **params: Any) -> tuple[jax.Array]:
+    weights, residual = arrays[2], arrays[8]
+    rows, order = _row_stages(*_without_finalize(arrays), **params)
     return (finalize(rows, order, weights, residual=residual if residual.size else None),)
+
+
+def _rows_xla(*arrays: jax.Array, **params: Any) -> tuple[jax.Array, jax.Array]:
+    rows, order = _row_stages(*arrays, **params)
+    return rows, order.slot_to_row
+
+
+def _without_finalize(args: Any) -> list[Any]:
+    """Takes the arguments of `moe_mlp_rows_p` from those of `moe_mlp_p`."""
+    return [*args[:2], *args[3:8]]
 
 
 def _out(x: Any, *_: Any, **_params: Any) -> list[_primitive.Spec]:
     return [(x.shape, x.dtype)]
 
 
+def _rows_out(x: Any, expert_ids: Any, *_: Any, **_params: Any) -> list[_primitive.Spec]:
+    return [((expert_ids.size, x.shape[1]), x.dtype), (expert_ids.shape, jnp.int32)]
+
+
 def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+    fn, moving, tangents = _of_moving(lambda *args: _stages(*args, **params), primals, tangents)
+    return jax.jvp(fn, moving, tangents)
+
+
+def _rows_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+    fn, moving, tangents = _of_moving(lambda *args: _rows_xla(*args, **params), primals, tangents)
+    rows, tangent, slot_to_row = jax.jvp(fn, moving, tangents, has_aux=True)
+    return (rows, slot_to_row), (tangent, None)
+
+
+def _of_moving(fn: Any, primals: Any, tangents: Any) -> tuple[Any, list[Any], list[Any]]:
+    """Makes `fn` a function of the arguments that have a tangent. Returns it, those, and these."""
     moving = [i for i, t in enumerate(tangents) if t is not None]
 
-    def stages(*values: jax.Array) -> tuple[jax.Array]:
+    def of_moving(*values: jax.Array) -> Any:
         args = list(primals)
         for i, value in zip(moving, values, strict=True):
             args[i] = value
-        return _stages(*args, **params)
+        return fn(*args)
 
-    return jax.jvp(stages, [primals[i] for i in moving], [tangents[i] for i in moving])
+    return of_moving, [primals[i] for i in moving], [tangents[i] for i in moving]
 
 
 def _batch(args: Any, dims: Any, **params: Any) -> Any:
     size = _primitive.batch_size(args, dims)
+    folded = _fold(_without_finalize(args), _without_finalize(dims), size, params)
+    if folded is None:
+        return _primitive.one_by_one(moe_mlp_p, args, dims, **params)
+    (x, expert_ids, *rest), params = folded
+    residual = args[8]
+    residual = _merge(residual, dims[8], size) if residual.size else no_residual(residual.dtype)
+    weights = _merge(args[2], dims[2], size)
+    (y,) = moe_mlp_p(x, expert_ids, weights, *rest, residual, **params)
+    return (y.reshape(size, y.shape[0] // size, y.shape[1]),), (0,)
+
+
+def _rows_batch(args: Any, dims: Any, **params: Any) -> Any:
+    size = _primitive.batch_size(args, dims)
+    folded = _fold(args, dims, size, params)
+    if folded is None:
+        return _primitive.one_by_one(moe_mlp_rows_p, args, dims, **params)
+    arrays, params = folded
+    rows, slot_to_row = moe_mlp_rows_p(*arrays, **params)
+    return _unfold_rows(rows, slot_to_row, size), (0, 0)
+
+
+def _unfold_rows(rows: jax.Array, slot_to_row: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+    """Gives each example its own of the rows [V*R,H] in the order of all: [V,R,H], [V,T,K].
+
+    The slots of one example stand in the order of all as they do in its own.
+    """
+    num_rows, top_k = slot_to_row.size // size, slot_to_row.shape[1]
+    nowhere = jnp.iinfo(jnp.int32).max
+    place = jnp.where(slot_to_row < 0, nowhere, slot_to_row).reshape(size, num_rows)
+    example, row = (jax.lax.broadcasted_iota(jnp.int32, place.shape, axis) for axis in (0, 1))
+    place, slot = jax.lax.sort((place, row), dimension=1, num_keys=1, is_stable=True)
+    named = place < nowhere
+    own = jnp.zeros_like(row).at[example, slot].set(jnp.where(named, row, -1), unique_indices=True)
+    source = jnp.where(named, place, -1).reshape(-1)
+    # For the transpose of permute: the row of each example's own that a row of all becomes.
+    becomes = jnp.full_like(source, -1).at[place.reshape(-1)]
+    becomes = becomes.set(jnp.arange(source.size, dtype=jnp.int32), mode="drop")
+    (rows,) = permute_p(rows, source, becomes[:, None])
+    shape = (size, num_rows // max(top_k, 1), top_k)
+    return rows.reshape(size, num_rows, rows.shape[1]), own.reshape(shape)
+
+
+def _fold(
+    args: Any, dims: Any, size: int, params: dict[str, Any]
+) -> tuple[list[jax.Array], dict[str, Any]] | None:
+    """Makes one layer of a batch: arguments of `moe_mlp_rows_p`; None if that copied weights."""
     args, dims = _drop_empty(args, dims)
-    x, expert_ids, weights, w1, w2, b1, b2, expert_map, residual = args
+    x, expert_ids, w1, w2, b1, b2, expert_map = args
     num_local = params["num_local_experts"]
-    counts = [a.shape[1 if d == 0 else 0] for a, d in ((w1, dims[3]), (w2, dims[4]))]
-    batched = {n for n, d in zip(counts, dims[3:5], strict=True) if d is not None}
+    counts = [a.shape[1 if d == 0 else 0] for a, d in ((w1, dims[2]), (w2, dims[3]))]
+    batched = {n for n, d in zip(counts, dims[2:4], strict=True) if d is not None}
     per_block = min(batched, default=num_local)
     if (
         len(batched) > 1
         or (batched and any(per_block % n for n in counts))
-        or any(dims[i + 2] is not None and dims[i] is None for i in (3, 4))
-    ):  # a fold would have to copy weights
-        return _primitive.one_by_one(moe_mlp_p, args, dims, **params)
+        or any(dims[i + 2] is not None and dims[i] is None for i in (2, 3))
+    ):
+        return None
     expert_ids = _primitive.move_batch_to_front(expert_ids, dims[1], size)
-    if batched or dims[7] is not None:
+    if batched or dims[6] is not None:
         window = {k: params[k] for k in ("num_experts", "num_local_experts", "expert_offset")}
         local = jax.vmap(
-            lambda ids, m: local_ids_xla(ids, m, **window), in_axes=(0, dims[7]), axis_size=size
+            lambda ids, m: local_ids_xla(ids, m, **window), in_axes=(0, dims[6]), axis_size=size
         )(expert_ids, expert_map)
         example = jnp.arange(size, dtype=jnp.int32)[:, None, None] if batched else jnp.int32(0)
         blocks = size if batched else 1
@@ -122,18 +200,12 @@ def _batch(args: Any, dims: Any, **params: Any) -> Any:
         expert_ids = jnp.where(local < num_local, group, -1)
         expert_map = no_map()
         groups = blocks * num_local
-        params |= {"num_experts": groups, "num_local_experts": groups, "expert_offset": 0}
-    (y,) = moe_mlp_p(
-        *(_merge(a, d, size) for a, d in ((x, dims[0]), (expert_ids, 0), (weights, dims[2]))),
-        *(
-            a if dims[3 + i % 2] is None or not a.size else _merge(a, d, size)
-            for i, (a, d) in enumerate(zip((w1, w2, b1, b2), dims[3:7], strict=True))
-        ),
-        expert_map,
-        _merge(residual, dims[8], size) if residual.size else residual,
-        **params,
+        params = params | {"num_experts": groups, "num_local_experts": groups, "expert_offset": 0}
+    weights = (
+        a if dims[2 + i % 2] is None or not a.size else _merge(a, d, size)
+        for i, (a, d) in enumerate(zip((w1, w2, b1, b2), dims[2:6], strict=True))
     )
-    return (y.reshape(size, y.shape[0] // size, y.shape[1]),), (0,)
+    return [_merge(x, dims[0], size), _merge(expert_ids, 0, size), *weights, expert_map], params
 
 
 def _merge(a: jax.Array, dim: int | None, size: int) -> jax.Array:
@@ -146,7 +218,7 @@ def _drop_empty(args: Any, dims: Any) -> tuple[list[Any], list[int | None]]:
     """Moves batch dimensions to 0 and takes them from the empty arrays that stand for "none"."""
     args = [_primitive.move_batch_to_front(a, d) for a, d in zip(args, dims, strict=True)]
     dims = [None if d is None else 0 for d in dims]
-    for i, rank in ((5, 2), (6, 2), (7, 1), (8, 2)):
+    for i, rank in ((4, 2), (5, 2), (6, 1)):
         if dims[i] is not None and not args[i].size:
             args[i], dims[i] = jnp.zeros((0,) * rank, args[i].dtype), None
     return args, dims
@@ -168,10 +240,10 @@ def _configs(avals: Any, params: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def _intermediate(avals: Any, params: dict[str, Any]) -> int:
-    return avals[4].shape[1 if params["weight_layout"] == "kn" else 2]
+    return avals[3].shape[1 if params["weight_layout"] == "kn" else 2]
 
 
-def _attrs(avals: Any, **params: Any) -> dict[str, Any]:
+def _rows_attrs(avals: Any, **params: Any) -> dict[str, Any]:
     activation = params["activation"]
     first, second = _configs(avals, params)
     return {
@@ -186,20 +258,23 @@ def _attrs(avals: Any, **params: Any) -> dict[str, Any]:
     }
 
 
-def _scratch(avals: Any, **params: Any) -> list[_primitive.Spec]:
+def _attrs(avals: Any, **params: Any) -> dict[str, Any]:
+    return _rows_attrs(_without_finalize(avals), **params)
+
+
+def _rows_scratch(avals: Any, **params: Any) -> list[_primitive.Spec]:
     x, expert_ids, *_ = avals
-    num_tokens, top_k = expert_ids.shape
-    num_rows = num_tokens * top_k
-    size = mlp_index_size(num_rows, params["num_local_experts"])
-    return [
-        ((num_rows, x.shape[1]), x.dtype),
-        ((num_rows, _intermediate(avals, params)), x.dtype),
-        ((size,), jnp.int32),
-    ]
+    size = mlp_index_size(expert_ids.size, params["num_local_experts"])
+    return [((expert_ids.size, _intermediate(avals, params)), x.dtype), ((size,), jnp.int32)]
 
 
-def _reason(avals: Any, *, weight_layout: str, **_params: Any) -> str | None:
-    x, expert_ids, _, w_gate_up, w_down, *_ = avals
+def _scratch(avals: Any, **params: Any) -> list[_primitive.Spec]:
+    avals = _without_finalize(avals)
+    return [_rows_out(*avals)[0], *_rows_scratch(avals, **params)]
+
+
+def _rows_reason(avals: Any, *, weight_layout: str, **_params: Any) -> str | None:
+    x, expert_ids, w_gate_up, w_down, *_ = avals
     op = "moe_mlp"
     return (
         _gmm.dtype_reason(op, x=x, w_gate_up=w_gate_up, w_down=w_down)
@@ -209,6 +284,10 @@ def _reason(avals: Any, *, weight_layout: str, **_params: Any) -> str | None:
     )
 
 
+def _reason(avals: Any, **params: Any) -> str | None:
+    return _rows_reason(_without_finalize(avals), **params)
+
+
 moe_mlp_p = _primitive.define(
     "jaxmoe_moe_mlp",
     out=_out,
@@ -216,4 +295,15 @@ moe_mlp_p = _primitive.define(
     batch=_batch,
     jvp=_jvp,
     cuda=_primitive.CudaTarget("jaxmoe_moe_mlp_v1", attrs=_attrs, scratch=_scratch, reason=_reason),
+)
+
+moe_mlp_rows_p = _primitive.define(
+    "jaxmoe_moe_mlp_rows",
+    out=_rows_out,
+    xla=_rows_xla,
+    batch=_rows_batch,
+    jvp=_rows_jvp,
+    cuda=_primitive.CudaTarget(
+        "jaxmoe_moe_mlp_rows_v1", attrs=_rows_attrs, scratch=_rows_scratch, reason=_rows_reason
+    ),
 )

@@ -1,5 +1,6 @@
 """Finalize: rows in expert order back to tokens, weighted and added up."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -10,8 +11,31 @@ from jaxmoe.permute import check_plan, permute_p, permute_xla, shift_indices
 from jaxmoe.plan import Plan
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ExpertRows:
+    """What `jaxmoe.moe_mlp` leaves for `finalize` with do_finalize=False. A pytree; R = T * K.
+
+    `jaxmoe.finalize(out.rows, out, out.weights)` is the result of do_finalize=True, bit by bit.
+
+    Attributes:
+      rows: [R, H], the experts' outputs in expert order, bias added, not weighted; exactly 0 where
+        no slot has its row.
+      weights: [T, K] float32, the factor of each slot.
+      slot_to_row: [T, K] int32, the row of each choice of each token; -1 if not local.
+    """
+
+    rows: jax.Array
+    weights: jax.Array
+    slot_to_row: jax.Array
+
+
 def finalize(
-    rows: jax.Array, plan: Plan, weights: jax.Array, *, residual: jax.Array | None = None
+    rows: jax.Array,
+    plan: Plan | ExpertRows,
+    weights: jax.Array,
+    *,
+    residual: jax.Array | None = None,
 ) -> jax.Array:
     """Adds up the weighted rows of each token.
 
@@ -21,7 +45,7 @@ def finalize(
 
     Args:
       rows: [R, H] bfloat16, float16 or float32, in expert order.
-      plan: the order, from `jaxmoe.plan`; R = T * K.
+      plan: the order, from `jaxmoe.plan`, or the `ExpertRows` that `rows` are from; R = T * K.
       weights: [T, K] float32.
       residual: [T, H] in the dtype of `rows`, added last; None for nothing.
 
@@ -29,7 +53,7 @@ def finalize(
       [T, H] in the dtype of `rows`.
 
     Raises:
-      TypeError: another dtype, or `plan` is not a `Plan`.
+      TypeError: another dtype, or `plan` is neither a `Plan` nor `ExpertRows`.
       ValueError: shapes disagree.
 
     Numerics: float32 sum in k order, k = 0 first and the residual last, one rounding. Bitwise
@@ -45,7 +69,11 @@ def finalize(
     """
     _checks.check_rank("finalize", "rows", rows, "R,H")
     _checks.check_dtype("finalize", "rows", rows, _checks.FLOATS)
-    check_plan("finalize", plan)
+    if isinstance(plan, ExpertRows):
+        _checks.check_rank("finalize", "plan.slot_to_row", plan.slot_to_row, "T,K")
+        _checks.check_dtype("finalize", "plan.slot_to_row", plan.slot_to_row, ("int32",))
+    else:
+        check_plan("finalize", plan)
     slots = plan.slot_to_row
     if rows.shape[0] != slots.size:
         rule = f"rows.shape[0]={rows.shape[0]} must equal T * K of plan.slot_to_row, {slots.size}"

@@ -1,20 +1,64 @@
 """The fused expert layer: plan, gate and up, activation, down, finalize in one call."""
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
 
 from jaxmoe import _checks
 from jaxmoe._heuristics import GemmConfig
-from jaxmoe._mlp import moe_mlp_p, no_bias
+from jaxmoe._mlp import moe_mlp_p, moe_mlp_rows_p, no_bias
 from jaxmoe.activation import GATE_UP_ORDERS, Activation, resolve
-from jaxmoe.finalize import no_residual
+from jaxmoe.finalize import ExpertRows, no_residual
 from jaxmoe.grouped_gemm import WEIGHT_LAYOUTS, check_config, check_float, check_num_rows
 from jaxmoe.plan import check_window, no_map
 from jaxmoe.routing import Routing
 
 _OP = "moe_mlp"
+
+
+@overload
+def moe_mlp(
+    x: jax.Array,
+    routing: Routing,
+    w_gate_up: jax.Array,
+    w_down: jax.Array,
+    *,
+    activation: str | Activation = "swiglu",
+    b_gate_up: jax.Array | None = None,
+    b_down: jax.Array | None = None,
+    gate_up: str = "gate_up",
+    weight_layout: str = "kn",
+    num_experts: int | None = None,
+    expert_offset: int = 0,
+    expert_map: jax.Array | None = None,
+    residual: jax.Array | None = None,
+    apply_weight_on_input: bool = False,
+    do_finalize: Literal[True] = True,
+    config: tuple[GemmConfig | None, GemmConfig | None] | None = None,
+) -> jax.Array: ...
+
+
+@overload
+def moe_mlp(
+    x: jax.Array,
+    routing: Routing,
+    w_gate_up: jax.Array,
+    w_down: jax.Array,
+    *,
+    activation: str | Activation = "swiglu",
+    b_gate_up: jax.Array | None = None,
+    b_down: jax.Array | None = None,
+    gate_up: str = "gate_up",
+    weight_layout: str = "kn",
+    num_experts: int | None = None,
+    expert_offset: int = 0,
+    expert_map: jax.Array | None = None,
+    residual: jax.Array | None = None,
+    apply_weight_on_input: bool = False,
+    do_finalize: Literal[False],
+    config: tuple[GemmConfig | None, GemmConfig | None] | None = None,
+) -> ExpertRows: ...
 
 
 def moe_mlp(
@@ -33,8 +77,9 @@ def moe_mlp(
     expert_map: jax.Array | None = None,
     residual: jax.Array | None = None,
     apply_weight_on_input: bool = False,
+    do_finalize: bool = True,
     config: tuple[GemmConfig | None, GemmConfig | None] | None = None,
-) -> jax.Array:
+) -> jax.Array | ExpertRows:
     """Runs each token through its experts and adds up the results.
 
     y[t] = sum over k of weights[t,k] * mlp(x[t], expert_ids[t,k]) + residual[t]
@@ -61,10 +106,14 @@ def moe_mlp(
       residual: [T, H], added last.
       apply_weight_on_input: each token is multiplied by its weight before its expert, and not after
         it (Llama 4); for K = 1.
+      do_finalize: False returns the rows of the experts before the sum over k, for a layer that
+        does something with them; then `residual` must be None, give it to `jaxmoe.finalize`.
       config: tiles of the two CUDA products; chosen from the shapes by default.
 
     Returns:
-      [T, H] in the dtype of `x`.
+      [T, H] in the dtype of `x`. With do_finalize=False `ExpertRows`: rows [T * K, H] in the dtype
+      of `x`, weights [T, K] (those of `routing`, ones with apply_weight_on_input) and slot_to_row
+      [T, K], of which `jaxmoe.finalize` makes the same [T, H], bit by bit.
 
     Raises:
       TypeError, ValueError: an argument of the wrong kind, dtype, rank or shape, or an unknown
@@ -85,6 +134,11 @@ def moe_mlp(
       >>> routing = jaxmoe.route(jnp.array([[0.0, 1.0]]), top_k=1)
       >>> w_up, w_down = jnp.ones((2, 2, 3)), jnp.ones((2, 3, 2))
       >>> jaxmoe.moe_mlp(x, routing, w_up, w_down, activation="relu").tolist()
+      [[6.0, 6.0]]
+      >>> out = jaxmoe.moe_mlp(x, routing, w_up, w_down, activation="relu", do_finalize=False)
+      >>> out.rows.tolist(), out.weights.tolist(), out.slot_to_row.tolist()
+      ([[6.0, 6.0]], [[1.0]], [[0]])
+      >>> jaxmoe.finalize(out.rows, out, out.weights).tolist()
       [[6.0, 6.0]]
     """
     act = resolve(activation, _OP)
@@ -118,10 +172,13 @@ def moe_mlp(
     check_num_rows(_OP, routing.expert_ids.size, **{"routing.expert_ids": routing.expert_ids})
     _check_config(config, x.shape[1], w_down.shape[1 if weight_layout == "kn" else 2])
     weights = routing.weights
-    if type(apply_weight_on_input) is not bool:
-        rule = "apply_weight_on_input must be a bool"
-        got = {"apply_weight_on_input": apply_weight_on_input}
-        raise TypeError(_checks.message(_OP, rule, **got))
+    flags = {"apply_weight_on_input": apply_weight_on_input, "do_finalize": do_finalize}
+    for name, value in flags.items():
+        if type(value) is not bool:
+            raise TypeError(_checks.message(_OP, f"{name} must be a bool", **{name: value}))
+    if residual is not None and not do_finalize:
+        rule = "residual must be None if do_finalize=False: give it to jaxmoe.finalize"
+        raise ValueError(_checks.message(_OP, rule, residual=residual))
     if apply_weight_on_input:
         if top_k != 1:
             rule = f"apply_weight_on_input=True needs top_k=1, not {top_k}: a token has one input"
@@ -129,24 +186,28 @@ def moe_mlp(
             raise ValueError(_checks.message(_OP, rule, **got))
         x = (x.astype(jnp.float32) * weights).astype(x.dtype)
         weights = jnp.ones_like(weights)
-    (y,) = moe_mlp_p(
-        x,
-        routing.expert_ids,
-        weights,
+    shared = (
         w_gate_up,
         w_down,
         no_bias(x.dtype) if b_gate_up is None else b_gate_up,
         no_bias(x.dtype) if b_down is None else b_down,
         no_map() if expert_map is None else expert_map,
-        no_residual(x.dtype) if residual is None else residual,
-        activation=act,
-        gate_up=gate_up,
-        weight_layout=weight_layout,
-        num_experts=num_experts,
-        num_local_experts=num_local,
-        expert_offset=expert_offset,
-        config=config,
     )
+    params: dict[str, Any] = {
+        "activation": act,
+        "gate_up": gate_up,
+        "weight_layout": weight_layout,
+        "num_experts": num_experts,
+        "num_local_experts": num_local,
+        "expert_offset": expert_offset,
+        "config": config,
+    }
+    ids = routing.expert_ids
+    if not do_finalize:
+        rows, slot_to_row = moe_mlp_rows_p(x, ids, *shared, **params)
+        return ExpertRows(rows, weights, slot_to_row)
+    residual = no_residual(x.dtype) if residual is None else residual
+    (y,) = moe_mlp_p(x, ids, weights, *shared, residual, **params)
     return y
 
 

@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PUBLIC_NAMES = {
     "export_checks",
     "Activation",
+    "ExpertRows",
     "GemmConfig",
     "Plan",
     "Routing",
@@ -39,6 +40,7 @@ PUBLIC_NAMES = {
 TARGETS = {
     "jaxmoe_finalize_v1",
     "jaxmoe_gmm_v1",
+    "jaxmoe_moe_mlp_rows_v1",
     "jaxmoe_moe_mlp_v1",
     "jaxmoe_permute_v1",
     "jaxmoe_plan_v1",

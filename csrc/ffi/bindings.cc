@@ -12,6 +12,7 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(PermuteFfi);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(FinalizeFfi);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(GroupedGemmFfi);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(MoeMlpFfi);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(MoeMlpRowsFfi);
 
 namespace nb = nanobind;
 
@@ -20,7 +21,7 @@ namespace {
 
 // In the order of kTargetNames.
 constexpr XLA_FFI_Handler* kHandlers[kNumTargets] = {
-    RouteFfi, PlanFfi, PermuteFfi, FinalizeFfi, GroupedGemmFfi, MoeMlpFfi};
+    RouteFfi, PlanFfi, PermuteFfi, FinalizeFfi, GroupedGemmFfi, MoeMlpFfi, MoeMlpRowsFfi};
 
 nb::dict Registrations() {
   nb::dict handlers;

@@ -8,7 +8,7 @@
 namespace jaxmoe {
 
 // One entry per FFI target; kTargetNames is in the same order.
-enum class Target { kRoute, kPlan, kPermute, kFinalize, kGmm, kMoeMlp };
+enum class Target { kRoute, kPlan, kPermute, kFinalize, kGmm, kMoeMlp, kMoeMlpRows };
 
 inline constexpr const char* kTargetNames[] = {
     "jaxmoe_route_v2",
@@ -17,6 +17,7 @@ inline constexpr const char* kTargetNames[] = {
     "jaxmoe_finalize_v1",
     "jaxmoe_gmm_v1",
     "jaxmoe_moe_mlp_v1",
+    "jaxmoe_moe_mlp_rows_v1",
 };
 inline constexpr int kNumTargets = static_cast<int>(std::size(kTargetNames));
 

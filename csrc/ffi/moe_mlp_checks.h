@@ -1,4 +1,4 @@
-// Operand checks of the fused layer's handler.
+// Operands of the fused layer's handlers: their checks, and the parameters they become.
 #pragma once
 
 #include "csrc/ffi/checks.h"
@@ -17,15 +17,14 @@ struct MlpAttrs {
   int64_t weight_layout;
 };
 
+// Every operand but those of finalize.
 struct MlpBuffers {
   ffi::AnyBuffer x;                  // [T,H]
   ffi::AnyBuffer expert_ids;         // [T,K]
-  ffi::AnyBuffer weights;            // [T,K]
   ffi::AnyBuffer w_gate_up, w_down;  // [E1,...], [E2,...]
   ffi::AnyBuffer b_gate_up, b_down;  // [E1,N1] and [E2,H], or absent
   ffi::AnyBuffer expert_map;         // [E] or absent
-  ffi::AnyBuffer residual;           // [T,H] or absent
-  ffi::AnyBuffer y, rows, act;       // [T,H], [R,H], [R,I]
+  ffi::AnyBuffer rows, act;          // [R,H], [R,I]
   ffi::AnyBuffer index;              // [MlpIndex::size]
 };
 
@@ -50,15 +49,13 @@ inline ffi::Error CheckBuffers(const MlpBuffers& b,
   JAXMOE_RETURN_IF_ERROR(CheckRange(kMoeMlp, "gate_up", attrs.gate_up, 0, 2));
   JAXMOE_RETURN_IF_ERROR(CheckDtype(kMoeMlp, "x", b.x, {ffi::DataType::BF16, ffi::DataType::F16}));
   for (const ffi::AnyBuffer& other :
-       {b.w_gate_up, b.w_down, b.b_gate_up, b.b_down, b.residual, b.y, b.rows, b.act}) {
+       {b.w_gate_up, b.w_down, b.b_gate_up, b.b_down, b.rows, b.act}) {
     JAXMOE_RETURN_IF_ERROR(CheckDtype(kMoeMlp, "operand", other, {b.x.element_type()}));
   }
   for (const ffi::AnyBuffer& integers : {b.expert_ids, b.expert_map, b.index}) {
     JAXMOE_RETURN_IF_ERROR(CheckDtype(kMoeMlp, "index operand", integers, {ffi::DataType::S32}));
   }
-  JAXMOE_RETURN_IF_ERROR(CheckDtype(kMoeMlp, "weights", b.weights, {ffi::DataType::F32}));
   JAXMOE_RETURN_IF_ERROR(CheckShape(kMoeMlp, "expert_ids", b.expert_ids, {tokens, top_k}));
-  JAXMOE_RETURN_IF_ERROR(CheckShape(kMoeMlp, "weights", b.weights, {tokens, top_k}));
   JAXMOE_RETURN_IF_ERROR(
       CheckShape(kMoeMlp, "w_gate_up", b.w_gate_up, {e1, kn ? hidden : n1, kn ? n1 : hidden}));
   JAXMOE_RETURN_IF_ERROR(CheckShape(
@@ -67,8 +64,6 @@ inline ffi::Error CheckBuffers(const MlpBuffers& b,
   JAXMOE_RETURN_IF_ERROR(CheckShapeOrAbsent(kMoeMlp, "b_down", b.b_down, {e2, hidden}));
   JAXMOE_RETURN_IF_ERROR(
       CheckShapeOrAbsent(kMoeMlp, "expert_map", b.expert_map, {attrs.num_experts}));
-  JAXMOE_RETURN_IF_ERROR(CheckShapeOrAbsent(kMoeMlp, "residual", b.residual, {tokens, hidden}));
-  JAXMOE_RETURN_IF_ERROR(CheckShape(kMoeMlp, "y", b.y, {tokens, hidden}));
   JAXMOE_RETURN_IF_ERROR(CheckShape(kMoeMlp, "rows", b.rows, {rows, hidden}));
   JAXMOE_RETURN_IF_ERROR(CheckShape(kMoeMlp, "act", b.act, {rows, intermediate}));
   constexpr int64_t kMaxInt = (int64_t{1} << 31) - 1;
@@ -88,6 +83,42 @@ inline ffi::Error CheckBuffers(const MlpBuffers& b,
     return InvalidArgument(kMoeMlp, "rows must be multiples of 16 bytes");
   }
   return CheckShape(kMoeMlp, "index", b.index, {MlpIndex(rows, attrs.num_local_experts).size});
+}
+
+// Of operands that passed CheckBuffers; the results are left to the caller.
+inline MoeMlpParams MakeParams(const MlpBuffers& b,
+                               const MlpAttrs& attrs,
+                               const ActivationAttrs& activation,
+                               const TileAttrs& gemm1,
+                               const TileAttrs& gemm2) {
+  MoeMlpParams p;
+  p.dtype = ToDType(b.x.element_type());
+  p.x = b.x.untyped_data();
+  p.expert_ids = b.expert_ids.typed_data<int32_t>();
+  p.w_gate_up = b.w_gate_up.untyped_data();
+  p.w_down = b.w_down.untyped_data();
+  p.b_gate_up = IsAbsent(b.b_gate_up) ? nullptr : b.b_gate_up.untyped_data();
+  p.b_down = IsAbsent(b.b_down) ? nullptr : b.b_down.untyped_data();
+  p.expert_map = IsAbsent(b.expert_map) ? nullptr : b.expert_map.typed_data<int32_t>();
+  p.rows = b.rows.untyped_data();
+  p.act = b.act.untyped_data();
+  p.index = b.index.typed_data<int32_t>();
+  p.num_tokens = b.x.dimensions()[0];
+  p.top_k = b.expert_ids.dimensions()[1];
+  p.hidden = b.x.dimensions()[1];
+  p.intermediate = b.act.dimensions()[1];
+  p.num_experts = attrs.num_experts;
+  p.num_local_experts = attrs.num_local_experts;
+  p.expert_offset = attrs.expert_offset;
+  p.num_gate_up_weights = b.w_gate_up.dimensions()[0];
+  p.num_down_weights = b.w_down.dimensions()[0];
+  p.layout = static_cast<WeightLayout>(attrs.weight_layout);
+  p.gated = activation.gated != 0;
+  p.gate_up = static_cast<GateUp>(attrs.gate_up);
+  p.activation = activation.params();
+  p.gemm1 = gemm1.config();
+  p.gemm2 = gemm2.config();
+  return p;
 }
 
 }  // namespace jaxmoe

@@ -28,52 +28,21 @@ ffi::Error MoeMlp(cudaStream_t stream,
                   TileAttrs gemm1,
                   TileAttrs gemm2) {
   CountExecution(Target::kMoeMlp);
-  const MlpBuffers b{x,
-                     expert_ids,
-                     weights,
-                     w_gate_up,
-                     w_down,
-                     b_gate_up,
-                     b_down,
-                     expert_map,
-                     residual,
-                     *y,
-                     *rows,
-                     *act,
-                     *index};
+  const MlpBuffers b{
+      x, expert_ids, w_gate_up, w_down, b_gate_up, b_down, expert_map, *rows, *act, *index};
   const MlpAttrs attrs{num_experts, num_local_experts, expert_offset, gate_up, weight_layout};
   JAXMOE_RETURN_IF_ERROR(CheckBuffers(b, attrs, activation));
-
-  MoeMlpParams p;
-  p.dtype = ToDType(x.element_type());
-  p.x = x.untyped_data();
-  p.expert_ids = expert_ids.typed_data<int32_t>();
+  MoeMlpParams p = MakeParams(b, attrs, activation, gemm1, gemm2);
+  JAXMOE_RETURN_IF_ERROR(CheckDtype(kMoeMlp, "weights", weights, {ffi::DataType::F32}));
+  JAXMOE_RETURN_IF_ERROR(CheckDtype(kMoeMlp, "residual", residual, {x.element_type()}));
+  JAXMOE_RETURN_IF_ERROR(CheckDtype(kMoeMlp, "y", *y, {x.element_type()}));
+  JAXMOE_RETURN_IF_ERROR(CheckShape(kMoeMlp, "weights", weights, {p.num_tokens, p.top_k}));
+  JAXMOE_RETURN_IF_ERROR(
+      CheckShapeOrAbsent(kMoeMlp, "residual", residual, {p.num_tokens, p.hidden}));
+  JAXMOE_RETURN_IF_ERROR(CheckShape(kMoeMlp, "y", *y, {p.num_tokens, p.hidden}));
   p.weights = weights.typed_data<float>();
-  p.w_gate_up = w_gate_up.untyped_data();
-  p.w_down = w_down.untyped_data();
-  p.b_gate_up = IsAbsent(b_gate_up) ? nullptr : b_gate_up.untyped_data();
-  p.b_down = IsAbsent(b_down) ? nullptr : b_down.untyped_data();
-  p.expert_map = IsAbsent(expert_map) ? nullptr : expert_map.typed_data<int32_t>();
   p.residual = IsAbsent(residual) ? nullptr : residual.untyped_data();
   p.y = y->untyped_data();
-  p.rows = rows->untyped_data();
-  p.act = act->untyped_data();
-  p.index = index->typed_data<int32_t>();
-  p.num_tokens = x.dimensions()[0];
-  p.top_k = expert_ids.dimensions()[1];
-  p.hidden = x.dimensions()[1];
-  p.intermediate = act->dimensions()[1];
-  p.num_experts = num_experts;
-  p.num_local_experts = num_local_experts;
-  p.expert_offset = expert_offset;
-  p.num_gate_up_weights = w_gate_up.dimensions()[0];
-  p.num_down_weights = w_down.dimensions()[0];
-  p.layout = static_cast<WeightLayout>(weight_layout);
-  p.gated = activation.gated != 0;
-  p.gate_up = static_cast<GateUp>(gate_up);
-  p.activation = activation.params();
-  p.gemm1 = gemm1.config();
-  p.gemm2 = gemm2.config();
   if (const char* error = LaunchMoeMlp(p, stream)) return InvalidArgument(kMoeMlp, error);
   return ffi::Error::Success();
 }

@@ -1,11 +1,16 @@
-// The fused layer as a sequence of launches: [plan], [permute], gate-up GEMM, down GEMM, finalize.
+// The fused layer as launches: [plan], [permute], gate-up GEMM, down GEMM, finalize or zero_rows.
 #include "csrc/moe_gemm/moe_mlp.h"
 
 #include "csrc/kernels/finalize.h"
 #include "csrc/kernels/permute.h"
+#include "csrc/kernels/zero_rows.h"
 
 namespace jaxmoe {
 namespace {
+
+int32_t* SlotToRow(const MoeMlpParams& p, const MlpIndex& at) {
+  return p.slot_to_row != nullptr ? p.slot_to_row : p.index + at.slot_to_row;
+}
 
 MoeGemmProblem GateUpProblem(const MoeMlpParams& p, const MlpIndex& at) {
   const int64_t rows = p.num_tokens * p.top_k;
@@ -64,7 +69,7 @@ PlanParams MakePlan(const MoeMlpParams& p, const MlpIndex& at) {
   plan.expert_map = p.expert_map;
   plan.expert_offsets = p.index + at.expert_offsets;
   plan.row_to_token = p.index + at.row_to_token;
-  plan.slot_to_row = p.index + at.slot_to_row;
+  plan.slot_to_row = SlotToRow(p, at);
   plan.scratch = p.index + at.plan_scratch;
   plan.batch = 1;
   plan.num_tokens = p.num_tokens;
@@ -80,7 +85,7 @@ PlanParams MakePlan(const MoeMlpParams& p, const MlpIndex& at) {
 FinalizeParams MakeFinalize(const MoeMlpParams& p, const MlpIndex& at) {
   FinalizeParams finalize{};
   finalize.rows = p.rows;
-  finalize.slot_to_row = p.index + at.slot_to_row;
+  finalize.slot_to_row = SlotToRow(p, at);
   finalize.weights = p.weights;
   finalize.residual = p.residual;
   finalize.y = p.y;
@@ -91,6 +96,20 @@ FinalizeParams MakeFinalize(const MoeMlpParams& p, const MlpIndex& at) {
   finalize.hidden = p.hidden;
   finalize.pdl = true;
   return finalize;
+}
+
+// The rows in use are one group: from expert_offsets[0], which is 0, to expert_offsets[E_l].
+ZeroRowsParams MakeZeroRows(const MoeMlpParams& p, const MlpIndex& at) {
+  ZeroRowsParams zero{};
+  zero.out = p.rows;
+  zero.starts = p.index + at.expert_offsets;
+  zero.sizes = p.index + at.expert_offsets + p.num_local_experts;
+  zero.batch = 1;
+  zero.num_rows = p.num_tokens * p.top_k;
+  zero.row_bytes = p.hidden * ElementSize(p.dtype);
+  zero.num_groups = 1;
+  zero.pdl = true;
+  return zero;
 }
 
 const char* Reason(cudaError_t status) {
@@ -107,8 +126,9 @@ const char* LaunchMoeMlp(const MoeMlpParams& p, cudaStream_t stream) {
   const PlanParams plan = MakePlan(p, at);
   MoeGemmProblem gate_up = GateUpProblem(p, at);
   MoeGemmProblem down = DownProblem(p, at);
-  // Decoding a token or two: the GEMMs plan for themselves, which saves a launch.
-  if (rows <= kMaxPlannedSlots && p.gemm1.gather && p.gemm1.token_tile <= 32) {
+  // Decoding a token or two: the GEMMs plan for themselves, which saves a launch. They write no
+  // expert_offsets, which zero_rows reads.
+  if (p.y != nullptr && rows <= kMaxPlannedSlots && p.gemm1.gather && p.gemm1.token_tile <= 32) {
     gate_up.plan = &plan;
     gate_up.writes_plan = true;
     gate_up.pdl = false;  // the first launch, see LaunchClusters
@@ -119,7 +139,7 @@ const char* LaunchMoeMlp(const MoeMlpParams& p, cudaStream_t stream) {
   if (!p.gemm1.gather) {
     PermuteSlotsParams permute{};
     permute.x = p.x;
-    permute.slot_to_row = p.index + at.slot_to_row;
+    permute.slot_to_row = SlotToRow(p, at);
     permute.rows = p.rows;  // those of no group stay undefined: no tile stores anything of them
     permute.num_tokens = p.num_tokens;
     permute.top_k = p.top_k;
@@ -132,6 +152,8 @@ const char* LaunchMoeMlp(const MoeMlpParams& p, cudaStream_t stream) {
   TileConfig down_tile = p.gemm2;
   down_tile.gather = false;
   if (const char* error = LaunchMoeGemm(down, down_tile, stream)) return error;
+  // NOTE: zero last: without gather the rows of X are in the same buffer.
+  if (p.y == nullptr) return Reason(LaunchZeroRows(MakeZeroRows(p, at), stream));
   return Reason(LaunchFinalize(MakeFinalize(p, at), stream));
 }
 

@@ -1,4 +1,4 @@
-// Host contract of the fused layer: one call launches plan, both GEMMs and finalize.
+// Host contract of the fused layer: one call launches plan, both GEMMs and, if asked for, finalize.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -34,15 +34,16 @@ struct MoeMlpParams {
   DType dtype = DType::kBFloat16;       // of every float array but `weights`
   const void* x = nullptr;              // [T, H]
   const int32_t* expert_ids = nullptr;  // [T, K]
-  const float* weights = nullptr;       // [T, K]
+  const float* weights = nullptr;       // [T, K], not read without y
   const void* w_gate_up = nullptr;      // [E1, H, N1] or [E1, N1, H], N1 = 2 I when gated, else I
   const void* w_down = nullptr;         // [E2, I, H] or [E2, H, I]
   const void* b_gate_up = nullptr;      // [E1, N1] or null
   const void* b_down = nullptr;         // [E2, H] or null
   const int32_t* expert_map = nullptr;  // [E] or null
   const void* residual = nullptr;       // [T, H] or null
-  void* y = nullptr;                    // [T, H]
-  void* rows = nullptr;                 // [R, H] scratch
+  void* y = nullptr;                    // [T, H]; null: no finalize, `rows` is the result
+  void* rows = nullptr;                 // [R, H] scratch; without y, 0 in the rows of no slot
+  int32_t* slot_to_row = nullptr;       // [T, K], -1 for slots without a row; null: in `index`
   void* act = nullptr;                  // [R, I] scratch
   int32_t* index = nullptr;             // [MlpIndex::size] scratch
   int64_t num_tokens = 0;

@@ -1,0 +1,430 @@
+"""moe_mlp(do_finalize=False): the rows, their map, and finalize making the fused result of them."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jaxmoe
+from jaxmoe import ExpertRows, GemmConfig, Routing, _targets, explain, finalize, moe_mlp, reference
+from jaxmoe._testing import (
+    SMALL,
+    Layer,
+    assert_close,
+    assert_equal,
+    layer_inputs,
+    normal,
+    poison,
+)
+
+TARGET = "jaxmoe_moe_mlp_rows_v1"
+INTEGERS = ("expert_ids", "expert_map")
+
+
+def options(layer, layout="kn"):
+    return {"activation": layer.activation, "gate_up": layer.gate_up, "weight_layout": layout}
+
+
+def run(inputs, **kwargs):
+    """`moe_mlp` on the arrays of `layer_inputs`."""
+    rest = dict(inputs)
+    routing = Routing(rest.pop("expert_ids"), rest.pop("weights"))
+    x, w1, w2 = (rest.pop(name) for name in ("x", "w_gate_up", "w_down"))
+    return moe_mlp(x, routing, w1, w2, **rest, **kwargs)
+
+
+def unfused(inputs, **kwargs):
+    return run(inputs, do_finalize=False, **kwargs)
+
+
+def in_two_steps(inputs, **kwargs):
+    out = unfused(inputs, **kwargs)
+    return finalize(out.rows, out, out.weights)
+
+
+def check_rows(out, inputs, window=None, **kwargs):
+    """Each row against the reference of its slot alone, the map against `plan`, zeros elsewhere."""
+    ids, dtype = inputs["expert_ids"], inputs["x"].dtype
+    top_k = ids.shape[1]
+    window = window or {"num_experts": inputs["w_down"].shape[0]}
+    local = {"num_local_experts": inputs["w_down"].shape[0]}
+    assert_equal(out.slot_to_row, jaxmoe.plan(ids, **window, **local).slot_to_row)
+    assert out.rows.shape == (ids.size, inputs["x"].shape[1])
+    assert out.rows.dtype == dtype
+    slots = np.asarray(out.slot_to_row).reshape(-1)
+    unnamed = np.setdiff1d(np.arange(ids.size), slots)
+    assert_equal(out.rows[unnamed], jnp.zeros((len(unnamed), out.rows.shape[1]), dtype))
+    alone = dict(inputs, x=jnp.repeat(inputs["x"], top_k, axis=0), expert_ids=ids.reshape(-1, 1))
+    alone["weights"] = jnp.ones((ids.size, 1), jnp.float32)
+    host = jax.device_put(alone, jax.devices("cpu")[0])
+    want, naive = (
+        np.asarray(reference.moe_mlp(**host, **window, **kwargs, dtype=d))[slots >= 0]
+        for d in (jnp.float32, dtype)
+    )
+    assert_close(out.rows[slots[slots >= 0]], want, naive)
+
+
+@pytest.mark.parametrize(
+    "name, routing, dtype, layout, num_tokens",
+    (
+        ("one", "uniform", "bfloat16", "kn", 1),
+        ("odd", "with_invalid", "float16", "nk", 9),
+        ("odd", "one_expert", "bfloat16", "kn", 130),
+        ("wide", "with_empty", "bfloat16", "kn", 33),
+        ("clamped", "with_invalid", "bfloat16", "nk", 64),
+        ("k22", "with_invalid", "bfloat16", "kn", 12),
+        ("odd", "uniform", "bfloat16", "kn", 0),
+    ),
+)
+def test_rows_and_finalize(name, routing, dtype, layout, num_tokens):
+    layer = SMALL[name]
+    rng = np.random.default_rng(num_tokens)
+    inputs = layer_inputs(layer, num_tokens, routing, rng, jnp.dtype(dtype), layout)
+    kwargs = options(layer, layout)
+    out = jax.jit(lambda i: unfused(i, **kwargs))(inputs)
+    assert isinstance(out, ExpertRows)
+    check_rows(out, inputs, **kwargs)
+    assert_equal(out.weights, inputs["weights"])
+    assert_equal(
+        jax.jit(lambda i: in_two_steps(i, **kwargs))(inputs),
+        jax.jit(lambda i: run(i, **kwargs))(inputs),
+    )
+    residual = normal(rng, inputs["x"].shape, dtype)
+    assert_equal(
+        jax.jit(finalize)(out.rows, out, out.weights, residual=residual),
+        jax.jit(lambda i, r: run(i, residual=r, **kwargs))(inputs, residual),
+    )
+
+
+def test_window_of_experts():
+    """Slots of other devices' experts have no row; the rows in use come first."""
+    layer = SMALL["odd"]
+    inputs = layer_inputs(layer, 21, "with_invalid", np.random.default_rng(1), jnp.bfloat16)
+    local = {n: a[1:3] if n.startswith(("w_", "b_")) else a for n, a in inputs.items()}
+    window = {"num_experts": layer.num_experts, "expert_offset": 1}
+    out = unfused(local, **window, **options(layer))
+    check_rows(out, local, window, **options(layer))
+    ids = np.asarray(inputs["expert_ids"])
+    here = (ids == 1) | (ids == 2)
+    np.testing.assert_array_equal(np.asarray(out.slot_to_row) >= 0, here)
+    assert not out.rows[here.sum() :].any()
+    expert_map = jnp.array([9, 0, 1, -1, -1], jnp.int32)
+    mapped = unfused(dict(local, expert_map=expert_map), **options(layer))
+    jax.tree.map(assert_equal, mapped, out)
+
+
+def test_garbage_weights_are_returned_and_harmless():
+    layer = SMALL["odd"]
+    inputs = layer_inputs(layer, 8, "uniform", np.random.default_rng(2), jnp.bfloat16)
+    inputs["expert_ids"] = inputs["expert_ids"].at[3].set(-1)
+    inputs["weights"] = inputs["weights"].at[3].set(jnp.nan)
+    out = unfused(inputs, **options(layer))
+    assert jnp.isnan(out.weights[3]).all()
+    y = finalize(out.rows, out, out.weights)
+    assert_equal(y[3], jnp.zeros_like(y[3]))
+
+
+def test_weight_on_input_leaves_ones():
+    layer = Layer("", "", 16, 8, 5, 1)
+    inputs = layer_inputs(layer, 9, "with_invalid", np.random.default_rng(3), jnp.bfloat16)
+    inputs["weights"] = 0.5 * inputs["weights"]
+    out = unfused(inputs, apply_weight_on_input=True)
+    assert_equal(out.weights, jnp.ones((9, 1), jnp.float32))
+    fused = run(inputs, apply_weight_on_input=True)
+    assert_equal(finalize(out.rows, out, out.weights), fused)
+
+
+def trees(layer, count, num_tokens=10, dtype=jnp.float32):
+    rngs = [np.random.default_rng([4, v]) for v in range(count)]
+    return [layer_inputs(layer, num_tokens, "with_invalid", rng, dtype) for rng in rngs]
+
+
+# Which arguments have an example axis.
+BATCHES = {
+    "tokens": ("x", "expert_ids", "weights"),
+    "ids": ("expert_ids",),
+    "x": ("x",),
+    "gate_up": ("w_gate_up", "b_gate_up"),
+    "all": ("x", "expert_ids", "weights", "w_gate_up", "b_gate_up", "w_down", "b_down"),
+    "weights": ("weights",),
+    "bias": ("b_down",),  # a loop: a fold would copy w_down
+}
+
+
+def batch(names, layer=SMALL["odd"]):
+    examples = trees(layer, 3)
+    axes = {n: 0 if n in names else None for n in examples[0]}
+    stacked = {
+        n: jnp.stack([e[n] for e in examples]) if n in names else examples[0][n] for n in axes
+    }
+    singles = [
+        {n: a if axes[n] is None else a[v] for n, a in stacked.items()}
+        for v in range(len(examples))
+    ]
+    return stacked, axes, singles
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_vmap(name):
+    stacked, axes, singles = batch(BATCHES[name])
+    mapped = jax.jit(jax.vmap(unfused, (axes,)))(stacked)
+    for v, single in enumerate(singles):
+        want = unfused(single)
+        got = jax.tree.map(lambda a, v=v: a[v], mapped)
+        assert_equal(got.slot_to_row, want.slot_to_row)
+        np.testing.assert_allclose(got.rows, want.rows, rtol=2e-4, atol=2e-5)
+        assert_equal(got.rows == 0, want.rows == 0)
+        assert_equal(got.weights, want.weights)
+    fused = jax.jit(jax.vmap(run, (axes,)))(stacked)
+    assert_equal(jax.jit(jax.vmap(in_two_steps, (axes,)))(stacked), fused)
+
+
+def test_nested_vmap():
+    stacked, axes, singles = batch(BATCHES["tokens"])
+    twice = {n: a if axes[n] is None else jnp.stack([a, a[::-1]]) for n, a in stacked.items()}
+    mapped = jax.jit(jax.vmap(jax.vmap(unfused, (axes,)), (axes,)))(twice)
+    for v, single in enumerate(singles):
+        want = unfused(single)
+        assert_equal(mapped.slot_to_row[0, v], want.slot_to_row)
+        assert_equal(mapped.slot_to_row[1, 2 - v], want.slot_to_row)
+        np.testing.assert_allclose(mapped.rows[1, 2 - v], want.rows, rtol=2e-4, atol=2e-5)
+
+
+def gradients(fn, inputs, seed):
+    ids = inputs["expert_ids"]
+
+    def loss(arrays):
+        return jnp.sum(jnp.sin(fn({**arrays, "expert_ids": ids})) * seed)
+
+    arrays = {n: a for n, a in inputs.items() if n not in INTEGERS}
+    return jax.jit(jax.grad(loss))(arrays)
+
+
+def close(got, want):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), got, want)
+
+
+@pytest.mark.parametrize("name", ("odd", "clamped"))
+def test_gradient_is_that_of_the_fused_layer(name):
+    layer = SMALL[name]
+    (inputs,) = trees(layer, 1)
+    seed = normal(np.random.default_rng(5), inputs["x"].shape)
+    grads = [
+        gradients(lambda i, f=f: f(i, **options(layer)), inputs, seed) for f in (in_two_steps, run)
+    ]
+    close(*grads)
+    assert grads[0]["w_gate_up"].any() and grads[0]["weights"].any()
+
+
+@pytest.mark.parametrize("name", ("tokens", "all", "bias"))
+def test_gradient_of_vmap(name):
+    stacked, axes, _ = batch(BATCHES[name])
+    seed = normal(np.random.default_rng(6), (3, *stacked["x"].shape[-2:]))
+    close(*(gradients(jax.vmap(f, (axes,)), stacked, seed) for f in (in_two_steps, run)))
+
+
+def test_forward_mode():
+    (inputs,) = trees(SMALL["odd"], 1)
+    fn = lambda x, w: in_two_steps(dict(inputs, x=x, w_down=w))  # noqa: E731
+    fused = lambda x, w: run(dict(inputs, x=x, w_down=w))  # noqa: E731
+    point = inputs["x"], inputs["w_down"]
+    close(jax.jvp(fn, point, point), jax.jvp(fused, point, point))
+    out, tangent = jax.jvp(lambda x: unfused(dict(inputs, x=x)), point[:1], point[:1])
+    assert tangent.rows.dtype == jnp.float32 and tangent.rows.any()
+    assert tangent.slot_to_row.dtype == jax.dtypes.float0
+    assert not tangent.rows[np.asarray(out.rows == 0).all(axis=1)].any()
+
+
+def test_scan_over_layers():
+    layer = Layer("", "", 16, 16, 4, 2)
+    inputs = trees(layer, 3)
+    stacked = jax.tree.map(lambda *a: jnp.stack(a), *inputs)
+
+    def network(step):
+        body = lambda y, i: (step(dict(i, x=y)), None)  # noqa: E731
+        return jax.jit(lambda x: jax.lax.scan(body, x, stacked)[0])(inputs[0]["x"])
+
+    assert_equal(network(in_two_steps), network(run))
+
+
+@pytest.mark.parametrize("check_vma", (True, False))
+@pytest.mark.parametrize("mapped", (False, True), ids=("", "vmap"))
+def test_shard_map(check_vma, mapped):
+    """Each device's experts for all tokens: rows here, finalize here, a sum over devices."""
+    layer = Layer("", "experts divide over 4 devices", 16, 8, 8, 3, bias=True)
+    (inputs,) = trees(layer, 1, num_tokens=12)
+
+    def local(inputs, fn=in_two_steps):
+        first = jax.lax.axis_index("expert") * 2
+        expert_map = jnp.arange(8, dtype=jnp.int32) - first
+        one = lambda x: fn(dict(inputs, x=x, expert_map=expert_map))  # noqa: E731
+        return jax.lax.psum(
+            jax.vmap(one)(inputs["x"][None])[0] if mapped else one(inputs["x"]), "expert"
+        )
+
+    mesh = jax.make_mesh((4,), ("expert",), axis_types=(AxisType.Auto,))
+    specs = {n: P("expert") if n.startswith(("w_", "b_")) else P() for n in inputs}
+    split = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=P(), check_vma=check_vma)
+    seed = normal(np.random.default_rng(7), inputs["x"].shape)
+    close(jax.jit(split)(inputs), run(inputs))
+    close(gradients(split, inputs, seed), gradients(run, inputs, seed))
+
+
+X = jnp.zeros((5, 8), jnp.bfloat16)
+LAYER = (
+    X,
+    Routing(jnp.zeros((5, 2), jnp.int32), jnp.zeros((5, 2), jnp.float32)),
+    jnp.zeros((3, 8, 16), jnp.bfloat16),
+    jnp.zeros((3, 8, 8), jnp.bfloat16),
+)
+
+
+@pytest.mark.parametrize(
+    "given, error, message",
+    (
+        (
+            {"do_finalize": False, "residual": X},
+            ValueError,
+            "jaxmoe.moe_mlp: residual must be None if do_finalize=False: give it to "
+            "jaxmoe.finalize. Got residual: bf16[5,8].",
+        ),
+        ({"do_finalize": 0}, TypeError, "jaxmoe.moe_mlp: do_finalize must be a bool. Got do_"),
+        ({"do_finalize": None}, TypeError, "jaxmoe.moe_mlp: do_finalize must be a bool. Got do_"),
+    ),
+)
+def test_errors(given, error, message):
+    with pytest.raises(error, match="^" + re.escape(message)):
+        jax.jit(lambda *a: moe_mlp(*a, **given))(*LAYER)
+
+
+def test_finalize_checks_expert_rows():
+    out = moe_mlp(*LAYER, do_finalize=False)
+    wrong = ExpertRows(out.rows, out.weights, out.slot_to_row.astype(jnp.int16))
+    with pytest.raises(TypeError, match=r"plan\.slot_to_row\.dtype=i16 must be i32"):
+        finalize(out.rows, wrong, out.weights)
+    flat = ExpertRows(out.rows, out.weights, out.slot_to_row.reshape(-1))
+    with pytest.raises(ValueError, match=r"plan\.slot_to_row must have 2 axes \[T,K\], not 1"):
+        finalize(out.rows, flat, out.weights)
+
+
+def cuda_text(fn, *args):
+    with _targets.force_cuda_lowering():
+        return jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def one_call(text):
+    """Operand types, result types and attributes of the only custom call of ours."""
+    (line,) = (line for line in text.splitlines() if "custom_call @jaxmoe_" in line)
+    ins, outs = line.split(" : (")[-1].split(" -> ")
+    attrs = re.search(r"mhlo.backend_config = (\{.*?\}), operand_layouts", line)
+    types = [re.findall(r"tensor<(.*?)>", part) for part in (ins, outs)]
+    return re.search(r"@(\w+)", line)[1], *types, attrs[1]
+
+
+def test_cuda_is_one_call():
+    target, operands, results, attrs = one_call(
+        cuda_text(lambda *a: moe_mlp(*a, do_finalize=False), *LAYER)
+    )
+    assert target == TARGET
+    assert operands == ["5x8xbf16", "5x2xi32", "3x8x16xbf16", "3x8x8xbf16"] + [
+        "0x0xbf16", "0x0xbf16", "0xi32",
+    ]  # fmt: skip
+    assert results[:3] == ["10x8xbf16", "5x2xi32", "10x8xbf16"]
+    assert len(results) == 4 and re.fullmatch(r"\d+xi32", results[3])
+    _, _, fused_results, fused_attrs = one_call(cuda_text(lambda *a: moe_mlp(*a), *LAYER))
+    assert attrs == fused_attrs and results[3] == fused_results[3]
+
+
+def test_vmap_shares_weights_on_cuda():
+    stacked, axes, _ = batch(BATCHES["tokens"], Layer("", "", 8, 8, 4, 2))
+    stacked = {
+        n: a if n in (*INTEGERS, "weights") else a.astype("bfloat16") for n, a in stacked.items()
+    }
+    text = cuda_text(jax.vmap(unfused, (axes,)), stacked)
+    assert [text.count(f"@{t}(") for t in (TARGET, "jaxmoe_permute_v1")] == [1, 1]
+    (line,) = (line for line in text.splitlines() if f"@{TARGET}(" in line)
+    assert "(tensor<30x8xbf16>, tensor<30x2xi32>, tensor<4x8x16xbf16>" in line
+
+
+def test_explain():
+    with _targets.force_cuda_lowering():
+        (op,) = explain(lambda *a: moe_mlp(*a, do_finalize=False), *LAYER).ops
+    assert op.op == "jaxmoe_moe_mlp_rows"
+    assert op.cuda_target == TARGET
+    assert op.operands[:3] == ("bf16[5,8]", "i32[5,2]", "bf16[3,8,16]")
+    assert [s.dtype for s in op.cuda_scratch] == ["bf16", "i32"]
+    assert op.cuda_scratch[0].shape == (10, 8)
+    assert {"gemm1", "gemm2", "activation"} <= op.cuda_attrs.keys()
+    narrow = (X[:, :4], LAYER[1], LAYER[2][:, :4], LAYER[3][..., :4])
+    (op,) = explain(lambda *a: moe_mlp(*a, do_finalize=False), *narrow).ops
+    assert "moe_mlp: x.shape[1]=4 must be a positive multiple of 8" in op.cuda_reason
+
+
+def check_on_gpu(inputs, window=None, **kwargs):
+    poison((inputs["expert_ids"].size, inputs["x"].shape[1]), inputs["x"].dtype)
+    fn = jax.jit(functools.partial(unfused, **(window or {}), **kwargs))
+    out = fn(inputs)
+    kwargs.pop("config", None)
+    check_rows(out, inputs, window, **kwargs)
+    jax.tree.map(assert_equal, fn(inputs), out)
+    return out
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("num_tokens", (0, 1, 2, 9, 70, 700))
+@pytest.mark.parametrize("name", SMALL)
+def test_rows_on_gpu(name, num_tokens):
+    """Both plan paths of the fused call give the bits of the one here."""
+    layer = SMALL[name]
+    for routing in ("uniform", "one_expert", "with_invalid"):
+        rng = np.random.default_rng([num_tokens, len(routing)])
+        inputs = layer_inputs(layer, num_tokens, routing, rng, jnp.bfloat16)
+        kwargs = options(layer)
+        out = check_on_gpu(inputs, **kwargs)
+        fused = jax.jit(functools.partial(run, **kwargs))(inputs)
+        assert_equal(jax.jit(finalize)(out.rows, out, out.weights), fused)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", (1, 300))
+@pytest.mark.parametrize("gather", (False, True))
+@pytest.mark.parametrize("tile", ((128, 8, 1, 2), (128, 32), (256, 160, 2)), ids=str)
+def test_tiles_on_gpu(tile, gather, num_tokens):
+    """Without gather the tokens lie in the result first: nothing of them may stay."""
+    layer = Layer("", "", 72, 136, 9, 2, bias=True)
+    rng = np.random.default_rng([*tile, gather])
+    inputs = layer_inputs(layer, num_tokens, "with_invalid", rng, jnp.float16)
+    local = {n: a[2:6] if n.startswith(("w_", "b_")) else a for n, a in inputs.items()}
+    window = {"num_experts": 9, "expert_offset": 2}
+    config = GemmConfig(*tile, gather=gather), GemmConfig(*tile)
+    out = check_on_gpu(local, window, config=config)
+    fused = jax.jit(functools.partial(run, config=config, **window))(local)
+    assert_equal(jax.jit(finalize)(out.rows, out, out.weights), fused)
+
+
+@pytest.mark.gpu
+def test_vmap_and_scan_on_gpu():
+    layer = Layer("", "", 64, 64, 4, 2)
+    inputs = trees(layer, 3, num_tokens=20, dtype=jnp.bfloat16)
+    stacked = jax.tree.map(lambda *a: jnp.stack(a), *inputs)
+    mapped = jax.jit(jax.vmap(unfused))(stacked)
+    _, scanned = jax.jit(lambda s: jax.lax.scan(lambda c, i: (c, unfused(i)), 0, s))(stacked)
+    for v, one in enumerate(inputs):
+        want = unfused(one)
+        for got in (mapped, scanned):
+            jax.tree.map(lambda g, w, v=v: assert_equal(g[v], w), got, want)
+
+
+@pytest.mark.gpu
+def test_call_is_counted_on_gpu():
+    layer = SMALL["odd"]
+    inputs = layer_inputs(layer, 7, "uniform", np.random.default_rng(8), jnp.bfloat16)
+    before = _targets.execute_count(TARGET)
+    jax.block_until_ready(unfused(inputs, **options(layer)))
+    assert _targets.execute_count(TARGET) == before + 1
