@@ -116,7 +116,8 @@ def route(
       num_valid_tokens: rows from there on are padding: id -1, weight 0.
       expert_ids: [T, top_k] int16 or int32, experts chosen elsewhere (a replay, or a table looked
         up by token id): only the weights are computed. Ids of no expert, or of one whose logit is
-        NaN, become -1.
+        NaN, become -1. To record a choice in half the bytes, keep the first top_k columns of
+        `routing.expert_ids.astype(jnp.int16)`.
 
     Returns:
       `Routing` with expert_ids [T, top_k + S] int32 and weights [T, top_k + S] float32.
