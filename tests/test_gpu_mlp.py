@@ -217,17 +217,19 @@ def test_nan_stays_in_its_token():
     assert_equal(bad[others], clean[others])
 
 
-def test_a_token_does_not_depend_on_its_batch():
-    layer = Layer("", "", 256, 256, 8, 2)
+@pytest.mark.parametrize("size", (256, 1280))
+def test_a_token_does_not_depend_on_its_batch(size):
+    layer = Layer("", "", size, size, 8, 2)
     inputs = layer_inputs(layer, 700, "uniform", np.random.default_rng(8), jnp.bfloat16)
-    whole = jax.jit(run)(inputs)
-    for count in (1, 30, 200):
+    invariant = jax.jit(functools.partial(run, batch_invariant=True))
+    whole = invariant(inputs)
+    for count in (1, 2, 15, 30, 200):
         per_token = ("x", "expert_ids", "weights")
         part = {n: a[:count] if n in per_token else a for n, a in inputs.items()}
-        assert_equal(jax.jit(run)(part), whole[:count])
+        assert_equal(invariant(part), whole[:count])
 
 
-@pytest.mark.parametrize("num_tokens", (8, 256, 2048))
+@pytest.mark.parametrize("num_tokens", (1, 4, 8, 256, 2048))
 def test_thousand_runs_have_the_same_bits(num_tokens):
     layer = Layer("", "", 1024, 512, 64, 8)
     inputs = layer_inputs(layer, num_tokens, "zipf", np.random.default_rng(9), jnp.bfloat16)
@@ -296,6 +298,28 @@ def test_scan_over_layers():
     for i in inputs:
         want = run(dict(i, x=want))
     assert_equal(scanned(x, stacked), want)
+
+
+def test_scan_over_layers_that_plan_for_themselves():
+    """One token: each layer's ids lie where those of the layer before were."""
+    layer = Layer("", "", 1024, 1024, 64, 8)
+    rng = np.random.default_rng(13)
+    inputs = layer_inputs(layer, 1, "uniform", rng, jnp.bfloat16)
+    ids = [layer_inputs(layer, 1, "uniform", rng, jnp.bfloat16)["expert_ids"] for _ in range(24)]
+
+    def layer_of(x, ids):
+        y = run(dict(inputs, x=x, expert_ids=ids))
+        return y / jnp.abs(y).max(), y
+
+    scanned, one_by_one = jax.jit(lambda ids: jax.lax.scan(layer_of, x, ids)), jax.jit(layer_of)
+    x = inputs["x"]
+    want = []
+    for one in ids:
+        x, y = one_by_one(x, one)
+        want.append(y)
+    x = inputs["x"]
+    for _ in range(20):
+        assert_equal(scanned(jnp.stack(ids))[1], jnp.stack(want))
 
 
 def test_vmap_over_tokens_and_over_weights():

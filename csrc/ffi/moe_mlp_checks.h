@@ -72,8 +72,8 @@ inline ffi::Error CheckBuffers(const MlpBuffers& b,
       CheckRange(kMoeMlp, "num_local_experts", attrs.num_local_experts, 1, kMaxInt));
   JAXMOE_RETURN_IF_ERROR(CheckRange(kMoeMlp, "w_gate_up.shape[0]", e1, 1, kMaxInt));
   JAXMOE_RETURN_IF_ERROR(CheckRange(kMoeMlp, "w_down.shape[0]", e2, 1, kMaxInt));
-  JAXMOE_RETURN_IF_ERROR(CheckRange(kMoeMlp, "hidden", hidden, 0, kMaxInt / 4));
-  JAXMOE_RETURN_IF_ERROR(CheckRange(kMoeMlp, "intermediate", intermediate, 0, kMaxInt / 4));
+  JAXMOE_RETURN_IF_ERROR(CheckRange(kMoeMlp, "hidden", hidden, 1, kMaxInt / 4));
+  JAXMOE_RETURN_IF_ERROR(CheckRange(kMoeMlp, "intermediate", intermediate, 1, kMaxInt / 4));
   JAXMOE_RETURN_IF_ERROR(CheckRange(kMoeMlp, "activation kind", act.kind, 0, 4));
   if (attrs.num_local_experts % e1 != 0 || attrs.num_local_experts % e2 != 0) {
     return InvalidArgument(kMoeMlp,

@@ -74,7 +74,11 @@ const char* LaunchMoeGemm(const MoeGemmProblem& p, const TileConfig& tile, cudaS
   args.n_out = p.gated ? p.n / 2 : p.n;
   args.num_k_steps = static_cast<int>(CeilDiv(p.k, 64));
   if (args.num_k_steps < variant->split_k) {
-    return Message("split_k=%d needs k >= %d, not %d", tile.split_k, tile.split_k * 64, p.k);
+    return Message("split_k=%d needs k > %d, not %d", tile.split_k, (tile.split_k - 1) * 64, p.k);
+  }
+  if (p.plan != nullptr && (p.plan->num_tokens * p.plan->top_k > kMaxPlannedSlots ||
+                            (tile.gather && tile.token_tile > 32))) {
+    return "too many slots or rows a tile to plan inside the product";
   }
   args.num_w_tiles = static_cast<int>(CeilDiv(p.n, tile.weight_tile));
   args.raster = tile.raster <= 0 ? args.num_w_tiles : std::min(tile.raster, args.num_w_tiles);

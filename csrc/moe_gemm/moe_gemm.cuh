@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
     ptx::BarrierInitFence();
   }
   if constexpr (T::kCluster > 1) {
-    ptx::ClusterSync();
+    ptx::ClusterSyncInit();
   } else {
     __syncthreads();
   }

@@ -74,6 +74,12 @@ __device__ __forceinline__ int ClusterRank() {
   return static_cast<int>(rank);
 }
 
+// Every thread of every CTA of the cluster; makes the barriers visible that were initialised before
+// BarrierInitFence, and nothing else: a release would cost about a microsecond.
+__device__ __forceinline__ void ClusterSyncInit() {
+  asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;" ::: "memory");
+}
+
 // Every thread of every CTA of the cluster.
 __device__ __forceinline__ void ClusterSync() {
   asm volatile("barrier.cluster.arrive;\nbarrier.cluster.wait;" ::: "memory");

@@ -1,9 +1,10 @@
 // Which tile comes next: group offsets on the device become a stream of TileInfo.
 //
-// One warp of each CTA draws tile numbers from a global counter, so that a CTA that was given
-// short tiles takes more of them, and finds each number's group by a warp scan over 32 groups at
-// a time. Numbers only grow, so the scan only moves forward: the whole search costs num_groups/32
-// scans per CTA. Groups without rows cost a lane. Nothing is read on the host.
+// One warp of each cluster draws tile numbers from a global counter, so that CTAs that were given
+// short tiles take more of them (or takes every n-th, where no kernel could clear the counter), and
+// finds each number's group by a warp scan over 32 groups at a time. Numbers only grow, so the scan
+// only moves forward: the whole search costs num_groups/32 scans per CTA. Groups without rows cost
+// a lane. Nothing is read on the host.
 //
 // The ring holds kRing = 2 tiles and consumers release a slot when their k loop ends, so a CTA
 // commits to at most one tile beyond the one its producers are loading (a deeper ring would take
@@ -126,6 +127,7 @@ __device__ void RunScheduler(const MoeGemmArgs& args, const SharedStorage<T>& sm
   while (true) {
     const TileInfo info = scheduler.Find(tile, min(lane, T::kCluster - 1));
     ptx::BarrierWait(smem.ring_empty(slot.index), slot.parity ^ 1);
+    __syncwarp();  // the lanes that publish must not leave the others a phase behind
     if (lane < T::kCluster) {
       if constexpr (T::kCluster > 1) {
         const int4 bits = make_int4(info.weight, info.row, info.rows, info.w_tile);

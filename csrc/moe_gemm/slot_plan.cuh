@@ -13,7 +13,7 @@ class SlotPlan {
  public:
   __device__ SlotPlan(const PlanParams& plan, int lane) : plan_(plan), lane_(lane) {
     num_slots_ = static_cast<int>(plan.num_tokens * plan.top_k);
-    if (lane < num_slots_) expert_ = LocalExpert(plan, plan.expert_ids[lane]);
+    if (lane < num_slots_) expert_ = LocalExpert(plan, __ldcg(plan.expert_ids + lane));
     for (int r = 0; r < num_slots_; ++r) {
       const int other = __shfl_sync(kAll, expert_, r);
       if (other == kPlanNoExpert) continue;

@@ -1,0 +1,90 @@
+"""batch_invariant=True: the tiles that are lowered, what is refused, the same values."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmoe import GemmConfig, Routing, grouped_gemm, moe_mlp
+from jaxmoe._testing import Layer, assert_equal, layer_inputs
+from tests.test_lowering import calls, cuda_text, struct
+
+WIDE = (
+    struct(1, 2048),
+    Routing(struct(1, 2, dtype=jnp.int32), struct(1, 2, dtype=jnp.float32)),
+    struct(8, 2048, 2 * 1024),
+    struct(8, 1024, 2048),
+)
+SPLIT = GemmConfig(128, 8, split_k=2)
+ROWS = struct(4, 2048), struct(8, 2048, 64), struct(8, dtype=jnp.int32)
+
+
+def lowered_splits(**options):
+    ((_, attrs, _, _),) = calls(cuda_text(lambda *a: moe_mlp(*a, **options), *WIDE))
+    return attrs["gemm1"]["split_k"], attrs["gemm2"]["split_k"]
+
+
+def test_no_product_of_the_layer_splits_its_k_loop():
+    assert lowered_splits() == ("2:i64", "2:i64")
+    assert lowered_splits(batch_invariant=True) == ("1:i64", "1:i64")
+    only_first = (GemmConfig(128, 32, gather=True), None)
+    assert lowered_splits(batch_invariant=True, config=only_first) == ("1:i64", "1:i64")
+    assert lowered_splits(config=only_first) == ("1:i64", "2:i64")
+
+
+def test_grouped_gemm_does_not_split_its_k_loop():
+    for options, split in (({}, "2:i64"), ({"batch_invariant": True}, "1:i64")):
+        ((_, attrs, _, _),) = calls(cuda_text(lambda *a, o=options: grouped_gemm(*a, **o), *ROWS))
+        assert attrs["config"]["split_k"] == split
+
+
+def test_values_are_the_same():
+    layer = Layer("", "", 32, 16, 4, 2)
+    inputs = layer_inputs(layer, 9, "uniform", np.random.default_rng(0), jnp.float32)
+    routing = Routing(inputs["expert_ids"], inputs["weights"])
+    arguments = inputs["x"], routing, inputs["w_gate_up"], inputs["w_down"]
+    assert_equal(moe_mlp(*arguments, batch_invariant=True), moe_mlp(*arguments))
+    product = inputs["x"], inputs["w_gate_up"], jnp.array([3, 0, 4, 1])
+    assert_equal(grouped_gemm(*product, batch_invariant=True), grouped_gemm(*product))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    (
+        (
+            lambda: jax.eval_shape(lambda *a: moe_mlp(*a, batch_invariant=1), *WIDE),
+            TypeError,
+            r"^jaxmoe\.moe_mlp: batch_invariant must be a bool\. Got batch_invariant: 1\.",
+        ),
+        (
+            lambda: jax.eval_shape(lambda *a: grouped_gemm(*a, batch_invariant=None), *ROWS),
+            TypeError,
+            r"^jaxmoe\.grouped_gemm: batch_invariant must be a bool\. Got batch_invariant: None\.",
+        ),
+        (
+            lambda: jax.eval_shape(
+                lambda *a: moe_mlp(*a, batch_invariant=True, config=(None, SPLIT)), *WIDE
+            ),
+            ValueError,
+            r"^jaxmoe\.moe_mlp: config\[1\]\.split_k=2 must be 1 if batch_invariant=True\. Got",
+        ),
+        (
+            lambda: jax.eval_shape(
+                lambda *a: grouped_gemm(*a, batch_invariant=True, config=SPLIT), *ROWS
+            ),
+            ValueError,
+            r"^jaxmoe\.grouped_gemm: config\.split_k=2 must be 1 if batch_invariant=True\. Got",
+        ),
+        (
+            lambda: grouped_gemm(
+                jnp.ones((4, 64)), jnp.ones((2, 64, 8)), jnp.array([2, 2]), config=SPLIT
+            ),
+            ValueError,
+            r"^jaxmoe\.grouped_gemm: config\.split_k=2 needs a product over more than 64 elements, "
+            r"not 64\. Got",
+        ),
+    ),
+)
+def test_what_is_refused(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
