@@ -98,20 +98,21 @@ __device__ void RunTokenProducer(const MoeGemmArgs& args, const SharedStorage<T>
   const uint64_t policy = ptx::CreatePolicy<ptx::CachePolicy::kEvictLast>();
   const StepRange steps = StepsOf<T>(args.num_k_steps);
   GridDependencyWait();  // X is the previous kernel's output
-  const int token_of_row = args.plans ? SlotPlan(args.plan, lane).TokenOfRow() : 0;
+  const bool one_row_boxes = args.gather && !T::kGatherByThreads;
+  const bool planned = args.plans && one_row_boxes;
+  const int token_of_row = planned ? SlotPlan(args.plan, lane).TokenOfRow() : 0;
   PipelineState<T::kStages> stage;
   PipelineState<T::kRing> slot;
   while (true) {
     const TileInfo info = NextTile<T>(smem, slot, lane);
     if (info.end()) break;
 
-    const bool one_row_boxes = args.gather && !T::kGatherByThreads;
     const int boxes = TokenBoxes<T>(info.rows);
     int source[kRowsPerLane];
 #pragma unroll
     for (int i = 0; i < kRowsPerLane; ++i) {
       const int r = lane + 32 * i;
-      if (args.plans) {
+      if (planned) {
         source[i] = __shfl_sync(0xffffffffu, token_of_row, info.row + r);
       } else {
         source[i] = one_row_boxes && r < info.rows ? args.row_index[info.row + r] : 0;
