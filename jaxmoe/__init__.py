@@ -17,5 +17,9 @@ from .mlp import moe_mlp as moe_mlp
 from .permute import permute as permute
 from .plan import Plan as Plan
 from .plan import plan as plan
+from .quantize import QuantizedArray as QuantizedArray
+from .quantize import dequantize as dequantize
+from .quantize import quantize as quantize
+from .quantize import quantize_tokens as quantize_tokens
 from .routing import Routing as Routing
 from .routing import route as route

@@ -31,6 +31,8 @@ def dtype_name(dtype: Any) -> str:
 
 def describe(x: Any) -> str:
     """Says what `x` is in few characters: `bf16[512,2048]` for an array, else value or type."""
+    if is_quantized(x):
+        return f"a QuantizedArray ({x.format}, values {describe(x.values)})"
     if hasattr(x, "shape") and hasattr(x, "dtype"):
         return f"{dtype_name(x.dtype)}[{','.join(map(str, x.shape))}]"
     if x is None or isinstance(x, bool | int | float | str):
@@ -44,8 +46,19 @@ def message(op: str, rule: str, **got: Any) -> str:
     return f"jaxmoe.{op}: {rule}." + (f" Got {given}." if given else "")
 
 
+def is_quantized(x: Any) -> bool:
+    """Whether `x` is a `jaxmoe.QuantizedArray`, whose module imports this one."""
+    return hasattr(x, "values") and hasattr(x, "scales")
+
+
 def check_array(op: str, name: str, x: Any) -> None:
     """Refuses anything that is not a JAX or NumPy array, such as a list."""
+    if is_quantized(x):
+        rule = (
+            f"{name} is a QuantizedArray: quantized arrays are not supported yet, "
+            f"give jaxmoe.dequantize({name})"
+        )
+        raise NotImplementedError(message(op, rule, **{name: x}))
     if not isinstance(x, jax.Array | np.ndarray):
         raise TypeError(message(op, f"{name} must be a JAX or NumPy array", **{name: x}))
 
@@ -82,6 +95,15 @@ def check_dim(op: str, name: str, x: Any, axis: int, size: int, meaning: str) ->
     """Checks one axis against a number known from elsewhere."""
     if x.shape[axis] != size:
         rule = f"{name}.shape[{axis}]={x.shape[axis]} must be {size} ({meaning})"
+        raise ValueError(message(op, rule, **{name: x}))
+
+
+def check_shape(op: str, name: str, x: Any, shape: Sequence[int], meaning: str) -> None:
+    """Checks the whole shape against one that follows from other arguments."""
+    check_array(op, name, x)
+    if tuple(x.shape) != tuple(shape):
+        given, wanted = (f"[{','.join(map(str, s))}]" for s in (x.shape, shape))
+        rule = f"{name}.shape={given} must be {wanted} ({meaning})"
         raise ValueError(message(op, rule, **{name: x}))
 
 

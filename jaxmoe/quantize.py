@@ -1,0 +1,351 @@
+"""Quantized arrays: FP8 values with the scales that give the numbers back."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmoe import _checks
+from jaxmoe._gmm import WEIGHT_LAYOUTS
+
+FORMATS = ("fp8_tensor", "fp8_channel", "fp8_block")
+LAYOUTS = (*WEIGHT_LAYOUTS, "tokens")
+SCALE_FORMATS = ("float32", "e8m0")
+BLOCK = 128  # elements of a block along each axis that has blocks
+MIN_SCALE, MAX_SCALE = 2.0**-126, 2.0**126  # both, and what 1 / scale gives, are normal float32
+
+_ELEMENT_DTYPES = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
+_ELEMENT_NAMES = tuple(np.dtype(dtype).name for dtype in _ELEMENT_DTYPES.values())
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class QuantizedArray:
+    """An array w ~ values * scales. A pytree whose leaves are `values` and `scales`.
+
+    Made by `jaxmoe.quantize` and `jaxmoe.quantize_tokens`. `shape`, `ndim` and `dtype` are those of
+    the array it stands for. Values are stored with the contracted axis K last: [E, N, K] for
+    weights whatever their layout, [R, K] for tokens.
+
+    Attributes:
+      values: float8_e4m3fn or float8_e5m2, [E, N, K] or [R, K].
+      scales: float32, dequantization multipliers. Weights: [E] (fp8_tensor), [E, N] (fp8_channel)
+        or [E, ceil(N / 128), ceil(K / 128)] (fp8_block). Tokens: [], [R] or [R, ceil(K / 128)].
+      format: "fp8_tensor", "fp8_channel" or "fp8_block". Static.
+      layout: what the array stands for: weights [E, K, N] ("kn") or [E, N, K] ("nk"), or "tokens"
+        [R, K]. Static.
+      dtype: bfloat16, float16 or float32, which `jaxmoe.dequantize` returns. Static.
+    """
+
+    values: jax.Array
+    scales: jax.Array
+    format: str = dataclasses.field(metadata={"static": True})
+    layout: str = dataclasses.field(metadata={"static": True})
+    dtype: np.dtype = dataclasses.field(metadata={"static": True})
+
+    def __post_init__(self) -> None:
+        """Checks what is static; the leaves may be anything while a pytree is rebuilt."""
+        op = "QuantizedArray"
+        _checks.check_choice(op, "format", self.format, FORMATS)
+        _checks.check_choice(op, "layout", self.layout, LAYOUTS)
+        object.__setattr__(self, "dtype", _float_dtype(op, self.dtype))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the array it stands for: that of `values`, or its last two axes swapped."""
+        shape = self.values.shape
+        return (*shape[:-2], shape[-1], shape[-2]) if self.layout == "kn" else tuple(shape)
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+
+def quantize(
+    w: jax.Array,
+    format: str,
+    *,
+    weight_layout: str,
+    element_type: str = "e4m3",
+    scale: jax.Array | None = None,
+    scale_format: str = "float32",
+) -> QuantizedArray:
+    """Quantizes the weights of experts.
+
+    scale  = max(max|w| / M, 2^-126)        max over the elements that share the scale
+    values = fp8(clip(w * (1 / scale), -M, M))     M = 448 (e4m3) or 57344 (e5m2)
+
+    fp8_tensor shares a scale over an expert, fp8_channel over the K inputs of an output, fp8_block
+    over a block of 128 outputs by 128 inputs, blocks at the ends being smaller.
+
+    Args:
+      w: [E, K, N] or [E, N, K] bfloat16, float16 or float32; K is the axis a product contracts.
+      format: "fp8_tensor", "fp8_channel" or "fp8_block".
+      weight_layout: "kn" or "nk", which of the two shapes `w` has. No default: the wrong axis would
+        give a good array that no product can use.
+      element_type: "e4m3" (float8_e4m3fn); for "fp8_tensor" also "e5m2".
+      scale: float32, [E], [E, N] or [E, ceil(N / 128), ceil(K / 128)], used instead of the formula;
+        dequantization multipliers. One outside [2^-126, 2^126] becomes NaN, with its values.
+      scale_format: "float32", or "e8m0" to round each scale up to a power of two (still float32).
+
+    Returns:
+      `QuantizedArray` with layout `weight_layout` and the dtype of `w`.
+
+    Raises:
+      TypeError: `w` is no array or has another dtype, or `scale` has.
+      ValueError: a wrong rank or shape, an unknown name, or "e8m0" with `scale`.
+      NotImplementedError: "e5m2" in another format; a derivative is taken. Quantize
+        `jax.lax.stop_gradient(w)`; a straight-through estimator is yours to add.
+
+    Numerics: float32; the reciprocal, the product and the cast round to nearest even. What lies
+      beyond M, infinities too, becomes M. NaN and infinities do not count in the maximum; NaN stays
+      NaN. Zeros stay zeros, with scale 2^-126 where there is nothing else. Same bits under jit.
+    Sharding: any axis may be split whose scales are split with it: E always.
+    Source: https://arxiv.org/abs/2209.05433 (FP8); DeepSeek-V3, https://arxiv.org/abs/2412.19437,
+      section 3.3 (blocks).
+
+    Example:
+      >>> import jax.numpy as jnp, jaxmoe
+      >>> w = jnp.array([[[1.0, 2.0], [0.0, 448.0]]])  # one expert, two outputs
+      >>> q = jaxmoe.quantize(w, "fp8_channel", weight_layout="nk")
+      >>> q.values.tolist(), (q.scales * 448).tolist()
+      ([[[224.0, 448.0], [0.0, 448.0]]], [[2.0, 448.0]])
+      >>> jaxmoe.dequantize(q).tolist()
+      [[[1.0, 2.0], [0.0, 448.0]]]
+    """
+    op = "quantize"
+    _checks.check_choice(op, "weight_layout", weight_layout, WEIGHT_LAYOUTS)
+    _checks.check_rank(op, "w", w, "E,K,N" if weight_layout == "kn" else "E,N,K")
+    _check_options(op, "w", w, format, element_type, scale, scale_format)
+    stored = jnp.swapaxes(w, 1, 2) if weight_layout == "kn" else jnp.asarray(w)
+    return _quantize(op, stored, format, weight_layout, element_type, scale, scale_format)
+
+
+def quantize_tokens(
+    x: jax.Array,
+    format: str,
+    *,
+    element_type: str = "e4m3",
+    scale: jax.Array | None = None,
+    scale_format: str = "float32",
+) -> QuantizedArray:
+    """Quantizes activations, one row for each token.
+
+    The formulas are those of `jaxmoe.quantize`. fp8_tensor shares one scale over all of `x`,
+    fp8_channel over a row, fp8_block over 128 neighbours of a row, the last group being smaller. So
+    with "fp8_channel" and "fp8_block" a token's bits do not depend on its batch.
+
+    Args:
+      x: [R, K] bfloat16, float16 or float32.
+      format: "fp8_tensor", "fp8_channel" or "fp8_block".
+      element_type: "e4m3" (float8_e4m3fn); for "fp8_tensor" also "e5m2".
+      scale: float32, [], [R] or [R, ceil(K / 128)], a static scale used instead of the formula. One
+        outside [2^-126, 2^126] becomes NaN, with its values.
+      scale_format: "float32", or "e8m0" to round each scale up to a power of two (still float32).
+
+    Returns:
+      `QuantizedArray` with layout "tokens" and the dtype of `x`.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as `jaxmoe.quantize`.
+
+    Numerics: as `jaxmoe.quantize`.
+    Sharding: R may be split, and K with its groups.
+    Source: DeepSeek-V3, https://arxiv.org/abs/2412.19437, section 3.3 (groups of 128).
+
+    Example:
+      >>> import jax.numpy as jnp, jaxmoe
+      >>> q = jaxmoe.quantize_tokens(jnp.array([[1.0, -2.0], [7.0, 3.5]]), "fp8_channel")
+      >>> q.values.tolist(), (q.scales * 448).tolist()
+      ([[224.0, -448.0], [448.0, 224.0]], [2.0, 7.0])
+    """
+    op = "quantize_tokens"
+    _checks.check_rank(op, "x", x, "R,K")
+    _check_options(op, "x", x, format, element_type, scale, scale_format)
+    return _quantize(op, jnp.asarray(x), format, "tokens", element_type, scale, scale_format)
+
+
+def dequantize(q: QuantizedArray, *, dtype: Any = None) -> jax.Array:
+    """Returns the array that a quantized array stands for.
+
+    w = values * scales, each scale spread over the elements that share it
+
+    Args:
+      q: from `jaxmoe.quantize` or `jaxmoe.quantize_tokens`.
+      dtype: bfloat16, float16 or float32; that of `q` by default.
+
+    Returns:
+      An array of the shape of `q`: [E, K, N], [E, N, K] or [R, K].
+
+    Raises:
+      TypeError: `q` is no `QuantizedArray`, or a dtype is wrong.
+      ValueError: `q.values` and `q.scales` do not fit.
+
+    Numerics: float32 product, then one rounding to `dtype`; what lies beyond its range is infinite.
+      Linear in `q.scales`, whose gradient is that of the formula.
+    Sharding: as `q` is.
+    Source: none; it is the definition of a scale here.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxmoe
+      >>> x = jnp.array([[1.0, 0.5, 0.3]], jnp.bfloat16)
+      >>> jaxmoe.dequantize(jaxmoe.quantize_tokens(x, "fp8_block"), dtype=jnp.float32).tolist()
+      [[1.0, 0.5, 0.2857142984867096]]
+    """
+    op = "dequantize"
+    check_quantized(op, "q", q)
+    out_dtype = _float_dtype(op, q.dtype if dtype is None else dtype)
+    values, scales = jnp.asarray(q.values), jnp.asarray(q.scales)
+    out = values.astype(jnp.float32) * _spread(scales, values.shape, q.format, q.layout)
+    return (jnp.swapaxes(out, 1, 2) if q.layout == "kn" else out).astype(out_dtype)
+
+
+def scales_shape(format: str, layout: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the shape of the scales of values of the shape `shape` ([E, N, K] or [R, K])."""
+    if format == "fp8_tensor":
+        return shape[:-2]
+    if format == "fp8_channel":
+        return shape[:-1]
+    return tuple(
+        -(-n // BLOCK) if axis - len(shape) in _block_axes(layout) else n
+        for axis, n in enumerate(shape)
+    )
+
+
+def check_quantized(op: str, name: str, q: Any) -> None:
+    """Refuses anything but a `QuantizedArray` whose leaves fit each other and its format."""
+    if not isinstance(q, QuantizedArray):
+        raise TypeError(_checks.message(op, f"{name} must be a jaxmoe.QuantizedArray", **{name: q}))
+    _checks.check_rank(op, f"{name}.values", q.values, "R,K" if q.layout == "tokens" else "E,N,K")
+    allowed = _ELEMENT_NAMES if q.format == "fp8_tensor" else _ELEMENT_NAMES[:1]
+    _checks.check_dtype(op, f"{name}.values", q.values, allowed)
+    check_scales(op, f"{name}.scales", q.scales, q.format, q.layout, q.values.shape)
+
+
+def check_scales(
+    op: str, name: str, scales: Any, format: str, layout: str, shape: tuple[int, ...]
+) -> None:
+    """Refuses scales that do not have the dtype and shape of values of the shape `shape`."""
+    _checks.check_dtype(op, name, scales, ("float32",))
+    _checks.check_shape(
+        op, name, scales, scales_shape(format, layout, shape), f"{format}, layout {layout}"
+    )
+
+
+def _float_dtype(op: str, value: Any) -> np.dtype:
+    try:
+        dtype = np.dtype(value)
+    except TypeError:
+        dtype = None
+    if dtype is None or value is None or dtype.name not in _checks.FLOATS:
+        name = repr(value) if dtype is None or value is None else _checks.dtype_name(dtype)
+        raise TypeError(_checks.message(op, f"dtype={name} must be bf16 or f16 or f32"))
+    return dtype
+
+
+def _check_options(
+    op: str, name: str, x: Any, format: Any, element_type: Any, scale: Any, scale_format: Any
+) -> None:
+    _checks.check_choice(op, "format", format, FORMATS)
+    _checks.check_dtype(op, name, x, _checks.FLOATS)
+    _checks.check_choice(op, "element_type", element_type, tuple(_ELEMENT_DTYPES))
+    _checks.check_choice(op, "scale_format", scale_format, SCALE_FORMATS)
+    if element_type != "e4m3" and format != "fp8_tensor":
+        rule = f"element_type={element_type!r} is only for format='fp8_tensor'; {format} has e4m3"
+        raise NotImplementedError(_checks.message(op, rule))
+    if scale is not None and scale_format != "float32":
+        rule = (
+            f"scale_format={scale_format!r} must be 'float32' if scale is given: it is not rounded"
+        )
+        raise ValueError(_checks.message(op, rule, scale=scale))
+
+
+def _quantize(
+    op: str,
+    x: jax.Array,
+    format: str,
+    layout: str,
+    element_type: str,
+    scale: Any,
+    scale_format: str,
+) -> QuantizedArray:
+    """Quantizes x, [E, N, K] or [R, K]."""
+    dtype = jnp.dtype(_ELEMENT_DTYPES[element_type])
+    limit = float(jnp.finfo(dtype).max)
+    y = _without_derivative(x, op).astype(jnp.float32)
+    if scale is None:
+        scales = _dynamic_scales(_largest(y, format, layout), limit, scale_format)
+    else:
+        scale = np.asarray(scale) if isinstance(scale, np.generic) else scale
+        check_scales(op, "scale", scale, format, layout, x.shape)
+        scales = _without_derivative(jnp.asarray(scale), op)
+        scales = jnp.where((scales >= MIN_SCALE) & (scales <= MAX_SCALE), scales, jnp.nan)
+    # NOTE: the barriers keep XLA from merging divisions, which would round differently under jit.
+    scales = jax.lax.optimization_barrier(scales)
+    inverse = jax.lax.optimization_barrier(1 / scales)
+    y = jnp.clip(y * _spread(inverse, x.shape, format, layout), -limit, limit)
+    return QuantizedArray(y.astype(dtype), scales, format, layout, np.dtype(x.dtype))
+
+
+def _largest(x: jax.Array, format: str, layout: str) -> jax.Array:
+    """Returns the largest finite |x| of each scale's elements, 0 if there is none."""
+    x = jnp.where(jnp.isfinite(x), jnp.abs(x), 0)
+    if format == "fp8_tensor":
+        return jnp.max(x, axis=(-2, -1), initial=0)
+    if format == "fp8_channel":
+        return jnp.max(x, axis=-1, initial=0)
+    for axis in _block_axes(layout):
+        axis += x.ndim
+        num_blocks = -(-x.shape[axis] // BLOCK)
+        padding = [(0, 0)] * x.ndim
+        padding[axis] = (0, num_blocks * BLOCK - x.shape[axis])
+        x = jnp.pad(x, padding)
+        x = x.reshape(*x.shape[:axis], num_blocks, BLOCK, *x.shape[axis + 1 :])
+        x = jnp.max(x, axis=axis + 1, initial=0)
+    return x
+
+
+def _dynamic_scales(largest: jax.Array, limit: float, scale_format: str) -> jax.Array:
+    # NOTE: XLA turns division by a constant, even one that vmap broadcasts, into a product with its
+    # rounded reciprocal. This divisor is `limit` too, but XLA cannot know.
+    divisor = jax.lax.optimization_barrier(jnp.where(largest >= 0, limit, largest))
+    scales = jnp.maximum(largest / divisor, MIN_SCALE)
+    if scale_format == "e8m0":  # carry any mantissa bit into the exponent
+        bits = jax.lax.bitcast_convert_type(scales, jnp.int32)
+        bits = (bits + 0x007FFFFF) & 0x7F800000
+        scales = jax.lax.bitcast_convert_type(bits, jnp.float32)
+    return scales
+
+
+def _spread(scales: jax.Array, shape: tuple[int, ...], format: str, layout: str) -> jax.Array:
+    """Gives each element of the shape `shape` the scale that it shares."""
+    if format == "fp8_block":
+        for axis in _block_axes(layout):
+            scales = jnp.repeat(scales, BLOCK, axis=axis + len(shape))
+            scales = jax.lax.slice_in_dim(scales, 0, shape[axis], axis=axis + len(shape))
+        return scales
+    scales = scales.reshape(scales.shape + (1,) * (len(shape) - scales.ndim))
+    return jnp.broadcast_to(scales, shape)
+
+
+def _block_axes(layout: str) -> tuple[int, ...]:
+    return (-1,) if layout == "tokens" else (-2, -1)
+
+
+def _identity(x: jax.Array, _op: str) -> jax.Array:
+    return x
+
+
+def _refuse_derivative(op: str, primals: Any, _tangents: Any) -> Any:
+    rule = (
+        "no derivative is defined; quantize jax.lax.stop_gradient of the array, and add a "
+        "straight-through estimator where one is wanted"
+    )
+    raise NotImplementedError(_checks.message(op, rule, input=primals[0]))
+
+
+_without_derivative: Any = jax.custom_jvp(_identity, nondiff_argnums=(1,))
+_without_derivative.defjvp(_refuse_derivative)
