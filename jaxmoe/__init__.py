@@ -1,5 +1,6 @@
 """Mixture-of-Experts layers inside `jax.jit`, with CUDA kernels for NVIDIA GPUs."""
 
+from . import checkpoints as checkpoints
 from ._explain import explain as explain
 from ._export import export_checks as export_checks
 from ._heuristics import GemmConfig as GemmConfig

@@ -25,9 +25,9 @@ _ELEMENT_NAMES = tuple(np.dtype(dtype).name for dtype in _ELEMENT_DTYPES.values(
 class QuantizedArray:
     """An array w ~ values * scales. A pytree whose leaves are `values` and `scales`.
 
-    Made by `jaxmoe.quantize` and `jaxmoe.quantize_tokens`. `shape`, `ndim` and `dtype` are those of
-    the array it stands for. Values are stored with the contracted axis K last: [E, N, K] for
-    weights whatever their layout, [R, K] for tokens.
+    Made by `jaxmoe.quantize`, `jaxmoe.quantize_tokens` and `jaxmoe.checkpoints`. `shape`, `ndim`
+    and `dtype` are those of the array it stands for. Values are stored with the contracted axis K
+    last: [E, N, K] for weights whatever their layout, [R, K] for tokens.
 
     Attributes:
       values: float8_e4m3fn or float8_e5m2, [E, N, K] or [R, K].
@@ -174,7 +174,7 @@ def dequantize(q: QuantizedArray, *, dtype: Any = None) -> jax.Array:
     w = values * scales, each scale spread over the elements that share it
 
     Args:
-      q: from `jaxmoe.quantize` or `jaxmoe.quantize_tokens`.
+      q: from `jaxmoe.quantize`, `jaxmoe.quantize_tokens` or `jaxmoe.checkpoints`.
       dtype: bfloat16, float16 or float32; that of `q` by default.
 
     Returns:
