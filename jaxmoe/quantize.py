@@ -324,8 +324,15 @@ def _spread(scales: jax.Array, shape: tuple[int, ...], format: str, layout: str)
     """Gives each element of the shape `shape` the scale that it shares."""
     if format == "fp8_block":
         for axis in _block_axes(layout):
-            scales = jnp.repeat(scales, BLOCK, axis=axis + len(shape))
-            scales = jax.lax.slice_in_dim(scales, 0, shape[axis], axis=axis + len(shape))
+            axis += len(shape)
+            first, rest = scales.shape[:axis], scales.shape[axis + 1 :]
+            num_blocks = scales.shape[axis]
+            # not jnp.repeat, which refuses axes that are split over an Explicit mesh
+            scales = jnp.expand_dims(scales, axis + 1)
+            scales = jnp.broadcast_to(scales, (*first, num_blocks, BLOCK, *rest))
+            scales = scales.reshape(*first, num_blocks * BLOCK, *rest)
+            if shape[axis] % BLOCK:
+                scales = jax.lax.slice_in_dim(scales, 0, shape[axis], axis=axis)
         return scales
     scales = scales.reshape(scales.shape + (1,) * (len(shape) - scales.ndim))
     return jnp.broadcast_to(scales, shape)

@@ -138,8 +138,10 @@ def test_edge_shapes(shape) -> None:
     assert q.scales.shape == (1, -(-shape[1] // 128), -(-shape[0] // 128))
 
 
-@pytest.mark.parametrize("layout", ["kn", "tokens"])
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(
+    ("format", "layout"),
+    [("fp8_tensor", "kn"), ("fp8_channel", "tokens"), ("fp8_block", "kn"), ("fp8_block", "tokens")],
+)
 def test_power_of_two_scales(format, layout) -> None:
     x = with_outliers((4, 130) if layout == "tokens" else (2, 4, 130), 3)
     q = assert_oracle(x, format, layout, scale_format="e8m0")
@@ -160,7 +162,7 @@ def test_e5m2(layout) -> None:
     assert_oracle(x, "fp8_tensor", layout, element_type="e5m2")
 
 
-@pytest.mark.parametrize("layout", ["kn", "nk", "tokens"])
+@pytest.mark.parametrize("layout", ["kn", "tokens"])
 @pytest.mark.parametrize("format", FORMATS)
 def test_static_scale(format, layout) -> None:
     """A caller's scale is used as it is; numbers beyond its range saturate."""

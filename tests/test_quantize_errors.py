@@ -261,9 +261,8 @@ def refusal(op: str, name: str, shape: str) -> str:
 
 
 def test_products_refuse_quantized_arrays_by_name() -> None:
-    x = jnp.zeros((4, 8), BF16)
-    w_gate_up, w_down = jnp.zeros((2, 8, 12), BF16), jnp.zeros((2, 6, 8), BF16)
-    b = jnp.zeros((2, 12), BF16)
+    x, b = jnp.zeros((4, 8)), jnp.zeros((2, 12))
+    w_gate_up, w_down = jnp.zeros((2, 8, 12)), jnp.zeros((2, 6, 8))
     ids, sizes = jnp.zeros((4, 1), jnp.int32), jnp.zeros(2, jnp.int32)
     routing = jaxmoe.Routing(ids, jnp.ones((4, 1)))
     qx = jaxmoe.quantize_tokens(x, "fp8_channel")

@@ -147,6 +147,26 @@ def test_experts_over_devices(format, axis_type) -> None:
     assert_same(jax.device_put(expected, sharding), q)
 
 
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize(
+    ("spec", "stored"),
+    [(P(None, "x"), P(None, None, "x")), (P(None, None, "x"), P(None, "x"))],
+    ids=["K", "N"],
+)
+def test_blocks_over_devices(spec, stored, axis_type) -> None:
+    """Either axis of the blocks may be split where they are."""
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(axis_type,), devices=jax.devices()[:2])
+    w = example((1, 512, 256))
+    expected = weights("fp8_block")(w)
+    with jax.set_mesh(mesh):
+        q = jax.jit(weights("fp8_block"))(jax.device_put(w, NamedSharding(mesh, spec)))
+        out = jax.jit(jaxmoe.dequantize)(q)
+    for array, split in ((q.values, stored), (q.scales, stored), (out, spec)):
+        assert array.sharding.is_equivalent_to(NamedSharding(mesh, split), 3)
+    assert_same(q, expected)
+    assert_same(out, jaxmoe.dequantize(expected))
+
+
 def test_shard_map() -> None:
     mesh = jax.make_mesh((8,), ("expert",))
     w = example((8, 130, 20))
