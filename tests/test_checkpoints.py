@@ -36,9 +36,12 @@ def f64(a):
     return np.asarray(a).astype(np.float64)
 
 
+compiled = jax.jit(jaxmoe.quantize, static_argnums=1, static_argnames="weight_layout")
+
+
 def weights(shape, format, layout="nk", seed=2, scale=1.0):
-    w = jnp.asarray(scale * np.random.default_rng(seed).standard_normal(shape), F32)
-    return jaxmoe.quantize(w, format, weight_layout=layout)
+    w = np.float32(scale * np.random.default_rng(seed).standard_normal(shape))
+    return compiled(w, format, weight_layout=layout)
 
 
 @pytest.mark.parametrize("scale_dtype", [F32, BF16, jnp.float8_e8m0fnu])

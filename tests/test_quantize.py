@@ -1,5 +1,7 @@
 """Quantization against an oracle written from the formulas, value by value."""
 
+import functools
+
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -84,10 +86,20 @@ def oracle(x, format, layout, element_type="e4m3", scale=None, scale_format="flo
     return values, out, dequantized.swapaxes(1, 2) if layout == "kn" else dequantized
 
 
-def quantize(x, format, layout, **options):
+@functools.cache
+def compiled(format, layout, **options):
+    """Quantizes under jit, which compiles once what plain calls compile op by op."""
     if layout == "tokens":
-        return jaxmoe.quantize_tokens(x, format, **options)
-    return jaxmoe.quantize(x, format, weight_layout=layout, **options)
+        return jax.jit(lambda x, s: jaxmoe.quantize_tokens(x, format, scale=s, **options))
+    named = {"weight_layout": layout} | options
+    return jax.jit(lambda x, s: jaxmoe.quantize(x, format, scale=s, **named))
+
+
+def quantize(x, format, layout, scale=None, **options):
+    return compiled(format, layout, **options)(x, scale)
+
+
+dequantize = jax.jit(jaxmoe.dequantize, static_argnames="dtype")
 
 
 def with_outliers(shape, seed=0, dtype=np.float32):
@@ -103,8 +115,7 @@ def same_bits(a, b) -> bool:
 
 def assert_oracle(x, format, layout, **options):
     values, scales, dequantized = oracle(x, format, layout, **options)
-    scale = options.pop("scale", None)
-    q = jax.jit(lambda x, scale: quantize(x, format, layout, scale=scale, **options))(x, scale)
+    q = quantize(x, format, layout, **options)
     e5m2 = options.get("element_type") == "e5m2"
     assert q.values.dtype == (ml_dtypes.float8_e5m2 if e5m2 else ml_dtypes.float8_e4m3fn)
     assert q.scales.dtype == np.float32
@@ -112,7 +123,7 @@ def assert_oracle(x, format, layout, **options):
     np.testing.assert_array_equal(np.asarray(q.values).astype(np.float64), values)
     assert q.shape == x.shape and q.ndim == x.ndim and q.dtype == x.dtype
     assert (q.format, q.layout) == (format, layout)
-    back, out = jax.jit(lambda q: (jaxmoe.dequantize(q, dtype=F32), jaxmoe.dequantize(q)))(q)
+    back, out = dequantize(q, dtype=F32), dequantize(q)
     np.testing.assert_array_equal(np.asarray(back), dequantized.astype(np.float32))
     assert same_bits(out, dequantized.astype(np.float32).astype(np.dtype(x.dtype)))
     return q
@@ -134,7 +145,7 @@ def test_edge_shapes(shape) -> None:
     for format in FORMATS if 0 in shape else ("fp8_block",):
         assert_oracle(with_outliers((1, *shape), 1), format, "nk")
         assert_oracle(with_outliers(shape, 2), format, "tokens")
-    q = jaxmoe.quantize(with_outliers((1, *shape), 1), "fp8_block", weight_layout="kn")
+    q = quantize(with_outliers((1, *shape), 1), "fp8_block", "kn")
     assert q.scales.shape == (1, -(-shape[1] // 128), -(-shape[0] // 128))
 
 
@@ -209,7 +220,7 @@ def test_nan_and_infinity_stay_where_they_are(format) -> None:
 
 def test_nothing_but_nan_and_infinity() -> None:
     x = jnp.array([[jnp.nan, jnp.inf, 0.0]], F16)
-    out = jaxmoe.dequantize(jaxmoe.quantize_tokens(x, "fp8_block"), dtype=F32)
+    out = dequantize(jaxmoe.quantize_tokens(x, "fp8_block"), dtype=F32)
     assert np.isnan(out[0, 0]) and out[0, 1] == 448 * 2.0**-126 and out[0, 2] == 0
 
 
@@ -235,10 +246,10 @@ def test_round_trip_error(format, seed, e5m2, e8m0) -> None:
     e5m2 = e5m2 and format == "fp8_tensor"
     options = {"element_type": "e5m2"} if e5m2 else {}
     scale_format = "e8m0" if e8m0 else "float32"
-    q = jaxmoe.quantize(x, format, weight_layout="nk", scale_format=scale_format, **options)
+    q = quantize(x, format, "nk", scale_format=scale_format, **options)
     ones = jnp.ones_like(q.values, dtype=F32).astype(q.values.dtype)
     scale = np.asarray(
-        jaxmoe.dequantize(jaxmoe.QuantizedArray(ones, q.scales, format, "nk", x.dtype)), np.float64
+        dequantize(jaxmoe.QuantizedArray(ones, q.scales, format, "nk", x.dtype)), np.float64
     )
     x = np.asarray(x, np.float64)
     relative, absolute = (2.0**-3, 2.0**-17) if e5m2 else (2.0**-4, 2.0**-10)
@@ -251,8 +262,8 @@ def test_round_trip_error(format, seed, e5m2, e8m0) -> None:
 @hypothesis.given(seed=SEEDS, power=st.integers(-60, 60))
 def test_powers_of_two_pass_through(format, seed, power) -> None:
     x = with_outliers((2, 130, 33), seed)
-    a = jaxmoe.quantize(x, format, weight_layout="nk")
-    b = jaxmoe.quantize(x * 2.0**power, format, weight_layout="nk")
+    a = quantize(x, format, "nk")
+    b = quantize(x * 2.0**power, format, "nk")
     assert same_bits(a.values, b.values) and same_bits(a.scales * 2.0**power, b.scales)
 
 
@@ -260,8 +271,8 @@ def test_powers_of_two_pass_through(format, seed, power) -> None:
 @EXAMPLES
 @hypothesis.given(seed=SEEDS)
 def test_quantizing_again_changes_nothing(format, seed) -> None:
-    q = jaxmoe.quantize(with_outliers((2, 130, 33), seed), format, weight_layout="nk")
-    again = jaxmoe.quantize(jaxmoe.dequantize(q), format, weight_layout="nk", scale=q.scales)
+    q = quantize(with_outliers((2, 130, 33), seed), format, "nk")
+    again = quantize(jaxmoe.dequantize(q), format, "nk", scale=q.scales)
     assert same_bits(again.values, q.values)
 
 
@@ -271,8 +282,8 @@ def test_quantizing_again_changes_nothing(format, seed) -> None:
 def test_experts_are_independent(format, order, seed) -> None:
     w = with_outliers((4, 9, 33), seed)
     order = jnp.array(order)
-    a = jaxmoe.quantize(w, format, weight_layout="kn")
-    b = jaxmoe.quantize(w[order], format, weight_layout="kn")
+    a = quantize(w, format, "kn")
+    b = quantize(w[order], format, "kn")
     assert same_bits(a.values[order], b.values) and same_bits(a.scales[order], b.scales)
 
 
@@ -280,10 +291,10 @@ def test_experts_are_independent(format, order, seed) -> None:
 @hypothesis.given(seed=SEEDS, n=st.integers(0, 2), k=st.integers(0, 1))
 def test_blocks_are_independent(seed, n, k) -> None:
     w = np.asarray(with_outliers((1, 260, 200), seed)).copy()
-    a = jaxmoe.quantize(jnp.asarray(w), "fp8_block", weight_layout="nk")
+    a = quantize(jnp.asarray(w), "fp8_block", "nk")
     block = np.s_[0, n * 128 : n * 128 + 128, k * 128 : k * 128 + 128]
     w[block] *= 3
-    b = jaxmoe.quantize(jnp.asarray(w), "fp8_block", weight_layout="nk")
+    b = quantize(jnp.asarray(w), "fp8_block", "nk")
     changed = np.asarray(a.scales) != np.asarray(b.scales)
     assert np.argwhere(changed).tolist() == [[0, n, k]]
     va, vb = np.array(a.values), np.array(b.values)
@@ -294,9 +305,9 @@ def test_blocks_are_independent(seed, n, k) -> None:
 @pytest.mark.parametrize("format", ["fp8_channel", "fp8_block"])
 def test_a_token_does_not_depend_on_its_batch(format) -> None:
     x = with_outliers((7, 300), 7)
-    whole = jaxmoe.quantize_tokens(x, format)
+    whole = quantize(x, format, "tokens")
     for r in (0, 6):
-        one = jaxmoe.quantize_tokens(x[r : r + 1], format)
+        one = quantize(x[r : r + 1], format, "tokens")
         assert same_bits(one.values[0], whole.values[r])
         assert same_bits(one.scales[0], whole.scales[r])
 
@@ -305,8 +316,8 @@ def test_a_token_does_not_depend_on_its_batch(format) -> None:
 def test_layouts_hold_the_same_numbers(format) -> None:
     """[E, K, N] and [E, N, K] store the same bits, K last, and each gives its own shape back."""
     w = with_outliers((2, 130, 40), 8)
-    nk = jaxmoe.quantize(w, format, weight_layout="nk")
-    kn = jaxmoe.quantize(jnp.swapaxes(w, 1, 2), format, weight_layout="kn")
+    nk = quantize(w, format, "nk")
+    kn = quantize(jnp.swapaxes(w, 1, 2), format, "kn")
     assert same_bits(nk.values, kn.values) and same_bits(nk.scales, kn.scales)
     assert nk.shape == (2, 130, 40) and kn.shape == (2, 40, 130)
     assert same_bits(jaxmoe.dequantize(nk), jnp.swapaxes(jaxmoe.dequantize(kn), 1, 2))
@@ -317,4 +328,4 @@ def test_numpy_arrays() -> None:
     q = jaxmoe.quantize_tokens(x, "fp8_channel", scale=np.full(4, 0.5, np.float32))
     host = jax.tree.map(np.asarray, q)
     assert isinstance(host.values, np.ndarray)
-    assert same_bits(jaxmoe.dequantize(host), jaxmoe.dequantize(q))
+    assert same_bits(jaxmoe.dequantize(host), dequantize(q))

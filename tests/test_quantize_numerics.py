@@ -56,19 +56,19 @@ def table() -> dict[str, tuple[str, list[float]]]:
     x, w = (jnp.asarray(a) for a in data())
     rows = {"bf16": row("bfloat16", *(a.astype(jnp.bfloat16) for a in (x, w)))}
 
-    def both(format, **options):
+    def both(x, w, format, **options):
         q = jaxmoe.quantize(w, format, weight_layout="nk", **options)
         tokens = jaxmoe.quantize_tokens(x, format, **options)
         return jaxmoe.dequantize(tokens), jaxmoe.dequantize(q)
 
     for format in FORMATS:
-        rows[format] = row(format, *jax.jit(functools.partial(both, format))())
+        rows[format] = row(format, *jax.jit(functools.partial(both, format=format))(x, w))
     name = "fp8_tensor, e5m2"
-    e5m2 = functools.partial(both, "fp8_tensor", element_type="e5m2")
-    rows[name] = row(name, *jax.jit(e5m2)())
+    e5m2 = functools.partial(both, format="fp8_tensor", element_type="e5m2")
+    rows[name] = row(name, *jax.jit(e5m2)(x, w))
     name = "fp8_block, e8m0 scales"
-    e8m0 = functools.partial(both, "fp8_block", scale_format="e8m0")
-    rows[name] = row(name, *jax.jit(e8m0)())
+    e8m0 = functools.partial(both, format="fp8_block", scale_format="e8m0")
+    rows[name] = row(name, *jax.jit(e8m0)(x, w))
     return rows
 
 
