@@ -117,7 +117,8 @@ def moe_mlp(
       do_finalize: False returns the rows of the experts before the sum over k, for a layer that
         does something with them; then `residual` must be None, give it to `jaxmoe.finalize`.
       batch_invariant: no product splits its k loop, so that a token's bits are the same in every
-        batch; up to 10 % slower with one or a few tokens.
+        batch; up to 10 % slower with one or a few tokens. Under vmap the tiles are those of one
+        example.
       config: tiles of the two CUDA products; chosen from the shapes by default.
 
     Returns:

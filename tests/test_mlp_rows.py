@@ -21,21 +21,10 @@ from jaxmoe._testing import (
     normal,
     poison,
 )
+from tests.test_mlp import options, run
 
 TARGET = "jaxmoe_moe_mlp_rows_v1"
 INTEGERS = ("expert_ids", "expert_map")
-
-
-def options(layer, layout="kn"):
-    return {"activation": layer.activation, "gate_up": layer.gate_up, "weight_layout": layout}
-
-
-def run(inputs, **kwargs):
-    """`moe_mlp` on the arrays of `layer_inputs`."""
-    rest = dict(inputs)
-    routing = Routing(rest.pop("expert_ids"), rest.pop("weights"))
-    x, w1, w2 = (rest.pop(name) for name in ("x", "w_gate_up", "w_down"))
-    return moe_mlp(x, routing, w1, w2, **rest, **kwargs)
 
 
 def unfused(inputs, **kwargs):
