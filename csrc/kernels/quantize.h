@@ -29,7 +29,7 @@ constexpr int kMaxQuantPartials = 1024;
 // to rows slot_to_row[t * top_k + k] of values, k in [0, top_k), to none for what lies outside [0,
 // num_out_rows); scales stay at t.
 struct QuantizeParams {
-  const void* x;  // [batch, rows, cols] of dtype, aligned to an element
+  const void* x;  // [batch, rows, cols]; rows of 16-byte multiples, 16-byte aligned
   DType dtype;
   int64_t batch;
   int64_t rows;
