@@ -81,6 +81,9 @@ class CudaTarget:
       fallback: (avals, **params) -> why CUDA runs the pure JAX function for these arguments, or
         None. For what the kernel does not know and XLA does well enough.
       operands: which arguments the call takes, in order; None for all.
+      xla_splits: whether CUDA runs the pure JAX function in a program that XLA partitions (several
+        devices, outside of `jax.shard_map`). XLA would gather the operands of the call, and splits
+        the function as its arguments are.
     """
 
     target: str
@@ -89,6 +92,7 @@ class CudaTarget:
     reason: Callable[..., str | None] = _no_reason
     fallback: Callable[..., str | None] = _no_reason
     operands: tuple[int, ...] | None = None
+    xla_splits: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,6 +176,21 @@ def lowers_to_cuda(op: Op) -> bool:
     return op.cuda is not None and usable
 
 
+def explicit_axes(aval: Any) -> frozenset[str]:
+    """The Explicit mesh axes over which an array is split."""
+    mesh = aval.sharding.mesh
+    explicit = {
+        axis
+        for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind == AxisType.Explicit
+    }
+    used = set()
+    for part in aval.sharding.spec:
+        if part is not None:
+            used |= set(part) if isinstance(part, tuple) else {part}
+    return frozenset(used & explicit)
+
+
 def scratch_bytes(specs: Sequence[Spec]) -> int:
     """Bytes of the scratch results `specs`."""
     total = 0
@@ -200,18 +219,8 @@ def _match_varying(arrays: Sequence[Any]) -> list[Any]:
 
 def _check_replicated(name: str, index: int, aval: Any) -> None:
     """Refuses an argument sharded over Explicit mesh axes: a per-device op would be wrong."""
-    mesh = aval.sharding.mesh
-    explicit = {
-        axis
-        for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-        if kind == AxisType.Explicit
-    }
-    used = set()
-    for part in aval.sharding.spec:
-        if part is not None:
-            used |= set(part) if isinstance(part, tuple) else {part}
-    if used & explicit:
-        axes = ", ".join(sorted(used & explicit))
+    if used := explicit_axes(aval):
+        axes = ", ".join(sorted(used))
         raise NotImplementedError(
             f"{name}: argument {index} is sharded over the Explicit mesh axes ({axes}). Got "
             f"{aval}. Call it inside jax.shard_map over those axes, or replicate the argument "
@@ -279,8 +288,18 @@ def _lower_xla(rule: Any, ctx: Any, /, *operands: Any, **params: Any) -> Any:
     return rule(plain, *operands, **params)
 
 
+def _partitioned(ctx: Any) -> bool:
+    """Whether what is lowered is for several devices among which XLA divides the work."""
+    axes = ctx.module_context.axis_context
+    if isinstance(axes, mlir.SPMDAxisContext):
+        return axes.manual_axes | set(axes.mesh.manual_axes) != set(axes.mesh.axis_names)
+    return axes.num_devices != 1
+
+
 def _lower_cuda(op: Op, xla_rule: Any, ctx: Any, /, *operands: Any, **params: Any) -> Any:
     if op.cuda is None or not lowers_to_cuda(op):
+        return xla_rule(ctx, *operands, **params)
+    if op.cuda.xla_splits and _partitioned(ctx):
         return xla_rule(ctx, *operands, **params)
     if op.cuda.fallback(ctx.avals_in, **params) is not None:
         return xla_rule(ctx, *operands, **params)

@@ -7,17 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmoe import _checks
+from jaxmoe import _checks, _quantize
 from jaxmoe._gmm import WEIGHT_LAYOUTS
 
 FORMATS = ("fp8_tensor", "fp8_channel", "fp8_block")
 LAYOUTS = (*WEIGHT_LAYOUTS, "tokens")
 SCALE_FORMATS = ("float32", "e8m0")
-BLOCK = 128  # elements of a block along each axis that has blocks
-MIN_SCALE, MAX_SCALE = 2.0**-126, 2.0**126  # both, and what 1 / scale gives, are normal float32
+BLOCK = _quantize.BLOCK
 
-_ELEMENT_DTYPES = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
-_ELEMENT_NAMES = tuple(np.dtype(dtype).name for dtype in _ELEMENT_DTYPES.values())
+_ELEMENT_NAMES = tuple(np.dtype(dtype).name for dtype in _quantize.ELEMENT_DTYPES.values())
 
 
 @jax.tree_util.register_dataclass
@@ -121,7 +119,7 @@ def quantize(
     _checks.check_rank(op, "w", w, "E,K,N" if weight_layout == "kn" else "E,N,K")
     _check_options(op, "w", w, format, element_type, scale, scale_format)
     stored = jnp.swapaxes(w, 1, 2) if weight_layout == "kn" else jnp.asarray(w)
-    return _quantize(op, stored, format, weight_layout, element_type, scale, scale_format)
+    return _quantized(op, stored, format, weight_layout, element_type, scale, scale_format)
 
 
 def quantize_tokens(
@@ -165,7 +163,7 @@ def quantize_tokens(
     op = "quantize_tokens"
     _checks.check_rank(op, "x", x, "R,K")
     _check_options(op, "x", x, format, element_type, scale, scale_format)
-    return _quantize(op, jnp.asarray(x), format, "tokens", element_type, scale, scale_format)
+    return _quantized(op, jnp.asarray(x), format, "tokens", element_type, scale, scale_format)
 
 
 def dequantize(q: QuantizedArray, *, dtype: Any = None) -> jax.Array:
@@ -199,20 +197,14 @@ def dequantize(q: QuantizedArray, *, dtype: Any = None) -> jax.Array:
     check_quantized(op, "q", q)
     out_dtype = _float_dtype(op, q.dtype if dtype is None else dtype)
     values, scales = jnp.asarray(q.values), jnp.asarray(q.scales)
-    out = values.astype(jnp.float32) * _spread(scales, values.shape, q.format, q.layout)
+    out = values.astype(jnp.float32)
+    out *= _quantize.spread(scales, values.shape, _quantize.sharing(q.format, q.layout))
     return (jnp.swapaxes(out, 1, 2) if q.layout == "kn" else out).astype(out_dtype)
 
 
 def scales_shape(format: str, layout: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the shape of the scales of values of the shape `shape` ([E, N, K] or [R, K])."""
-    if format == "fp8_tensor":
-        return shape[:-2]
-    if format == "fp8_channel":
-        return shape[:-1]
-    return tuple(
-        -(-n // BLOCK) if axis - len(shape) in _block_axes(layout) else n
-        for axis, n in enumerate(shape)
-    )
+    return _quantize.scales_shape(shape, _quantize.sharing(format, layout))
 
 
 def check_quantized(op: str, name: str, q: Any) -> None:
@@ -251,7 +243,7 @@ def _check_options(
 ) -> None:
     _checks.check_choice(op, "format", format, FORMATS)
     _checks.check_dtype(op, name, x, _checks.FLOATS)
-    _checks.check_choice(op, "element_type", element_type, tuple(_ELEMENT_DTYPES))
+    _checks.check_choice(op, "element_type", element_type, tuple(_quantize.ELEMENT_DTYPES))
     _checks.check_choice(op, "scale_format", scale_format, SCALE_FORMATS)
     if element_type != "e4m3" and format != "fp8_tensor":
         rule = f"element_type={element_type!r} is only for format='fp8_tensor'; {format} has e4m3"
@@ -263,7 +255,7 @@ def _check_options(
         raise ValueError(_checks.message(op, rule, scale=scale))
 
 
-def _quantize(
+def _quantized(
     op: str,
     x: jax.Array,
     format: str,
@@ -273,73 +265,18 @@ def _quantize(
     scale_format: str,
 ) -> QuantizedArray:
     """Quantizes x, [E, N, K] or [R, K]."""
-    dtype = jnp.dtype(_ELEMENT_DTYPES[element_type])
-    limit = float(jnp.finfo(dtype).max)
-    y = _without_derivative(x, op).astype(jnp.float32)
-    if scale is None:
-        scales = _dynamic_scales(_largest(y, format, layout), limit, scale_format)
-    else:
+    if scale is not None:
         scale = np.asarray(scale) if isinstance(scale, np.generic) else scale
         check_scales(op, "scale", scale, format, layout, x.shape)
-        scales = _without_derivative(jnp.asarray(scale), op)
-        scales = jnp.where((scales >= MIN_SCALE) & (scales <= MAX_SCALE), scales, jnp.nan)
-    # NOTE: the barriers keep XLA from merging divisions, which would round differently under jit.
-    scales = jax.lax.optimization_barrier(scales)
-    inverse = jax.lax.optimization_barrier(1 / scales)
-    y = jnp.clip(y * _spread(inverse, x.shape, format, layout), -limit, limit)
-    return QuantizedArray(y.astype(dtype), scales, format, layout, np.dtype(x.dtype))
-
-
-def _largest(x: jax.Array, format: str, layout: str) -> jax.Array:
-    """Returns the largest finite |x| of each scale's elements, 0 if there is none."""
-    x = jnp.where(jnp.isfinite(x), jnp.abs(x), 0)
-    if format == "fp8_tensor":
-        return jnp.max(x, axis=(-2, -1), initial=0)
-    if format == "fp8_channel":
-        return jnp.max(x, axis=-1, initial=0)
-    for axis in _block_axes(layout):
-        axis += x.ndim
-        num_blocks = -(-x.shape[axis] // BLOCK)
-        padding = [(0, 0)] * x.ndim
-        padding[axis] = (0, num_blocks * BLOCK - x.shape[axis])
-        x = jnp.pad(x, padding)
-        x = x.reshape(*x.shape[:axis], num_blocks, BLOCK, *x.shape[axis + 1 :])
-        x = jnp.max(x, axis=axis + 1, initial=0)
-    return x
-
-
-def _dynamic_scales(largest: jax.Array, limit: float, scale_format: str) -> jax.Array:
-    # NOTE: XLA turns division by a constant, even one that vmap broadcasts, into a product with its
-    # rounded reciprocal. This divisor is `limit` too, but XLA cannot know.
-    divisor = jax.lax.optimization_barrier(jnp.where(largest >= 0, limit, largest))
-    scales = jnp.maximum(largest / divisor, MIN_SCALE)
-    if scale_format == "e8m0":  # carry any mantissa bit into the exponent
-        bits = jax.lax.bitcast_convert_type(scales, jnp.int32)
-        bits = (bits + 0x007FFFFF) & 0x7F800000
-        scales = jax.lax.bitcast_convert_type(bits, jnp.float32)
-    return scales
-
-
-def _spread(scales: jax.Array, shape: tuple[int, ...], format: str, layout: str) -> jax.Array:
-    """Gives each element of the shape `shape` the scale that it shares."""
-    if format == "fp8_block":
-        for axis in _block_axes(layout):
-            axis += len(shape)
-            first, rest = scales.shape[:axis], scales.shape[axis + 1 :]
-            num_blocks = scales.shape[axis]
-            # not jnp.repeat, which refuses axes that are split over an Explicit mesh
-            scales = jnp.expand_dims(scales, axis + 1)
-            scales = jnp.broadcast_to(scales, (*first, num_blocks, BLOCK, *rest))
-            scales = scales.reshape(*first, num_blocks * BLOCK, *rest)
-            if shape[axis] % BLOCK:
-                scales = jax.lax.slice_in_dim(scales, 0, shape[axis], axis=axis)
-        return scales
-    scales = scales.reshape(scales.shape + (1,) * (len(shape) - scales.ndim))
-    return jnp.broadcast_to(scales, shape)
-
-
-def _block_axes(layout: str) -> tuple[int, ...]:
-    return (-1,) if layout == "tokens" else (-2, -1)
+        scale = _without_derivative(jnp.asarray(scale), op)
+    values, scales = _quantize.quantize(
+        _without_derivative(x, op),
+        scale,
+        shared=_quantize.sharing(format, layout),
+        element_type=element_type,
+        e8m0=scale_format == "e8m0",
+    )
+    return QuantizedArray(values, scales, format, layout, np.dtype(x.dtype))
 
 
 def _identity(x: jax.Array, _op: str) -> jax.Array:

@@ -13,6 +13,7 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(FinalizeFfi);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(GroupedGemmFfi);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(MoeMlpFfi);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(MoeMlpRowsFfi);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(QuantizeFfi);
 
 namespace nb = nanobind;
 
@@ -20,8 +21,14 @@ namespace jaxmoe {
 namespace {
 
 // In the order of kTargetNames.
-constexpr XLA_FFI_Handler* kHandlers[kNumTargets] = {
-    RouteFfi, PlanFfi, PermuteFfi, FinalizeFfi, GroupedGemmFfi, MoeMlpFfi, MoeMlpRowsFfi};
+constexpr XLA_FFI_Handler* kHandlers[kNumTargets] = {RouteFfi,
+                                                     PlanFfi,
+                                                     PermuteFfi,
+                                                     FinalizeFfi,
+                                                     GroupedGemmFfi,
+                                                     MoeMlpFfi,
+                                                     MoeMlpRowsFfi,
+                                                     QuantizeFfi};
 
 nb::dict Registrations() {
   nb::dict handlers;

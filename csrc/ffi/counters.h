@@ -8,7 +8,7 @@
 namespace jaxmoe {
 
 // One entry per FFI target; kTargetNames is in the same order.
-enum class Target { kRoute, kPlan, kPermute, kFinalize, kGmm, kMoeMlp, kMoeMlpRows };
+enum class Target { kRoute, kPlan, kPermute, kFinalize, kGmm, kMoeMlp, kMoeMlpRows, kQuantize };
 
 inline constexpr const char* kTargetNames[] = {
     "jaxmoe_route_v2",
@@ -18,6 +18,7 @@ inline constexpr const char* kTargetNames[] = {
     "jaxmoe_gmm_v1",
     "jaxmoe_moe_mlp_v1",
     "jaxmoe_moe_mlp_rows_v1",
+    "jaxmoe_quantize_v1",
 };
 inline constexpr int kNumTargets = static_cast<int>(std::size(kTargetNames));
 
