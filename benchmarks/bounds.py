@@ -90,6 +90,11 @@ def permute(num_tokens: int, top_k: int, hidden: int) -> Work:
     return Work(0.0, 0.0, float((num_tokens + rows) * hidden * BYTES + 4 * rows))
 
 
+def quantize(rows: int, cols: int, num_scales: int) -> Work:
+    """Rows in, a byte for each element and the float32 scales out."""
+    return Work(0.0, 0.0, float(rows * cols * (BYTES + 1) + 4 * num_scales))
+
+
 def finalize(num_tokens: int, top_k: int, hidden: int) -> Work:
     """K rows per token in, one out, indices and weights in."""
     rows = num_tokens * top_k

@@ -83,7 +83,7 @@ class CudaTarget:
       operands: which arguments the call takes, in order; None for all.
       xla_splits: whether CUDA runs the pure JAX function in a program that XLA partitions (several
         devices, outside of `jax.shard_map`). XLA would gather the operands of the call, and splits
-        the function as its arguments are.
+        the function as its arguments are. Known while lowering only, so not to `explain`.
     """
 
     target: str

@@ -54,6 +54,7 @@ def test_floors_of_the_ops() -> None:
     assert bounds.route(5, 8, 2).activation_bytes == 4 * (5 * 8 + 2 * 5 * 2)
     assert bounds.plan(5, 2, 8).activation_bytes == 4 * (10 + 9 + 10 + 10)
     assert bounds.permute(5, 2, 16).activation_bytes == 2 * 16 * (5 + 10) + 4 * 10
+    assert bounds.quantize(5, 16, 3).activation_bytes == 5 * 16 * (2 + 1) + 4 * 3
     assert bounds.finalize(5, 2, 16).activation_bytes == 2 * 16 * (10 + 5) + 8 * 10
     assert bounds.layer(MODELS["odd"], 1, 1).floor_us(None) is None
 
@@ -160,6 +161,7 @@ def test_a_run_writes_every_row(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert all(set(ROW) <= set(row) for row in content["rows"])
     timed = {(row["op"], row["impl"]): row for row in content["rows"] if row["us"]}
     ops = "route plan permute finalize grouped_gemm/gate_up grouped_gemm/down".split()
+    ops += [f"quantize/{kind}/{of}" for kind in ("channel", "block") for of in "xh"]
     assert {(op, "jaxmoe") for op in ("moe_mlp", "route+moe_mlp", *ops)} <= set(timed)
     assert {("moe_mlp", xla_ragged_dot.NAME), ("grouped_gemm/down", "xla_ragged_dot")} <= set(timed)
     for row in timed.values():

@@ -254,6 +254,7 @@ def test_every_op_runs_its_kernel():
         "jaxmoe_finalize_v1": lambda x, plan: _finalize(
             jnp.repeat(x, 2, 0), plan, jnp.ones((6, 2), jnp.float32)
         ),
+        "jaxmoe_quantize_v1": lambda x, _: jaxmoe.quantize_tokens(x, "fp8_channel"),
     }
     x = normal(rng, (6, 16), jnp.bfloat16)
     plan = _plan(jnp.asarray(expert_ids("uniform", rng, 6, 4, 2)), num_experts=4)

@@ -215,6 +215,13 @@ OTHER_OPS = {
         ["12x32xbf16", "6x2xi32", "6x2xf32", "0x0xbf16"],
         ["6x32xbf16"],
     ),
+    "quantize": (
+        lambda x: jaxmoe.quantize_tokens(x, "fp8_tensor", scale_format="e8m0"),
+        (struct(T, H),),
+        ("jaxmoe_quantize_v1", {"shared": "0:i64", "e8m0": "1:i64"}),
+        ["1x6x32xbf16", "0xf32"],
+        ["1x6x32xf8E4M3FN", "1xf32", "1024xf32"],
+    ),
 }
 
 

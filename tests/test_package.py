@@ -48,6 +48,7 @@ TARGETS = {
     "jaxmoe_moe_mlp_v1",
     "jaxmoe_permute_v1",
     "jaxmoe_plan_v1",
+    "jaxmoe_quantize_v1",
     "jaxmoe_route_v2",
 }
 # Lines a file may have, by the pattern of its path.

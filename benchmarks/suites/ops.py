@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
 import jaxmoe
@@ -28,6 +29,10 @@ def entries(case: Case) -> list[Entry]:
     out = [_route(case), _plan(case), _permute(case), _finalize(case)]
     for name, k, n in products:
         out += _grouped_gemm(case, name, k, n)
+    for format in ("fp8_channel", "fp8_block"):
+        kind = format.removeprefix("fp8_")
+        out.append(_quantize(case, f"quantize/{kind}/x", format, case.num_tokens, model.hidden))
+        out.append(_quantize(case, f"quantize/{kind}/h", format, case.num_rows, model.intermediate))
     return out
 
 
@@ -142,6 +147,33 @@ def _finalize(case: Case) -> Entry:
     return _entry(
         "finalize", work, jaxmoe.finalize, arguments, check, case.num_tokens * model.hidden * BYTES
     )
+
+
+def _quantize(case: Case, op: str, format: str, rows: int, cols: int) -> Entry:
+    """The input of the layer or the activation between its products, in FP8."""
+    group = cols if format == "fp8_channel" else 128
+    work = bounds.quantize(rows, cols, rows * -(-cols // group))
+    call = _keyword(jaxmoe.quantize_tokens, "format", format)
+
+    def arguments(count: int) -> list[tuple[Any, ...]]:
+        return [(x,) for x in _cold(case, rows, cols, count)]
+
+    def check() -> float:
+        x = _cold(case, rows, cols, 1)[0]
+        q = chain.single(call)(x)
+        at = case.sample
+        mine = np.asarray(x[at], np.float32)
+        worst = 0.0
+        for i, first in enumerate(range(0, cols, group)):
+            part = mine[:, first : first + group]
+            scale = np.abs(part).max(axis=1, keepdims=True) / np.float32(448)
+            values = (part * (1 / scale)).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+            scales = q.scales[at] if q.scales.ndim == 1 else q.scales[at, i]
+            got = np.asarray(q.values[at, first : first + group], np.float32)
+            worst = max(worst, relative_error(got, values), relative_error(scales, scale[:, 0]))
+        return worst
+
+    return _entry(op, work, call, arguments, check, rows * cols)
 
 
 def _cold(case: Case, rows: int, width: int, count: int) -> list[jax.Array]:

@@ -1,8 +1,7 @@
 // Device code of quantize: float rows to FP8 with the scales of tensors, rows, groups or blocks.
 //
 // Problem: read C floats of each of R rows once, find the largest finite |x| of what shares a
-// scale,
-//   write C bytes and the scales. A piece is 16 bytes of x, 8 (f32: 4) of its values.
+//   scale, write C bytes and the scales. A piece is 16 bytes of x, 8 (f32: 4) of its values.
 // By row (tokens: kRow, kGroup, and the values of kTensor): a row belongs to `warps` =
 //   ceil(pieces / 128) warps of one block, 4 pieces a thread, all loaded before the first is used;
 //   short rows share a block, rows beyond 4096 pieces are read in chunks. Group: its 128 floats lie

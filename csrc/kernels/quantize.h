@@ -25,9 +25,9 @@ constexpr int kMaxQuantPartials = 1024;
 // values    = fp8(clip(x * (1 / scale), -M, M)), NaN where x or the scale is NaN
 // Row r is valid if r < *num_rows (every row without num_rows). Others are not read, and neither
 // their values nor, with kRow and kGroup, their scales are written.
-// Row r of values is row r of x; with slot_to_row (batch = 1, not kBlock) instead row t of x goes
-// to rows slot_to_row[t * top_k + k] of values, k in [0, top_k), to none for what lies outside [0,
-// num_out_rows); scales stay at t.
+// Row r of values is row r of x. With slot_to_row (batch = 1, not kBlock) instead row t of x goes
+// to rows slot_to_row[t * top_k + k] of values for each k < top_k, nowhere where that is negative
+// or at least num_out_rows; scales stay at t.
 struct QuantizeParams {
   const void* x;  // [batch, rows, cols]; rows of 16-byte multiples, 16-byte aligned
   DType dtype;
