@@ -292,7 +292,8 @@ def _partitioned(ctx: Any) -> bool:
     """Whether what is lowered is for several devices among which XLA divides the work."""
     axes = ctx.module_context.axis_context
     if isinstance(axes, mlir.SPMDAxisContext):
-        return axes.manual_axes | set(axes.mesh.manual_axes) != set(axes.mesh.axis_names)
+        manual = axes.manual_axes | set(axes.mesh.manual_axes)
+        return not manual.issuperset(axes.mesh.axis_names)
     return axes.num_devices != 1
 
 

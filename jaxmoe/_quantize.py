@@ -58,7 +58,7 @@ def quantize(
     x: jax.Array, scale: jax.Array | None, *, shared: str, element_type: str, e8m0: bool
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the values and scales of x, [B, R, C] or [R, C], on CUDA by the kernel."""
-    params = {"shared": shared, "element_type": element_type, "e8m0": e8m0}
+    params: dict[str, Any] = {"shared": shared, "element_type": element_type, "e8m0": e8m0}
     given = [x] if scale is None else [x, scale]
     if any(_primitive.explicit_axes(jax.typeof(a)) for a in given):
         return quantize_xla(x, scale, **params)  # XLA splits it as its arguments are
