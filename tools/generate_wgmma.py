@@ -7,7 +7,13 @@ the repository root: python tools/generate_wgmma.py
 import pathlib
 
 SHAPES = (48, 80, 112, 144, 160)
-TYPES = (("F32BF16BF16", "bf16"), ("F32F16F16", "f16"))
+# Name of the instruction's types, those of A and B in PTX, k of an instruction.
+TYPES = (
+    ("F32BF16BF16", "bf16", "bf16", 16),
+    ("F32F16F16", "f16", "f16", 16),
+    ("F32E4M3E4M3", "e4m3", "e4m3", 32),
+    ("F32E5M2E4M3", "e5m2", "e4m3", 32),
+)
 
 HEADER = """\
 // wgmma shapes that CUTLASS's light headers lack. Written by tools/generate_wgmma.py.
@@ -21,27 +27,31 @@ namespace jaxmoe::ptx {
 """
 
 
-def atom(n: int, name: str, ptx: str) -> str:
+def atom(n: int, name: str, ptx_a: str, ptx_b: str, k: int) -> str:
     count = n // 2
     parameters = ", ".join(f"float& d{i}" for i in range(count))
     registers = ", ".join(f"%{i}" for i in range(count))
     operands = ", ".join(f'"+f"(d{i})' for i in range(count))
+    template = majors = constants = ""
+    if k == 16:  # of FP8 both operands are K-major
+        template = "template <cute::SM90::GMMA::Major kMajorA, cute::SM90::GMMA::Major kMajorB>\n"
+        majors = f", %{count + 3}, %{count + 4}"
+        constants = """,
+          "n"(static_cast<int32_t>(kMajorA)), "n"(static_cast<int32_t>(kMajorB))"""
     return f"""
-template <cute::SM90::GMMA::Major kMajorA, cute::SM90::GMMA::Major kMajorB>
-struct Mma64x{n}x16{name} {{
+{template}struct Mma64x{n}x{k}{name} {{
   static __device__ __forceinline__ void fma(uint64_t a, uint64_t b, {parameters},
                                              cute::SM90::GMMA::ScaleOut scale_d) {{
     asm volatile(
         "{{\\n"
         ".reg .pred p;\\n"
         "setp.ne.b32 p, %{count + 2}, 0;\\n"
-        "wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{ptx}.{ptx} "
+        "wgmma.mma_async.sync.aligned.m64n{n}k{k}.f32.{ptx_a}.{ptx_b} "
         "{{{registers}}}, "
-        "%{count}, %{count + 1}, p, 1, 1, %{count + 3}, %{count + 4};\\n"
+        "%{count}, %{count + 1}, p, 1, 1{majors};\\n"
         "}}\\n"
         : {operands}
-        : "l"(a), "l"(b), "r"(static_cast<int32_t>(scale_d)),
-          "n"(static_cast<int32_t>(kMajorA)), "n"(static_cast<int32_t>(kMajorB)));
+        : "l"(a), "l"(b), "r"(static_cast<int32_t>(scale_d)){constants});
   }}
 }};
 """

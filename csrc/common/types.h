@@ -5,9 +5,22 @@
 
 namespace jaxmoe {
 
-enum class DType : int32_t { kBFloat16 = 0, kFloat16 = 1, kFloat32 = 2 };
+enum class DType : int32_t {
+  kBFloat16 = 0,
+  kFloat16 = 1,
+  kFloat32 = 2,
+  kFloat8E4M3 = 3,
+  kFloat8E5M2 = 4,
+};
 
-constexpr int ElementSize(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+constexpr bool IsFloat8(DType dtype) {
+  return dtype == DType::kFloat8E4M3 || dtype == DType::kFloat8E5M2;
+}
+
+constexpr int ElementSize(DType dtype) {
+  if (IsFloat8(dtype)) return 1;
+  return dtype == DType::kFloat32 ? 4 : 2;
+}
 
 // Rounds up; for non-negative `a` and positive `b`.
 constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }

@@ -14,6 +14,8 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(GroupedGemmFfi);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(MoeMlpFfi);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(MoeMlpRowsFfi);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(QuantizeFfi);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(MoeMlpFp8Ffi);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(GroupedGemmFp8Ffi);
 
 namespace nb = nanobind;
 
@@ -28,7 +30,9 @@ constexpr XLA_FFI_Handler* kHandlers[kNumTargets] = {RouteFfi,
                                                      GroupedGemmFfi,
                                                      MoeMlpFfi,
                                                      MoeMlpRowsFfi,
-                                                     QuantizeFfi};
+                                                     QuantizeFfi,
+                                                     MoeMlpFp8Ffi,
+                                                     GroupedGemmFp8Ffi};
 
 nb::dict Registrations() {
   nb::dict handlers;

@@ -143,9 +143,13 @@ inline ffi::Error CheckRange(
                              std::to_string(low) + ", " + std::to_string(high) + "].");
 }
 
-// Of a buffer that passed CheckFloatDtype.
+// Of a buffer that passed CheckFloatDtype, or is FP8.
 inline DType ToDType(ffi::DataType dtype) {
   switch (dtype) {
+    case ffi::DataType::F8E4M3FN:
+      return DType::kFloat8E4M3;
+    case ffi::DataType::F8E5M2:
+      return DType::kFloat8E5M2;
     case ffi::DataType::BF16:
       return DType::kBFloat16;
     case ffi::DataType::F16:

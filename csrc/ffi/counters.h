@@ -8,7 +8,18 @@
 namespace jaxmoe {
 
 // One entry per FFI target; kTargetNames is in the same order.
-enum class Target { kRoute, kPlan, kPermute, kFinalize, kGmm, kMoeMlp, kMoeMlpRows, kQuantize };
+enum class Target {
+  kRoute,
+  kPlan,
+  kPermute,
+  kFinalize,
+  kGmm,
+  kMoeMlp,
+  kMoeMlpRows,
+  kQuantize,
+  kMoeMlpFp8,
+  kGmmFp8
+};
 
 inline constexpr const char* kTargetNames[] = {
     "jaxmoe_route_v2",
@@ -19,6 +30,8 @@ inline constexpr const char* kTargetNames[] = {
     "jaxmoe_moe_mlp_v1",
     "jaxmoe_moe_mlp_rows_v1",
     "jaxmoe_quantize_v1",
+    "jaxmoe_moe_mlp_fp8_v1",
+    "jaxmoe_gmm_fp8_v1",
 };
 inline constexpr int kNumTargets = static_cast<int>(std::size(kTargetNames));
 

@@ -15,6 +15,7 @@ struct MlpAttrs {
   int64_t expert_offset;
   int64_t gate_up;
   int64_t weight_layout;
+  bool fp8 = false;  // weights are FP8, x perhaps
 };
 
 // Every operand but those of finalize.
@@ -47,10 +48,21 @@ inline ffi::Error CheckBuffers(const MlpBuffers& b,
   const bool kn = attrs.weight_layout == static_cast<int64_t>(WeightLayout::kKN);
   JAXMOE_RETURN_IF_ERROR(CheckRange(kMoeMlp, "weight_layout", attrs.weight_layout, 0, 1));
   JAXMOE_RETURN_IF_ERROR(CheckRange(kMoeMlp, "gate_up", attrs.gate_up, 0, 2));
-  JAXMOE_RETURN_IF_ERROR(CheckDtype(kMoeMlp, "x", b.x, {ffi::DataType::BF16, ffi::DataType::F16}));
-  for (const ffi::AnyBuffer& other :
-       {b.w_gate_up, b.w_down, b.b_gate_up, b.b_down, b.rows, b.act}) {
-    JAXMOE_RETURN_IF_ERROR(CheckDtype(kMoeMlp, "operand", other, {b.x.element_type()}));
+  const ffi::DataType dtype = b.act.element_type();
+  const ffi::DataType weights = attrs.fp8 ? b.w_gate_up.element_type() : dtype;
+  const ffi::DataType fp8_or_dtype = attrs.fp8 ? ffi::DataType::F8E4M3FN : dtype;
+  JAXMOE_RETURN_IF_ERROR(CheckDtype(kMoeMlp, "x", b.x, {dtype, fp8_or_dtype}));
+  JAXMOE_RETURN_IF_ERROR(
+      CheckDtype(kMoeMlp, "act", b.act, {ffi::DataType::BF16, ffi::DataType::F16}));
+  if (attrs.fp8) {
+    JAXMOE_RETURN_IF_ERROR(CheckDtype(
+        kMoeMlp, "w_gate_up", b.w_gate_up, {ffi::DataType::F8E4M3FN, ffi::DataType::F8E5M2}));
+  }
+  for (const ffi::AnyBuffer& other : {b.w_gate_up, b.w_down}) {
+    JAXMOE_RETURN_IF_ERROR(CheckDtype(kMoeMlp, "weights", other, {weights}));
+  }
+  for (const ffi::AnyBuffer& other : {b.b_gate_up, b.b_down, b.rows}) {
+    JAXMOE_RETURN_IF_ERROR(CheckDtype(kMoeMlp, "operand", other, {dtype}));
   }
   for (const ffi::AnyBuffer& integers : {b.expert_ids, b.expert_map, b.index}) {
     JAXMOE_RETURN_IF_ERROR(CheckDtype(kMoeMlp, "index operand", integers, {ffi::DataType::S32}));
@@ -79,7 +91,8 @@ inline ffi::Error CheckBuffers(const MlpBuffers& b,
     return InvalidArgument(kMoeMlp,
                            "num_local_experts must be a multiple of both weights' experts");
   }
-  if (hidden % 8 != 0 || intermediate % 8 != 0) {
+  const int64_t unit = attrs.fp8 ? 16 : 8;
+  if (hidden % unit != 0 || intermediate % unit != 0) {
     return InvalidArgument(kMoeMlp, "rows must be multiples of 16 bytes");
   }
   return CheckShape(kMoeMlp, "index", b.index, {MlpIndex(rows, attrs.num_local_experts).size});
@@ -92,7 +105,7 @@ inline MoeMlpParams MakeParams(const MlpBuffers& b,
                                const TileAttrs& gemm1,
                                const TileAttrs& gemm2) {
   MoeMlpParams p;
-  p.dtype = ToDType(b.x.element_type());
+  p.dtype = ToDType(b.act.element_type());
   p.x = b.x.untyped_data();
   p.expert_ids = b.expert_ids.typed_data<int32_t>();
   p.w_gate_up = b.w_gate_up.untyped_data();
@@ -119,6 +132,27 @@ inline MoeMlpParams MakeParams(const MlpBuffers& b,
   p.gemm1 = gemm1.config();
   p.gemm2 = gemm2.config();
   return p;
+}
+
+// The operands and the result of finalize.
+template <class Weights>
+ffi::Error CheckFinalize(const Weights& weights,
+                         const ffi::AnyBuffer& residual,
+                         const ffi::AnyBuffer& y,
+                         MoeMlpParams* p) {
+  const ffi::DataType dtype =
+      p->dtype == DType::kBFloat16 ? ffi::DataType::BF16 : ffi::DataType::F16;
+  JAXMOE_RETURN_IF_ERROR(CheckDtype(kMoeMlp, "weights", weights, {ffi::DataType::F32}));
+  JAXMOE_RETURN_IF_ERROR(CheckDtype(kMoeMlp, "residual", residual, {dtype}));
+  JAXMOE_RETURN_IF_ERROR(CheckDtype(kMoeMlp, "y", y, {dtype}));
+  JAXMOE_RETURN_IF_ERROR(CheckShape(kMoeMlp, "weights", weights, {p->num_tokens, p->top_k}));
+  JAXMOE_RETURN_IF_ERROR(
+      CheckShapeOrAbsent(kMoeMlp, "residual", residual, {p->num_tokens, p->hidden}));
+  JAXMOE_RETURN_IF_ERROR(CheckShape(kMoeMlp, "y", y, {p->num_tokens, p->hidden}));
+  p->weights = static_cast<const float*>(weights.untyped_data());
+  p->residual = IsAbsent(residual) ? nullptr : residual.untyped_data();
+  p->y = y.untyped_data();
+  return ffi::Error::Success();
 }
 
 }  // namespace jaxmoe

@@ -33,16 +33,7 @@ ffi::Error MoeMlp(cudaStream_t stream,
   const MlpAttrs attrs{num_experts, num_local_experts, expert_offset, gate_up, weight_layout};
   JAXMOE_RETURN_IF_ERROR(CheckBuffers(b, attrs, activation));
   MoeMlpParams p = MakeParams(b, attrs, activation, gemm1, gemm2);
-  JAXMOE_RETURN_IF_ERROR(CheckDtype(kMoeMlp, "weights", weights, {ffi::DataType::F32}));
-  JAXMOE_RETURN_IF_ERROR(CheckDtype(kMoeMlp, "residual", residual, {x.element_type()}));
-  JAXMOE_RETURN_IF_ERROR(CheckDtype(kMoeMlp, "y", *y, {x.element_type()}));
-  JAXMOE_RETURN_IF_ERROR(CheckShape(kMoeMlp, "weights", weights, {p.num_tokens, p.top_k}));
-  JAXMOE_RETURN_IF_ERROR(
-      CheckShapeOrAbsent(kMoeMlp, "residual", residual, {p.num_tokens, p.hidden}));
-  JAXMOE_RETURN_IF_ERROR(CheckShape(kMoeMlp, "y", *y, {p.num_tokens, p.hidden}));
-  p.weights = weights.typed_data<float>();
-  p.residual = IsAbsent(residual) ? nullptr : residual.untyped_data();
-  p.y = y->untyped_data();
+  JAXMOE_RETURN_IF_ERROR(CheckFinalize(weights, residual, *y, &p));
   if (const char* error = LaunchMoeMlp(p, stream)) return InvalidArgument(kMoeMlp, error);
   return ffi::Error::Success();
 }

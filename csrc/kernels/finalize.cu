@@ -55,8 +55,9 @@ cudaError_t LaunchFinalize(const FinalizeParams& params, cudaStream_t stream) {
       return LaunchFinalizeType<__half>(params, stream);
     case DType::kFloat32:
       return LaunchFinalizeType<float>(params, stream);
+    default:
+      return cudaErrorInvalidValue;
   }
-  return cudaErrorInvalidValue;
 }
 
 }  // namespace jaxmoe

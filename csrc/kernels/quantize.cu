@@ -141,8 +141,9 @@ cudaError_t LaunchQuantize(const QuantizeParams& params, cudaStream_t stream) {
       return LaunchType<__half>(p, stream);
     case DType::kFloat32:
       return LaunchType<float>(p, stream);
+    default:
+      return cudaErrorInvalidValue;
   }
-  return cudaErrorInvalidValue;
 }
 
 }  // namespace jaxmoe

@@ -7,9 +7,25 @@
 
 namespace jaxmoe {
 
+// Scales of an FP8 product, in floats and strides of floats. Steps are those of k.
+struct ScaleArgs {
+  const float* w;
+  const float* x;
+  const float* out;    // null: the output is not quantized
+  const int* x_index;  // row -> row of x's scales; null: the same
+  int64_t w_stride;    // from a weight to the next
+  int w_row_stride;    // from a weight row (128 of them, if by_step) to the next
+  int x_row_stride;
+  int num_x;     // weight w starts at x[w % num_x]
+  int num_out;   // the output of weight w is quantized by out[w % num_out]
+  bool by_step;  // a scale for each step
+  bool half;     // bias and output are fp16, else bf16
+};
+
 struct MoeGemmArgs {
-  CUtensorMap w_map;  // 3-D: (k, n, weight) or (n, k, weight), box 64 x 64 x 1, 128-byte swizzle
-  CUtensorMap x_map;  // 2-D: (k, row), box 64 x box_rows, or 64 x 1 when gathering by boxes
+  CUtensorMap
+      w_map;  // 3-D: (k, n, weight) or (n, k, weight), box 128 bytes of rows x 64 x 1, swizzled
+  CUtensorMap x_map;  // 2-D: (k, row), box 128 bytes x box_rows, or x 1 when gathering by boxes
   const int* group_starts;
   const int* group_sizes;
   const int* row_index;
@@ -35,15 +51,17 @@ struct MoeGemmArgs {
   bool early_groups;
   bool stream_weights;  // L2 may drop weights first
   bool plans;           // groups and row_index come from `plan`, see slot_plan.cuh
-  bool writes_plan;     // slot_to_row, for finalize
+  bool writes_plan;     // slot_to_row and the number of rows, for the kernels after
   PlanParams plan;
   ActivationParams activation;
+  ScaleArgs scales;  // FP8
 };
 
 // One instantiated kernel. `launch` sets attributes and launches on `grid` CTAs.
 struct Variant {
   DType dtype;
   WeightLayout layout;
+  bool promoted;
   bool gated;
   int weight_tile;
   int token_tile;
@@ -64,5 +82,9 @@ VariantTable Bf16KnVariants();
 VariantTable Bf16NkVariants();
 VariantTable Fp16KnVariants();
 VariantTable Fp16NkVariants();
+VariantTable E4M3Variants();
+VariantTable E4M3PromotedVariants();
+VariantTable E5M2Variants();
+VariantTable E5M2PromotedVariants();
 
 }  // namespace jaxmoe

@@ -1,5 +1,6 @@
 // From a problem and a tile to a launched kernel: the one table of variants, unknown rows refused.
 #include <algorithm>
+#include <cstdint>
 #include <cstdio>
 
 #include "csrc/common/launch.h"
@@ -9,22 +10,63 @@
 namespace jaxmoe {
 namespace {
 
-constexpr VariantTable (*kTables[])() = {
-    &Bf16KnVariants, &Bf16NkVariants, &Fp16KnVariants, &Fp16NkVariants};
+constexpr VariantTable (*kTables[])() = {&Bf16KnVariants,
+                                         &Bf16NkVariants,
+                                         &Fp16KnVariants,
+                                         &Fp16NkVariants,
+                                         &E4M3Variants,
+                                         &E4M3PromotedVariants,
+                                         &E5M2Variants,
+                                         &E5M2PromotedVariants};
 
 const Variant* FindVariant(const MoeGemmProblem& p, const TileConfig& tile) {
   for (const auto& table_of : kTables) {
     const VariantTable table = table_of();
     for (int i = 0; i < table.size; ++i) {
       const Variant& v = table.rows[i];
-      if (v.dtype == p.dtype && v.layout == p.layout && v.gated == p.gated &&
-          v.weight_tile == tile.weight_tile && v.token_tile == tile.token_tile &&
-          v.cluster == tile.cluster && v.split_k == tile.split_k) {
+      if (v.dtype == p.dtype && v.layout == p.layout && v.promoted == p.scales.promoted &&
+          v.gated == p.gated && v.weight_tile == tile.weight_tile &&
+          v.token_tile == tile.token_tile && v.cluster == tile.cluster &&
+          v.split_k == tile.split_k) {
         return &v;
       }
     }
   }
   return nullptr;
+}
+
+// With step scales, so promoted sums.
+bool ByStep(const MoeGemmProblem& p) { return p.scales.format == ScaleFormat::kBlock; }
+
+ScaleArgs MakeScales(const MoeGemmProblem& p) {
+  constexpr int kBlock = 128;
+  const int blocks = static_cast<int>(CeilDiv(p.k, kBlock));
+  ScaleArgs s{};
+  s.w = p.scales.w;
+  s.x = p.scales.x;
+  s.out = p.scales.out;
+  s.x_index = p.scales.x_index;
+  s.num_x = 1;
+  s.num_out = p.scales.num_out;
+  s.by_step = ByStep(p);
+  s.half = p.out_dtype == DType::kFloat16;
+  switch (p.scales.format) {
+    case ScaleFormat::kTensor:
+      s.w_stride = 1;
+      s.num_x = p.scales.num_x;
+      break;
+    case ScaleFormat::kChannel:
+      s.w_stride = p.n;
+      s.w_row_stride = 1;
+      s.x_row_stride = 1;
+      break;
+    case ScaleFormat::kBlock:
+      s.w_stride = CeilDiv(p.n, kBlock) * blocks;
+      s.w_row_stride = blocks;
+      s.x_row_stride = blocks;
+      break;
+  }
+  return s;
 }
 
 template <class... Args>
@@ -38,20 +80,31 @@ const char* Message(const char* format, Args... args) {
 
 const char* LaunchMoeGemm(const MoeGemmProblem& p, const TileConfig& tile, cudaStream_t stream) {
   const Variant* variant = FindVariant(p, tile);
-  if (variant == nullptr) {
-    return Message("no kernel with weight_tile=%d token_tile=%d cluster=%d split_k=%d",
+  const bool fp8 = IsFloat8(p.dtype);
+  if (variant == nullptr || (fp8 && p.out_f32 && tile.token_tile * tile.cluster > 192)) {
+    return Message("no kernel with weight_tile=%d token_tile=%d cluster=%d split_k=%d%s%s",
                    tile.weight_tile,
                    tile.token_tile,
                    tile.cluster,
-                   tile.split_k);
+                   tile.split_k,
+                   p.scales.promoted ? ", promoted sums" : "",
+                   p.out_f32 ? ", float32 output" : "");
   }
   if (p.num_groups == 0 || p.rows_per_batch == 0 || p.n == 0) return nullptr;
-  if (p.k % 8 != 0 || (p.gated ? p.n / 2 : p.n) % 8 != 0 || p.n % 8 != 0 || p.k == 0) {
-    return Message("k=%d and n=%d%s must be positive multiples of 8 (16-byte rows)",
+  const int unit = 16 / ElementSize(p.dtype);
+  if (p.k % unit != 0 || (p.gated ? p.n / 2 : p.n) % 8 != 0 || p.n % 8 != 0 || p.k == 0) {
+    return Message("k=%d must be a positive multiple of %d and n=%d%s of 8 (16-byte rows)",
                    p.k,
+                   unit,
                    p.n,
                    p.gated ? " (both halves)" : "");
   }
+  const int step_k = 128 / ElementSize(p.dtype);
+  if (fp8 && tile.gather && tile.token_tile > 32) return "wide FP8 tiles do not gather";
+  if (ByStep(p) && (!p.scales.promoted || p.x_rows * CeilDiv(p.k, step_k) > INT32_MAX)) {
+    return "block scales need promoted sums and at most 2^31 scales of X";
+  }
+  if (ByStep(p) && p.gated && p.n % 32 != 0) return "with block scales n / 2 is a multiple of 16";
 
   MoeGemmArgs args{};
   if (const char* error = EncodeWeightMap(p, &args.w_map)) return error;
@@ -72,9 +125,10 @@ const char* LaunchMoeGemm(const MoeGemmProblem& p, const TileConfig& tile, cudaS
   args.k = p.k;
   args.n = p.n;
   args.n_out = p.gated ? p.n / 2 : p.n;
-  args.num_k_steps = static_cast<int>(CeilDiv(p.k, 64));
+  args.num_k_steps = static_cast<int>(CeilDiv(p.k, step_k));
   if (args.num_k_steps < variant->split_k) {
-    return Message("split_k=%d needs k > %d, not %d", tile.split_k, (tile.split_k - 1) * 64, p.k);
+    return Message(
+        "split_k=%d needs k > %d, not %d", tile.split_k, (tile.split_k - 1) * step_k, p.k);
   }
   if (p.plan != nullptr && (p.plan->num_tokens * p.plan->top_k > kMaxPlannedSlots ||
                             (tile.gather && tile.token_tile > 32))) {
@@ -95,6 +149,7 @@ const char* LaunchMoeGemm(const MoeGemmProblem& p, const TileConfig& tile, cudaS
   args.plans = p.plan != nullptr;
   args.writes_plan = p.writes_plan;
   if (args.plans) args.plan = *p.plan;
+  if (fp8) args.scales = MakeScales(p);
 
   int sm_count = 0;
   if (cudaError_t status = GetSmCount(&sm_count); status != cudaSuccess) {

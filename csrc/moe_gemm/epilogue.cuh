@@ -1,4 +1,5 @@
-// Accumulators to global memory: bias, activation, rounding, transposition, predicated stores.
+// Accumulators to global memory: scales, bias, activation, rounding, transposition, predicated
+// stores, of FP8 operands perhaps quantization.
 //
 // A thread's accumulators lie along tokens of one weight row (feature), memory lies along features
 // of one token. stmatrix.trans turns them: chunks of tokens are staged as [token][feature] in
@@ -6,7 +7,7 @@
 #pragma once
 
 #include "csrc/moe_gemm/activation.cuh"
-#include "csrc/moe_gemm/mainloop.cuh"
+#include "csrc/moe_gemm/scales.cuh"
 
 namespace jaxmoe {
 
@@ -22,22 +23,54 @@ struct EpilogueSite {
   int thread;    // 0..127
 };
 
+// Conversions of what is neither an operand nor an accumulator: bias and output have the operands'
+// type, or if that is FP8 one that is known at run time.
 template <class T>
+struct OutType {
+  bool half;  // of FP8: fp16, not bf16
+
+  using Bf16Or16 = std::conditional_t<T::kFp8, __nv_bfloat16, typename T::Weight>;
+
+  __device__ __forceinline__ float Load(const void* at, int64_t i) const {
+    if (T::kFp8 && half) return ptx::ToFloat(static_cast<const __half*>(at)[i]);
+    return ptx::ToFloat(static_cast<const Bf16Or16*>(at)[i]);
+  }
+
+  __device__ __forceinline__ uint32_t Pack2(float lo, float hi) const {
+    if (T::kFp8 && half) return ptx::Pack2<__half>(lo, hi);
+    return ptx::Pack2<Bf16Or16>(lo, hi);
+  }
+
+  __device__ __forceinline__ float2 Unpack2(uint32_t v) const {
+    if (T::kFp8 && half) return __half22float2(reinterpret_cast<__half2&>(v));
+    return __bfloat1622float2(reinterpret_cast<__nv_bfloat162&>(v));
+  }
+};
+
+// TileScales, or of operands without scales anything.
+struct NoScales {};
+
+template <class T, class Scales>
 class Epilogue {
  public:
-  using Element = typename T::Element;
-
   __device__ Epilogue(const MoeGemmArgs& args,
                       const SharedStorage<T>& smem,
-                      const EpilogueSite& site)
+                      const EpilogueSite& site,
+                      const Scales& scales)
       : args_(args),
         site_(site),
+        scales_(scales),
         staging_(smem.staging(site.consumer)),
+        token_scales_(smem.token_scales(site.consumer)),
         warp_(site.thread / 32),
         lane_(site.thread % 32) {}
 
   __device__ __forceinline__ void Run(Accumulators<T>& acc) {
     LoadBias();
+    if constexpr (T::kFp8) {
+      scales_.Publish(token_scales_, site_.thread);
+      Sync();
+    }
     if constexpr (T::kGated) {
       const bool silu =
           args_.activation.kind == ActivationParams::kSigmoid && args_.activation.c3 == 0.0f;
@@ -51,7 +84,7 @@ class Epilogue {
     } else {
       if (args_.activation.kind == ActivationParams::kIdentity) {
         if (args_.out_f32) {
-          StoreFloat(acc);
+          if constexpr (T::kStoresFloat) StoreFloat(acc);
         } else {
           StageAll<StageMode::kSingle, IdentityForm>(acc);
         }
@@ -76,8 +109,26 @@ class Epilogue {
 
   __device__ __forceinline__ float BiasAt(int weight_row) const {
     if (args_.bias == nullptr || weight_row >= args_.n) return 0.0f;
-    const Element* bias = static_cast<const Element*>(args_.bias);
-    return ptx::ToFloat(bias[static_cast<int64_t>(site_.weight) * args_.n + weight_row]);
+    return Out().Load(args_.bias, static_cast<int64_t>(site_.weight) * args_.n + weight_row);
+  }
+
+  __device__ __forceinline__ OutType<T> Out() const { return {args_.scales.half}; }
+
+  // Accumulators 4 * group ... of a block, scaled and with bias.
+  __device__ __forceinline__ float4 Values(const Accumulators<T>& acc, int block, int group) const {
+    const float* a = &acc[block][4 * group];
+    const float* b = bias_[block];
+    if constexpr (T::kFp8) {
+      const float2 x =
+          *reinterpret_cast<const float2*>(token_scales_ + 8 * group + 2 * (lane_ % 4));
+      const float w0 = scales_.weight(block, 0);
+      const float w1 = scales_.weight(block, 1);
+      return make_float4(fmaf(a[0], x.x * w0, b[0]),
+                         fmaf(a[1], x.y * w0, b[0]),
+                         fmaf(a[2], x.x * w1, b[1]),
+                         fmaf(a[3], x.y * w1, b[1]));
+    }
+    return make_float4(a[0] + b[0], a[1] + b[0], a[2] + b[1], a[3] + b[1]);
   }
 
   __device__ __forceinline__ void Sync() const { ptx::NamedBarrierSync(1 + site_.consumer, 128); }
@@ -96,7 +147,8 @@ class Epilogue {
         CopyOut(t0);
       }
     }
-    if (site_.rows > 0) Sync();  // the staging buffer is free for the next tile
+    // The staging buffer and the scales are free for the next tile.
+    if (T::kFp8 || site_.rows > 0) Sync();
   }
 
   // Eight tokens: accumulator columns group `group`, staging rows 8 * j ...
@@ -108,38 +160,40 @@ class Epilogue {
       // rows take the features of block 0, lanes on odd rows those of block 1.
       const int row = lane_ / 4;
       const bool odd = row % 2 != 0;
+      const float4 block0 = Values(acc, 0, group);
+      const float4 block1 = Values(acc, 1, group);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const float v0 = acc[0][4 * group + e] + bias_[0][e / 2];
-        const float v1 = acc[1][4 * group + e] + bias_[1][e / 2];
+        const float v0 = Get(block0, e);
+        const float v1 = Get(block1, e);
         const float other = __shfl_xor_sync(0xffffffffu, odd ? v0 : v1, 4);
         const float y = Form::Apply(p, odd ? other : v0, odd ? v1 : other);
         const int feature = (odd ? 32 : 0) + (warp_ * 16 + (e / 2) * 8 + row) / 2;
         const int token = 8 * j + 2 * (lane_ % 4) + e % 2;
-        *reinterpret_cast<Element*>(staging_ + token * T::kStagingPitch + feature * 2) =
-            ptx::FromFloat<Element>(y);
+        *reinterpret_cast<uint16_t*>(staging_ + token * T::kStagingPitch + feature * 2) =
+            static_cast<uint16_t>(Out().Pack2(y, 0.0f));
       }
     } else {
       constexpr int kBlocks = kMode == StageMode::kHalves ? 1 : 2;
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block) {
+        const float4 gate = Values(acc, block, group);
+        float4 up = make_float4(1.0f, 1.0f, 1.0f, 1.0f);
+        if constexpr (kMode == StageMode::kHalves) up = Values(acc, 1, group);
         float y[4];
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const float g = acc[block][4 * group + e] + bias_[block][e / 2];
-          float u = 1.0f;
-          if constexpr (kMode == StageMode::kHalves) {
-            u = acc[1][4 * group + e] + bias_[1][e / 2];
-          }
-          y[e] = Form::Apply(p, g, u);
-        }
+        for (int e = 0; e < 4; ++e) y[e] = Form::Apply(p, Get(gate, e), Get(up, e));
         const int token = 8 * j + lane_ % 8;
         const int feature = block * 64 + warp_ * 16 + (lane_ / 8 % 2) * 8;
         ptx::StoreMatrix2Transposed(staging_ + token * T::kStagingPitch + feature * 2,
-                                    ptx::Pack2<Element>(y[0], y[1]),
-                                    ptx::Pack2<Element>(y[2], y[3]));
+                                    Out().Pack2(y[0], y[1]),
+                                    Out().Pack2(y[2], y[3]));
       }
     }
+  }
+
+  static __device__ __forceinline__ float Get(const float4& v, int e) {
+    return e == 0 ? v.x : e == 1 ? v.y : e == 2 ? v.z : v.w;
   }
 
   // Rows past the group belong to the next expert and are not stored; neither are features past
@@ -150,16 +204,34 @@ class Epilogue {
     const int chunk = site_.thread % kChunksPerRow;
     const int feature = site_.feature + chunk * 8;
     if (feature >= args_.n_out) return;
-    Element* out = static_cast<Element*>(args_.out);
+    const bool quantizes = T::kFp8 && args_.scales.out != nullptr;
 #pragma unroll
     for (int pass = 0; pass < (T::kChunkTokens + kRowsPerPass - 1) / kRowsPerPass; ++pass) {
       const int token = pass * kRowsPerPass + site_.thread / kChunksPerRow;
       if (token < T::kChunkTokens && t0 + token < site_.rows) {
-        const int64_t row = site_.row + t0 + token;
-        *reinterpret_cast<uint4*>(out + row * args_.n_out + feature) =
+        const int64_t at = (site_.row + t0 + token) * static_cast<int64_t>(args_.n_out) + feature;
+        const uint4 v =
             *reinterpret_cast<const uint4*>(staging_ + token * T::kStagingPitch + chunk * 16);
+        if (quantizes) {
+          *reinterpret_cast<uint2*>(static_cast<uint8_t*>(args_.out) + at) = Quantize(v);
+        } else {
+          *reinterpret_cast<uint4*>(static_cast<uint16_t*>(args_.out) + at) = v;
+        }
       }
     }
+  }
+
+  __device__ __forceinline__ uint2 Quantize(const uint4& v) const {
+    if constexpr (T::kFp8) {
+      const float s = scales_.out_inverse();
+      const float2 a = Out().Unpack2(v.x);
+      const float2 b = Out().Unpack2(v.y);
+      const float2 c = Out().Unpack2(v.z);
+      const float2 d = Out().Unpack2(v.w);
+      return make_uint2(ptx::PackE4M3(a.x * s, a.y * s, b.x * s, b.y * s),
+                        ptx::PackE4M3(c.x * s, c.y * s, d.x * s, d.y * s));
+    }
+    return {};
   }
 
   // float32 output skips the staging: 8 lanes write 32 contiguous bytes, whole sectors.
@@ -168,21 +240,27 @@ class Epilogue {
 #pragma unroll
     for (int block = 0; block < 2; ++block) {
 #pragma unroll
-      for (int i = 0; i < T::kWarpgroupTokens / 2; ++i) {
-        const int e = i % 4;
-        const int token = i / 4 * 8 + 2 * (lane_ % 4) + e % 2;
-        const int feature = site_.feature + block * 64 + warp_ * 16 + (e / 2) * 8 + lane_ / 4;
-        if (token < site_.rows && feature < args_.n_out) {
-          const int64_t row = site_.row + token;
-          out[row * args_.n_out + feature] = acc[block][i] + bias_[block][e / 2];
+      for (int group = 0; group < T::kWarpgroupTokens / 8; ++group) {
+        const float4 values = Values(acc, block, group);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int token = group * 8 + 2 * (lane_ % 4) + e % 2;
+          const int feature = site_.feature + block * 64 + warp_ * 16 + (e / 2) * 8 + lane_ / 4;
+          if (token < site_.rows && feature < args_.n_out) {
+            const int64_t row = site_.row + token;
+            out[row * args_.n_out + feature] = Get(values, e);
+          }
         }
       }
     }
+    if constexpr (T::kFp8) Sync();  // the token scales have been read
   }
 
   const MoeGemmArgs& args_;
   const EpilogueSite site_;
+  const Scales& scales_;
   uint8_t* const staging_;
+  float* const token_scales_;
   const int warp_;
   const int lane_;
   float bias_[2][2];

@@ -4,8 +4,8 @@
 namespace jaxmoe {
 
 VariantTable Bf16KnVariants() {
-  return MakeVariants<__nv_bfloat16, cute::SM90::GMMA::Major::MN>(DType::kBFloat16,
-                                                                  WeightLayout::kKN);
+  return MakeVariants<Operands<__nv_bfloat16>, cute::SM90::GMMA::Major::MN>(DType::kBFloat16,
+                                                                            WeightLayout::kKN);
 }
 
 }  // namespace jaxmoe

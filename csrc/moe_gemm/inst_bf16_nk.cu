@@ -4,8 +4,8 @@
 namespace jaxmoe {
 
 VariantTable Bf16NkVariants() {
-  return MakeVariants<__nv_bfloat16, cute::SM90::GMMA::Major::K>(DType::kBFloat16,
-                                                                 WeightLayout::kNK);
+  return MakeVariants<Operands<__nv_bfloat16>, cute::SM90::GMMA::Major::K>(DType::kBFloat16,
+                                                                           WeightLayout::kNK);
 }
 
 }  // namespace jaxmoe

@@ -4,7 +4,8 @@
 namespace jaxmoe {
 
 VariantTable Fp16KnVariants() {
-  return MakeVariants<__half, cute::SM90::GMMA::Major::MN>(DType::kFloat16, WeightLayout::kKN);
+  return MakeVariants<Operands<__half>, cute::SM90::GMMA::Major::MN>(DType::kFloat16,
+                                                                     WeightLayout::kKN);
 }
 
 }  // namespace jaxmoe

@@ -4,7 +4,8 @@
 namespace jaxmoe {
 
 VariantTable Fp16NkVariants() {
-  return MakeVariants<__half, cute::SM90::GMMA::Major::K>(DType::kFloat16, WeightLayout::kNK);
+  return MakeVariants<Operands<__half>, cute::SM90::GMMA::Major::K>(DType::kFloat16,
+                                                                    WeightLayout::kNK);
 }
 
 }  // namespace jaxmoe

@@ -28,6 +28,11 @@ __device__ __forceinline__ void ReleaseStage(const SharedStorage<T>& smem, int s
   }
 }
 
+// A k step is four instructions. K-major: 32 bytes along the 128-byte row. MN-major: 16 rows of 128
+// bytes.
+template <class T>
+inline constexpr uint32_t kWeightAdvance = T::kMajor == cute::SM90::GMMA::Major::K ? 32 : 16 * 128;
+
 template <class T, int kN>
 __device__ __forceinline__ void RunKSteps(const SharedStorage<T>& smem,
                                           int num_k_steps,
@@ -35,9 +40,6 @@ __device__ __forceinline__ void RunKSteps(const SharedStorage<T>& smem,
                                           int lane,
                                           PipelineState<T::kStages>& stage,
                                           Accumulators<T>& acc) {
-  // One k step is four k16 instructions. K-major: 32 bytes along the 128-byte row. MN-major: 16
-  // rows of 128 bytes.
-  constexpr uint32_t kWeightK16 = T::kMajor == cute::SM90::GMMA::Major::K ? 32 : 16 * 128;
   int previous = -1;
   for (int step = 0; step < num_k_steps; ++step) {
     ptx::BarrierWait(smem.full(stage.index), stage.parity);
@@ -52,13 +54,13 @@ __device__ __forceinline__ void RunKSteps(const SharedStorage<T>& smem,
     ptx::FenceAccumulator(acc[1]);
     cute::warpgroup_arrive();
 #pragma unroll
-    for (int k16 = 0; k16 < 4; ++k16) {
-      const uint64_t b = ptx::Swizzle128Descriptor(tokens + k16 * 32);
+    for (int i = 0; i < 4; ++i) {
+      const uint64_t b = ptx::Swizzle128Descriptor(tokens + i * 32);
 #pragma unroll
       for (int block = 0; block < 2; ++block) {
         const uint64_t a =
-            ptx::Swizzle128Descriptor(weights + block * T::kBlockBytes + k16 * kWeightK16);
-        ptx::Wgmma<typename T::Element, kN, T::kMajor>(a, b, acc[block], step > 0 || k16 > 0);
+            ptx::Swizzle128Descriptor(weights + block * T::kBlockBytes + i * kWeightAdvance<T>);
+        ptx::Wgmma<typename T::Weight, kN, T::kMajor>(a, b, acc[block], step > 0 || i > 0);
       }
     }
     cute::warpgroup_commit_batch();
@@ -76,21 +78,113 @@ __device__ __forceinline__ void RunKSteps(const SharedStorage<T>& smem,
   ReleaseStage(smem, previous, lane);
 }
 
+// Scales of the steps of a promoted k loop; none: the epilogue scales.
+struct StepScales {
+  const float* weight[2];  // of this thread's rows of each block, from the first step on; or null
+};
+
+// acc += part * scales. A thread's accumulators 4 j + e are of columns 8 j + 2 * (lane % 4) + e
+// % 2.
+template <class T, int kN>
+__device__ __forceinline__ void Promote(const float* token_scales,
+                                        float weight_scale,
+                                        bool by_step,
+                                        const float (&part)[T::kWarpgroupTokens / 2],
+                                        float (&acc)[T::kWarpgroupTokens / 2]) {
+#pragma unroll
+  for (int j = 0; j < kN / 8; ++j) {
+    float2 scale = make_float2(1.0f, 1.0f);
+    if (by_step) scale = *reinterpret_cast<const float2*>(token_scales + 8 * j);
+    scale.x *= weight_scale;
+    scale.y *= weight_scale;
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      acc[4 * j + e] = fmaf(part[4 * j + e], e % 2 == 0 ? scale.x : scale.y, acc[4 * j + e]);
+    }
+  }
+}
+
+// The k loop whose sums leave the tensor cores after every step.
+template <class T, int kN>
+__device__ __forceinline__ void RunPromotedKSteps(const SharedStorage<T>& smem,
+                                                  int num_k_steps,
+                                                  const WarpgroupShare& share,
+                                                  int lane,
+                                                  const StepScales& scales,
+                                                  PipelineState<T::kStages>& stage,
+                                                  Accumulators<T>& acc) {
+  // Both blocks at once where registers allow it; else the other warpgroup keeps wgmma busy.
+  constexpr int kParts = T::kWarpgroupTokens <= 64 ? 2 : 1;
+  float part[kParts][T::kWarpgroupTokens / 2];
+#pragma unroll
+  for (int i = 0; i < kN / 2; ++i) acc[0][i] = acc[1][i] = 0.0f;
+  const bool by_step = scales.weight[0] != nullptr;
+  float next[2] = {1.0f, 1.0f};
+  for (int step = 0; step < num_k_steps; ++step) {
+    if (by_step) {  // of a step: 128 elements, so a block
+      next[0] = scales.weight[0][step];
+      next[1] = scales.weight[1][step];
+    }
+    ptx::BarrierWait(smem.full(stage.index), stage.parity);
+    const uint32_t weights =
+        ptx::SmemAddress(smem.weights(stage.index)) + share.first_block * T::kBlockBytes;
+    const uint32_t tokens =
+        ptx::SmemAddress(smem.tokens(stage.index)) + share.first_token * T::kStepBytes;
+    const float* token_scales = smem.step_scales(stage.index) + share.first_token + 2 * (lane % 4);
+#pragma unroll
+    for (int block = 0; block < 2; ++block) {
+      float (&sum)[T::kWarpgroupTokens / 2] = part[block % kParts];
+      ptx::FenceAccumulator(sum);
+      cute::warpgroup_arrive();
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const uint64_t a =
+            ptx::Swizzle128Descriptor(weights + block * T::kBlockBytes + i * kWeightAdvance<T>);
+        const uint64_t b = ptx::Swizzle128Descriptor(tokens + i * 32);
+        ptx::Wgmma<typename T::Weight, kN, T::kMajor>(a, b, sum, i > 0);
+      }
+      cute::warpgroup_commit_batch();
+      ptx::FenceAccumulator(sum);
+      if constexpr (kParts == 1) {
+        cute::warpgroup_wait<0>();
+        ptx::FenceAccumulator(sum);
+        Promote<T, kN>(token_scales, next[block], by_step, sum, acc[block]);
+      }
+    }
+    if constexpr (kParts == 2) {
+      cute::warpgroup_wait<1>();
+      ptx::FenceAccumulator(part[0]);
+      Promote<T, kN>(token_scales, next[0], by_step, part[0], acc[0]);
+      cute::warpgroup_wait<0>();
+      ptx::FenceAccumulator(part[1]);
+      Promote<T, kN>(token_scales, next[1], by_step, part[1], acc[1]);
+    }
+    __syncwarp();  // every lane has read its scales
+    ReleaseStage(smem, stage.index, lane);
+    stage.Advance();
+  }
+}
+
 // Runs the k loop with the smallest wgmma N that covers the share. Columns past it stay undefined.
 template <class T, int kN = T::kTokenStep>
 __device__ __forceinline__ void RunMainloop(const SharedStorage<T>& smem,
                                             int num_k_steps,
                                             const WarpgroupShare& share,
                                             int lane,
+                                            const StepScales& scales,
                                             PipelineState<T::kStages>& stage,
                                             Accumulators<T>& acc) {
   if constexpr (kN < T::kWarpgroupTokens) {
     if (share.columns > kN) {
-      RunMainloop<T, kN + T::kTokenStep>(smem, num_k_steps, share, lane, stage, acc);
+      RunMainloop<T, kN + T::kTokenStep>(smem, num_k_steps, share, lane, scales, stage, acc);
       return;
     }
   }
-  RunKSteps<T, kN>(smem, num_k_steps, share, lane, stage, acc);
+  if constexpr (T::kPromoted) {
+    RunPromotedKSteps<T, kN>(smem, num_k_steps, share, lane, scales, stage, acc);
+  } else {
+    RunKSteps<T, kN>(smem, num_k_steps, share, lane, stage, acc);
+  }
 }
 
 // Adds up the accumulators of the CTAs that share a tile's k loop, in their order: always the same

@@ -3,10 +3,10 @@
 //   Y[r, n] = epilogue(sum_k W[e(r)][n, k] * X[x_row(r), k])
 //
 // Persistent CTAs of a producer warpgroup (warp 0 schedules, one thread of warp 1 loads weights,
-// warp 2 loads rows of X), in wide tiles one that gathers rows of X, and one or two of consumers.
-// Weights sit on wgmma's M side and tokens on N, for decode and prefill alike, so the token tile
-// goes down to 8 and one tensor map serves all experts (the expert is a coordinate). Measurements
-// behind the tile shapes are in docs/notes.md.
+// warp 2 loads rows of X, warp 3 the scales of FP8 blocks), in wide tiles one that gathers rows of
+// X, and one or two of consumers. Weights sit on wgmma's M side and tokens on N, for decode and
+// prefill alike, so the token tile goes down to 8 and one tensor map serves all experts (the expert
+// is a coordinate). Measurements behind the tile shapes are in docs/notes.md.
 #pragma once
 
 #include "csrc/moe_gemm/epilogue.cuh"
@@ -34,6 +34,12 @@ __device__ __forceinline__ void RunConsumer(const MoeGemmArgs& args,
   const int lane = thread % 32;
   const StepRange steps = StepsOf<T>(args.num_k_steps);
   uint32_t slices_parity = 0;
+  int token_of_row = -1;
+  if constexpr (T::kFp8) {
+    GridDependencyWait();  // scales of X are the previous kernel's output
+    if constexpr (T::kDecode) token_of_row = TileScales<T>::TokenOfRow(args, lane);
+  }
+  using Scales = std::conditional_t<T::kFp8, TileScales<T>, NoScales>;
   PipelineState<T::kStages> stage;
   PipelineState<T::kRing> slot;
   while (true) {
@@ -42,7 +48,13 @@ __device__ __forceinline__ void RunConsumer(const MoeGemmArgs& args,
 
     const WarpgroupShare share = Share<T>(info.rows, consumer, args.gather);
     Accumulators<T> acc;
-    RunMainloop<T>(smem, steps.last - steps.first, share, lane, stage, acc);
+    Scales scales;
+    StepScales step_scales{};
+    if constexpr (T::kPromoted) step_scales = FetchStepScales<T>(args, info, share, thread);
+    if constexpr (T::kFp8 && !T::kLateScales) {
+      scales.Fetch(args, info, share, token_of_row, thread);
+    }
+    RunMainloop<T>(smem, steps.last - steps.first, share, lane, step_scales, stage, acc);
     if (lane == 0) ReleaseRing<T>(smem.ring_empty(slot.index));
     slot.Advance();
     if constexpr (T::kSplitK > 1) {
@@ -51,6 +63,9 @@ __device__ __forceinline__ void RunConsumer(const MoeGemmArgs& args,
       if (!sum_is_here) continue;
     }
 
+    if constexpr (T::kFp8 && T::kLateScales) {
+      scales.Fetch(args, info, share, token_of_row, thread);
+    }
     EpilogueSite site;
     site.weight = info.weight;
     site.row = info.row + share.first_token;
@@ -61,7 +76,7 @@ __device__ __forceinline__ void RunConsumer(const MoeGemmArgs& args,
     site.weight_row1 = WeightRow<T>(args, info.w_tile, share.first_block + 1);
     site.consumer = consumer;
     site.thread = thread;
-    Epilogue<T>(args, smem, site).Run(acc);
+    Epilogue<T, Scales>(args, smem, site, scales).Run(acc);
   }
 }
 
@@ -78,17 +93,19 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
     ptx::PrefetchTensorMap(&args.x_map);
     constexpr int kWarpgroup = 128;
     const bool by_threads = args.gather && T::kGatherByThreads;
+    const bool step_scales = T::kPromoted && args.scales.by_step;
+    const int full_arrivals = 1 + (by_threads ? kWarpgroup : 0) + (step_scales ? 32 : 0);
     for (int s = 0; s < T::kStages; ++s) {
-      ptx::BarrierInit(smem.full(s), by_threads ? 1 + kWarpgroup : 1);
+      ptx::BarrierInit(smem.full(s), full_arrivals);
       ptx::BarrierInit(smem.empty(s), 4 * T::kConsumers * T::kMulticast);
     }
     ptx::BarrierInit(smem.partial_full(), 1);
     ptx::BarrierInit(smem.partial_empty(), 4);  // the warps of the CTA that adds up
     for (int s = 0; s < T::kRing; ++s) {
       ptx::BarrierInit(smem.ring_full(s), 1);
-      // The weight thread, the warps that load X and those of the consumers of this slot.
-      ptx::BarrierInit(smem.ring_empty(s),
-                       T::kCluster * (1 + (by_threads ? 4 : 1) + 4 * T::kConsumers));
+      // The weight thread, the warps that load X, its scales, and the consumers of this slot.
+      const int warps = 1 + (by_threads ? 4 : 1) + (step_scales ? 1 : 0) + 4 * T::kConsumers;
+      ptx::BarrierInit(smem.ring_empty(s), T::kCluster * warps);
     }
     ptx::BarrierInitFence();
   }
@@ -116,6 +133,9 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
         // may rely, before its own wait, on everything written two launches back.
         GridDependencyWait();
         GridDependencyLaunch();
+        if constexpr (T::kPromoted) {
+          if (args.scales.by_step) RunScaleProducer<T>(args, smem, lane);
+        }
       }
       if (warp == 2 && !(T::kGatherByThreads && args.gather)) {
         RunTokenProducer<T>(args, smem, lane);
@@ -154,6 +174,7 @@ template <class T>
 Variant MakeVariant(DType dtype, WeightLayout layout) {
   return {dtype,
           layout,
+          T::kPromoted,
           T::kGated,
           T::kWeightTile,
           T::kTokenTile,
@@ -164,26 +185,38 @@ Variant MakeVariant(DType dtype, WeightLayout layout) {
           &LaunchVariant<T>};
 }
 
-// The tile table of one element type and weight layout. Decode tiles (one consumer warpgroup, two
-// CTAs an SM) keep >= 96 KB of weights in flight per SM; the others use the whole SM.
-template <class Element, cute::SM90::GMMA::Major kMajor>
+// The tile table of one kind of operands and weight layout. Decode tiles (one consumer warpgroup,
+// two CTAs an SM) keep >= 96 KB of weights in flight per SM; the others use the whole SM. Promoted
+// sums of 256 x 160 would not fit the registers.
+template <class Operands, cute::SM90::GMMA::Major kMajor>
 VariantTable MakeVariants(DType dtype, WeightLayout layout) {
 #define JAXMOE_VARIANT(gated, ...) \
-  MakeVariant<Tile<Element, kMajor, gated, __VA_ARGS__>>(dtype, layout)
+  MakeVariant<Tile<Operands, kMajor, gated, __VA_ARGS__>>(dtype, layout)
 #define JAXMOE_TILE(wt, tt, stages, split, ctas, cluster, split_k)            \
   JAXMOE_VARIANT(true, wt, tt, stages, Split::split, ctas, cluster, split_k), \
       JAXMOE_VARIANT(false, wt, tt, stages, Split::split, ctas, cluster, split_k)
-  static const Variant rows[] = {
-      JAXMOE_TILE(128, 8, 6, kNone, 2, 1, 1),
-      JAXMOE_TILE(128, 8, 6, kNone, 2, 1, 2),
-      JAXMOE_TILE(128, 32, 5, kNone, 2, 1, 1),
-      JAXMOE_TILE(128, 192, 5, kTokens, 1, 1, 1),
-      JAXMOE_TILE(256, 128, 4, kWeights, 1, 1, 1),
-      JAXMOE_TILE(256, 160, 4, kWeights, 1, 2, 1),
-  };
+  if constexpr (Operands::kPromoted) {
+    static const Variant rows[] = {
+        JAXMOE_TILE(128, 8, 6, kNone, 2, 1, 1),
+        JAXMOE_TILE(128, 8, 6, kNone, 2, 1, 2),
+        JAXMOE_TILE(128, 32, 5, kNone, 2, 1, 1),
+        JAXMOE_TILE(128, 192, 5, kTokens, 1, 1, 1),
+        JAXMOE_TILE(256, 128, 4, kWeights, 1, 1, 1),
+    };
+    return {rows, static_cast<int>(std::size(rows))};
+  } else {
+    static const Variant rows[] = {
+        JAXMOE_TILE(128, 8, 6, kNone, 2, 1, 1),
+        JAXMOE_TILE(128, 8, 6, kNone, 2, 1, 2),
+        JAXMOE_TILE(128, 32, 5, kNone, 2, 1, 1),
+        JAXMOE_TILE(128, 192, 5, kTokens, 1, 1, 1),
+        JAXMOE_TILE(256, 128, 4, kWeights, 1, 1, 1),
+        JAXMOE_TILE(256, 160, 4, kWeights, 1, 2, 1),
+    };
+    return {rows, static_cast<int>(std::size(rows))};
+  }
 #undef JAXMOE_TILE
 #undef JAXMOE_VARIANT
-  return {rows, static_cast<int>(sizeof(rows) / sizeof(rows[0]))};
 }
 
 }  // namespace jaxmoe

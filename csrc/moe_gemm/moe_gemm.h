@@ -46,9 +46,24 @@ constexpr bool OverlapsPrevious(int64_t rows, int64_t groups) { return rows <= 1
 // Slots that a GEMM can plan by itself: a lane of a warp each.
 inline constexpr int64_t kMaxPlannedSlots = 32;
 
+enum class ScaleFormat : int { kTensor = 0, kChannel = 1, kBlock = 2 };
+
+// FP8 operands: values times scales. jaxmoe/quantize.py defines the formats.
+struct Fp8Scales {
+  ScaleFormat format = ScaleFormat::kTensor;
+  bool promoted = false;         // float32 sums over every 128 of k; always so with blocks
+  const float* w = nullptr;      // [num_weights], [.., n] or [.., ceil(n / 128), ceil(k / 128)]
+  const float* x = nullptr;      // [], [x_rows] or [x_rows, ceil(k / 128)]
+  const int* x_index = nullptr;  // row -> row of x's scales; null: the same
+  int num_x = 1;                 // kTensor: scales in x, weight w uses number w % num_x
+  const float* out = nullptr;    // [num_out]: out is rounded to out_dtype and quantized to e4m3
+  int num_out = 0;               // weight w uses number w % num_out
+};
+
 // One grouped GEMM. Pointers are device pointers.
 struct MoeGemmProblem {
-  DType dtype = DType::kBFloat16;  // of x, w, bias and (unless out_f32) out
+  DType dtype = DType::kBFloat16;      // of x and w; of w alone if that is FP8: then x is e4m3
+  DType out_dtype = DType::kBFloat16;  // of bias and (unless out_f32 or scales.out) out
   WeightLayout layout = WeightLayout::kKN;
   const void* x = nullptr;            // [x_rows, k]
   const void* w = nullptr;            // [num_weights, k, n] or [num_weights, n, k]
@@ -69,12 +84,13 @@ struct MoeGemmProblem {
   GateUp gate_up = GateUp::kGateUp;
   bool out_f32 = false;  // only when not gated
   ActivationParams activation;
+  Fp8Scales scales;           // of FP8 operands
   bool pdl = false;           // programmatic dependent launch
   bool early_groups = false;  // groups were written before the previous launch began
   // Instead of group_starts, group_sizes, row_index and tile_counter: at most kMaxPlannedSlots
   // slots whose plan the kernel makes. Gathers rows with tiles of up to 32 tokens only.
   const PlanParams* plan = nullptr;
-  bool writes_plan = false;  // plan->slot_to_row
+  bool writes_plan = false;  // plan->slot_to_row and the last of plan->expert_offsets
 };
 
 // Returns null when launched, otherwise a static or thread-local message. Never allocates.

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "csrc/kernels/plan.h"
+#include "csrc/kernels/quantize.h"
 #include "csrc/moe_gemm/moe_gemm.h"
 
 namespace jaxmoe {
@@ -29,9 +30,46 @@ struct MlpIndex {
   }
 };
 
+// Weights, X and the intermediate of a layer in FP8, see jaxmoe/_mlp_fp8.py. D is
+// MoeMlpParams::dtype.
+struct Fp8Layer {
+  DType weight_dtype = DType::kFloat8E4M3;
+  ScaleFormat format = ScaleFormat::kTensor;
+  bool promoted1 = false;
+  bool promoted2 = false;
+  const float* w_gate_up = nullptr;  // scales, see Fp8Scales
+  const float* w_down = nullptr;
+  const float* x = nullptr;           // scales of MoeMlpParams::x, which is e4m3; null: it is D
+  const float* static_x = nullptr;    // [1] (kTensor), or null: made from x
+  const float* static_act = nullptr;  // [num_static_act] (kTensor), or null: made from act
+  int64_t num_static_act = 0;         // 1 or E_l
+  void* xq = nullptr;                 // e4m3 scratch: [T, H] if gemm1 gathers, else [R, H]
+  void* act_q = nullptr;              // e4m3 scratch, [R, I]
+  float* scratch = nullptr;           // [Fp8Floats::size]
+};
+
+// Sub-arrays of the float32 scratch; the same sum is _scratch in jaxmoe/_mlp_fp8.py.
+struct Fp8Floats {
+  int64_t act_scales;
+  int64_t partial;
+  int64_t size;
+
+  Fp8Floats(ScaleFormat format, int64_t tokens, int64_t rows, int64_t hidden, int64_t inner) {
+    act_scales = RoundUp(Count(format, tokens, hidden), 4);
+    partial = act_scales + RoundUp(Count(format, rows, inner), 4);
+    size = partial + kMaxQuantPartials;
+  }
+
+ private:
+  static int64_t Count(ScaleFormat format, int64_t rows, int64_t k) {
+    if (format == ScaleFormat::kTensor) return 1;
+    return format == ScaleFormat::kChannel ? rows : rows * CeilDiv(k, kQuantBlock);
+  }
+};
+
 // T tokens, K choices, R = T * K rows, H hidden, I intermediate, E experts of which E_l are local.
 struct MoeMlpParams {
-  DType dtype = DType::kBFloat16;       // of every float array but `weights`
+  DType dtype = DType::kBFloat16;       // of every float array but `weights` and what `fp8` says
   const void* x = nullptr;              // [T, H]
   const int32_t* expert_ids = nullptr;  // [T, K]
   const float* weights = nullptr;       // [T, K], not read without y
@@ -61,6 +99,7 @@ struct MoeMlpParams {
   ActivationParams activation;
   TileConfig gemm1;
   TileConfig gemm2;
+  const Fp8Layer* fp8 = nullptr;  // w_gate_up [E1, N1, H], w_down [E2, H, I] and perhaps x are FP8
 };
 
 // Returns null when everything was launched, otherwise the reason.

@@ -162,7 +162,7 @@ __device__ void RunGatherProducer(const MoeGemmArgs& args,
   const int chunk = thread % kChunks;
   const int first_row = thread / kChunks;
   const uint32_t offset = first_row * T::kStepBytes + ((chunk ^ (first_row % 8)) * 16);
-  const int row_chunks = args.k * static_cast<int>(sizeof(typename T::Element)) / 16;
+  const int row_chunks = args.k * static_cast<int>(sizeof(typename T::Weight)) / 16;
   GridDependencyWait();
   PipelineState<T::kStages> stage;
   PipelineState<T::kRing> slot;

@@ -5,6 +5,7 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 #include <cutlass/arch/reg_reconfig.h>
 
 #include <cstdint>
@@ -205,6 +206,11 @@ __device__ __forceinline__ void CopyAsync16(uint32_t dst, const void* src, bool 
                "r"(valid ? 16 : 0));
 }
 
+// Copies four bytes.
+__device__ __forceinline__ void CopyAsync4(uint32_t dst, const void* src) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(dst), "l"(src));
+}
+
 // The barrier gets this thread's arrival when all its copies so far have landed.
 __device__ __forceinline__ void CopyAsyncArrive(uint64_t* bar) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(SmemAddress(bar))
@@ -274,8 +280,38 @@ JAXMOE_OWN_ATOM(160);
 #undef JAXMOE_CUTLASS_ATOM
 #undef JAXMOE_WGMMA_ATOM
 
-// acc[64 x kN] (+)= A[64 x 16] * B[kN x 16]^T, both operands in shared memory. Uses the first kN
-// columns of an accumulator that may have more.
+// FP8: tokens are e4m3, weights either. No transposed operands.
+#define JAXMOE_FP8_ATOM(N, E4M3_ATOM, E5M2_ATOM)                   \
+  template <>                                                      \
+  struct WgmmaAtom<__nv_fp8_e4m3, N, cute::SM90::GMMA::Major::K> { \
+    using type = E4M3_ATOM;                                        \
+  };                                                               \
+  template <>                                                      \
+  struct WgmmaAtom<__nv_fp8_e5m2, N, cute::SM90::GMMA::Major::K> { \
+    using type = E5M2_ATOM;                                        \
+  }
+#define JAXMOE_CUTLASS_ATOM(N)                                           \
+  JAXMOE_FP8_ATOM(N,                                                     \
+                  cute::SM90::GMMA::MMA_64x##N##x32_F32E4M3E4M3_SS_TN<>, \
+                  cute::SM90::GMMA::MMA_64x##N##x32_F32E5M2E4M3_SS_TN<>)
+#define JAXMOE_OWN_ATOM(N) JAXMOE_FP8_ATOM(N, Mma64x##N##x32F32E4M3E4M3, Mma64x##N##x32F32E5M2E4M3)
+JAXMOE_CUTLASS_ATOM(8);
+JAXMOE_CUTLASS_ATOM(16);
+JAXMOE_CUTLASS_ATOM(32);
+JAXMOE_OWN_ATOM(48);
+JAXMOE_CUTLASS_ATOM(64);
+JAXMOE_OWN_ATOM(80);
+JAXMOE_CUTLASS_ATOM(96);
+JAXMOE_OWN_ATOM(112);
+JAXMOE_CUTLASS_ATOM(128);
+JAXMOE_OWN_ATOM(144);
+JAXMOE_OWN_ATOM(160);
+#undef JAXMOE_OWN_ATOM
+#undef JAXMOE_CUTLASS_ATOM
+#undef JAXMOE_FP8_ATOM
+
+// acc[64 x kN] (+)= A[64 x k] * B[kN x k]^T, both operands in shared memory, 32 bytes of k. Uses
+// the first kN columns of an accumulator that may have more.
 template <class Element, int kN, cute::SM90::GMMA::Major kMajorA, int kSize>
 __device__ __forceinline__ void Wgmma(uint64_t a,
                                       uint64_t b,
@@ -319,6 +355,13 @@ template <>
 __device__ __forceinline__ uint32_t Pack2<__half>(float lo, float hi) {
   __half2 v = __floats2half2_rn(lo, hi);
   return reinterpret_cast<uint32_t&>(v);
+}
+
+// Four floats to e4m3 in 32 bits; beyond 448 they become 448, NaN stays NaN.
+__device__ __forceinline__ uint32_t PackE4M3(float a, float b, float c, float d) {
+  const uint32_t lo = __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE, __NV_E4M3);
+  const uint32_t hi = __nv_cvt_float2_to_fp8x2(make_float2(c, d), __NV_SATFINITE, __NV_E4M3);
+  return lo | hi << 16;
 }
 
 __device__ __forceinline__ float ToFloat(__nv_bfloat16 v) { return __bfloat162float(v); }

@@ -103,7 +103,7 @@ class TileScheduler {
     group_ = max(plan.expert(), 0);
     start_ = plan.first_row();
     size_ = plan.num_rows();
-    if (args_.writes_plan && blockIdx.x == 0) plan.WriteSlotToRow();
+    if (args_.writes_plan && blockIdx.x == 0) plan.Write();
   }
 
   const MoeGemmArgs& args_;

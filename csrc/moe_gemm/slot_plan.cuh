@@ -37,8 +37,11 @@ class SlotPlan {
     return slot / static_cast<int>(plan_.top_k);
   }
 
-  __device__ void WriteSlotToRow() const {
+  // What kernels after this one need: slot_to_row and the number of rows.
+  __device__ void Write() const {
     if (lane_ < num_slots_) plan_.slot_to_row[lane_] = Row();
+    const int rows = __popc(__ballot_sync(kAll, Placed()));
+    if (lane_ == 0) plan_.expert_offsets[plan_.num_local_experts] = rows;
   }
 
  private:

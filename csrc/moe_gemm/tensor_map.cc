@@ -23,7 +23,18 @@ EncodeTiled GetEncoder() {
   return encoder;
 }
 
-constexpr cuuint32_t kBox = 64;  // elements of the contiguous dimension: 128 bytes
+constexpr cuuint32_t kBoxBytes = 128;  // of the contiguous dimension
+
+CUtensorMapDataType MapType(DType dtype) {
+  switch (dtype) {
+    case DType::kBFloat16:
+      return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    case DType::kFloat16:
+      return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    default:
+      return CU_TENSOR_MAP_DATA_TYPE_UINT8;
+  }
+}
 
 const char* Encode(const MoeGemmProblem& problem,
                    const void* base,
@@ -35,11 +46,8 @@ const char* Encode(const MoeGemmProblem& problem,
   const EncodeTiled encode = GetEncoder();
   if (encode == nullptr) return "the driver has no cuTensorMapEncodeTiled";
   const cuuint32_t element_strides[3] = {1, 1, 1};
-  const CUtensorMapDataType type = problem.dtype == DType::kBFloat16
-                                       ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                                       : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   const CUresult result = encode(map,
-                                 type,
+                                 MapType(problem.dtype),
                                  rank,
                                  const_cast<void*>(base),
                                  dims,
@@ -65,7 +73,7 @@ const char* EncodeWeightMap(const MoeGemmProblem& problem, CUtensorMap* map) {
   const cuuint64_t dims[3] = {
       k_inner ? k : n, k_inner ? n : k, static_cast<cuuint64_t>(problem.num_weights)};
   const cuuint64_t strides[2] = {dims[0] * element, k * n * element};
-  const cuuint32_t box[3] = {kBox, 64, 1};
+  const cuuint32_t box[3] = {kBoxBytes / static_cast<cuuint32_t>(element), 64, 1};
   return Encode(problem, problem.w, 3, dims, strides, box, map);
 }
 
@@ -74,7 +82,8 @@ const char* EncodeTokenMap(const MoeGemmProblem& problem, int box_rows, CUtensor
   const cuuint64_t dims[2] = {static_cast<cuuint64_t>(problem.k),
                               static_cast<cuuint64_t>(problem.x_rows)};
   const cuuint64_t strides[1] = {problem.k * element};
-  const cuuint32_t box[2] = {kBox, static_cast<cuuint32_t>(box_rows)};
+  const cuuint32_t box[2] = {kBoxBytes / static_cast<cuuint32_t>(element),
+                             static_cast<cuuint32_t>(box_rows)};
   return Encode(problem, problem.x, 2, dims, strides, box, map);
 }
 

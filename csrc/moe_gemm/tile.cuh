@@ -25,7 +25,18 @@ enum class Split {
   kTokens,   // each takes half of the tile's tokens
 };
 
-template <class Element_,
+// What is multiplied, and how products add up.
+template <class Weight_, bool kPromoted_ = false>
+struct Operands {
+  using Weight = Weight_;                             // bf16, fp16, or FP8: then X is e4m3
+  static constexpr bool kFp8 = sizeof(Weight_) == 1;  // output, bias are bf16 or fp16
+  // The FP8 tensor cores add up in about 14 bits. Promoted: only over the 128 elements of a
+  // pipeline step, whose sum is scaled (by blocks of 128) and added in float32.
+  static constexpr bool kPromoted = kPromoted_;
+  static_assert(kFp8 || !kPromoted, "bf16 and fp16 add up in float32");
+};
+
+template <class Operands_,
           cute::SM90::GMMA::Major kMajor_,
           bool kGated_,
           int kWeightTile_,
@@ -36,7 +47,9 @@ template <class Element_,
           int kMulticast_,
           int kSplitK_>
 struct Tile {
-  using Element = Element_;
+  using Weight = typename Operands_::Weight;
+  static constexpr bool kFp8 = Operands_::kFp8;
+  static constexpr bool kPromoted = Operands_::kPromoted;
   static constexpr cute::SM90::GMMA::Major kMajor = kMajor_;
   static constexpr bool kGated = kGated_;
   static constexpr int kWeightTile = kWeightTile_;
@@ -62,7 +75,7 @@ struct Tile {
                 "the split decides how many weight rows a tile has");
 
   static constexpr int kStepBytes = 128;  // bytes of k in a pipeline step
-  static constexpr int kStepK = kStepBytes / sizeof(Element);
+  static constexpr int kStepK = kStepBytes / static_cast<int>(sizeof(Weight));
   static constexpr int kBlockBytes = 64 * kStepBytes;  // one 64-row weight block
   static constexpr int kWeightBytes = kWeightTile * kStepBytes;
   static constexpr int kTokenBytes = kTokenTile * kStepBytes;
@@ -70,19 +83,24 @@ struct Tile {
 
   // Rows of X come in boxes, and wgmma's N is chosen at run time in steps, so that a tile with few
   // rows loads and multiplies little more than those. Decode is bound by weights: one box, one N.
-  static constexpr int kTokenStep = kDecode ? kTokenTile : 16;  // of one warpgroup
+  // Promoted sums: one N, as ptxas cannot keep several loops with two sets of accumulators apart
+  // (C7511: wgmma serialized).
+  static constexpr bool kOneN = kDecode || kPromoted;
+  static constexpr int kTokenStep = kOneN ? kWarpgroupTokens : 16;  // of one warpgroup
   static constexpr int kBoxRows = kDecode ? kTokenTile : 32;
 
   // Gathered rows of X come in one-row boxes while a tile has few of them, else by a warpgroup of
   // 16-byte asynchronous copies: issuing a box takes 20-40 clocks whatever its size.
-  static constexpr bool kGatherByThreads = !kDecode;
+  // Quantized ones lie in the order of the experts wherever they are too many for boxes.
+  static constexpr bool kGatherByThreads = !kDecode && !kFp8;
   static constexpr int kProducers = kGatherByThreads ? 2 : 1;  // warpgroups
   static constexpr int kThreads = 128 * (kProducers + kConsumers);
 
   // The epilogue goes through shared memory a chunk of tokens at a time. Rows are padded by 16
   // bytes so that the 8 rows of a transposed stmatrix fall into different banks.
   static constexpr int kOutFeatures = kGated ? 64 : 128;  // of one warpgroup
-  static constexpr int kMaxChunk = kGated && kWarpgroupTokens % 64 == 0 ? 64 : 32;
+  static constexpr int kFullChunk = kGated && kWarpgroupTokens % 64 == 0 ? 64 : 32;
+  static constexpr int kMaxChunk = kFp8 && kWarpgroupTokens > 128 ? 16 : kFullChunk;  // no room
   static constexpr int kChunkTokens = kWarpgroupTokens < kMaxChunk ? kWarpgroupTokens : kMaxChunk;
   static_assert(kWarpgroupTokens % kChunkTokens == 0, "chunks cover the tile exactly");
   static constexpr int kStagingPitch = kOutFeatures * 2 + 16;
@@ -93,9 +111,17 @@ struct Tile {
   // Accumulators that the first CTA gets from each of the others: [piece of 16 bytes][thread].
   static constexpr int kPartialBytes = kConsumers * 128 * kWarpgroupTokens * 4;
 
+  // Scales of X: of a tile's tokens for the epilogue, of a step's for the promotion.
+  static constexpr bool kStoresFloat = !kFp8 || kWarpgroupTokens <= 128;          // no registers
+  static constexpr bool kLateScales = kWarpgroupTokens > (kPromoted ? 64 : 128);  // no registers
+  static constexpr int kTokenScaleBytes = kFp8 ? kWarpgroupTokens * 4 : 0;  // of one warpgroup
+  static constexpr int kStepScaleBytes = kPromoted ? kTokenTile * 4 : 0;
+
   static constexpr int kStagingOffset = kStages * kStageBytes;
   static constexpr int kPartialOffset = kStagingOffset + kConsumers * kStagingBytes;
-  static constexpr int kRingOffset = kPartialOffset + (kSplitK - 1) * kPartialBytes;
+  static constexpr int kTokenScaleOffset = kPartialOffset + (kSplitK - 1) * kPartialBytes;
+  static constexpr int kStepScaleOffset = kTokenScaleOffset + kConsumers * kTokenScaleBytes;
+  static constexpr int kRingOffset = kStepScaleOffset + kStages * kStepScaleBytes;
   static constexpr int kBarrierOffset = kRingOffset + kRing * static_cast<int>(sizeof(TileInfo));
   static constexpr int kSharedBytes = kBarrierOffset + (2 * kStages + 2 * kRing + 2) * 8;
   static constexpr int kAlignment = 1024;  // of the swizzle pattern
@@ -104,10 +130,10 @@ struct Tile {
                 "tile does not fit the shared memory of an SM");
 
   // setmaxnreg budgets: only where the launch bound leaves fewer registers than the accumulators
-  // need (65536 at 512 threads: 48 * 256 + 208 * 256).
+  // need (65536 at 512 threads: 48 * 256 + 208 * 256; 64512 at 384: 48 * 128 + 224 * 256).
   static constexpr bool kReconfigureRegisters = kConsumers == 2;
   static constexpr int kProducerRegisters = 48;
-  static constexpr int kConsumerRegisters = 208;
+  static constexpr int kConsumerRegisters = kProducers == 2 ? 208 : 224;
 };
 
 // Views of the dynamic shared memory.
@@ -123,6 +149,12 @@ struct SharedStorage {
   __device__ uint8_t* tokens(int stage) const { return weights(stage) + T::kWeightBytes; }
   __device__ uint8_t* staging(int consumer) const {
     return base + T::kStagingOffset + consumer * T::kStagingBytes;
+  }
+  __device__ float* token_scales(int consumer) const {
+    return reinterpret_cast<float*>(base + T::kTokenScaleOffset + consumer * T::kTokenScaleBytes);
+  }
+  __device__ float* step_scales(int stage) const {
+    return reinterpret_cast<float*>(base + T::kStepScaleOffset + stage * T::kStepScaleBytes);
   }
   // What CTA 1 + part of the cluster has accumulated.
   __device__ uint8_t* partial(int part) const {

@@ -1,0 +1,140 @@
+// Scales of an FP8 tile: of its weight rows, of its tokens, of its output.
+#pragma once
+
+#include <math_constants.h>
+
+#include "csrc/moe_gemm/mainloop.cuh"
+#include "csrc/moe_gemm/producer.cuh"
+
+namespace jaxmoe {
+
+// What a thread of a consumer warpgroup multiplies its sums with. Fetched before the k loop where
+// registers allow it, so that nothing waits for it after. All ones if the k loop applies the
+// scales.
+template <class T>
+class TileScales {
+ public:
+  __device__ void Fetch(const MoeGemmArgs& args,
+                        const TileInfo& info,
+                        const WarpgroupShare& share,
+                        int token_of_row,
+                        int thread) {
+    const ScaleArgs& s = args.scales;
+    const float* w = s.w + info.weight * s.w_stride;
+#pragma unroll
+    for (int block = 0; block < 2; ++block) {
+      const int first = WeightRow<T>(args, info.w_tile, share.first_block + block);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = min(first + thread / 32 * 16 + half * 8 + thread % 32 / 4, args.n - 1);
+        weight_[block][half] = s.by_step ? 1.0f : w[row * s.w_row_stride];
+      }
+    }
+    const float* x = s.x + info.weight % s.num_x;
+#pragma unroll
+    for (int i = 0; i < kTokensPerThread; ++i) {
+      const int t = thread + 128 * i;
+      token_[i] = 1.0f;
+      int64_t row = info.row + share.first_token + t;
+      // Planned in this kernel: few rows, of which warp 0 has those it needs.
+      if (T::kDecode && token_of_row >= 0) {
+        row = __shfl_sync(0xffffffffu, token_of_row, static_cast<int>(row));
+      }
+      if (!s.by_step && t < share.rows) {
+        if (s.x_index != nullptr && s.x_row_stride != 0) row = s.x_index[row];
+        token_[i] = x[row * s.x_row_stride];
+      }
+    }
+    const float out = s.out != nullptr ? s.out[info.weight % s.num_out] : 1.0f;
+    out_inverse_ = out >= 0x1p-126f && out <= 0x1p126f ? 1.0f / out : CUDART_NAN_F;
+  }
+
+  __device__ float weight(int block, int half) const { return weight_[block][half]; }
+
+  // What the output is multiplied with before it becomes e4m3; NaN for scales that quantize
+  // refuses.
+  __device__ float out_inverse() const { return out_inverse_; }
+
+  // -1 unless rows of X are gathered by a plan made here: then the token of row `lane`.
+  static __device__ int TokenOfRow(const MoeGemmArgs& args, int lane) {
+    const bool planned = args.plans && args.gather && args.scales.x_row_stride != 0;
+    return planned ? SlotPlan(args.plan, lane).TokenOfRow() : -1;
+  }
+
+  // Those of the tokens, for all threads of the warpgroup once they have met.
+  __device__ void Publish(float* shared, int thread) const {
+#pragma unroll
+    for (int i = 0; i < kTokensPerThread; ++i) {
+      const int t = thread + 128 * i;
+      if (t < T::kWarpgroupTokens) shared[t] = token_[i];
+    }
+  }
+
+ private:
+  static constexpr int kTokensPerThread = (T::kWarpgroupTokens + 127) / 128;
+
+  float weight_[2][2];  // [block][rows lane / 4, those 8 below]
+  float token_[kTokensPerThread];
+  float out_inverse_;
+};
+
+template <class T>
+__device__ __forceinline__ StepScales FetchStepScales(const MoeGemmArgs& args,
+                                                      const TileInfo& info,
+                                                      const WarpgroupShare& share,
+                                                      int thread) {
+  const ScaleArgs& s = args.scales;
+  if (!s.by_step) return {nullptr, nullptr};
+  const float* w = s.w + info.weight * s.w_stride + StepsOf<T>(args.num_k_steps).first;
+  StepScales scales;
+#pragma unroll
+  for (int block = 0; block < 2; ++block) {
+    // Of all 16 rows of a warp: they begin at a multiple of 16, so in one block of 128.
+    const int row = WeightRow<T>(args, info.w_tile, share.first_block + block) + thread / 32 * 16;
+    scales.weight[block] = w + min(row, args.n - 1) / 128 * s.w_row_stride;
+  }
+  return scales;
+}
+
+// The whole life of the warp that copies the scales of X of every k step.
+template <class T>
+__device__ void RunScaleProducer(const MoeGemmArgs& args, const SharedStorage<T>& smem, int lane) {
+  constexpr int kRowsPerLane = (T::kTokenTile + 31) / 32;
+  const StepRange steps = StepsOf<T>(args.num_k_steps);
+  const int token_of_row = TileScales<T>::TokenOfRow(args, lane);
+  PipelineState<T::kStages> stage;
+  PipelineState<T::kRing> slot;
+  while (true) {
+    const TileInfo info = NextTile<T>(smem, slot, lane);
+    if (info.end()) break;
+
+    int source[kRowsPerLane];
+#pragma unroll
+    for (int i = 0; i < kRowsPerLane; ++i) {
+      const int r = lane + 32 * i;
+      int row = info.row + min(r, max(info.rows - 1, 0));
+      if (token_of_row >= 0) {
+        row = __shfl_sync(0xffffffffu, token_of_row, info.row + r);
+      } else if (args.scales.x_index != nullptr && r < info.rows) {
+        row = args.scales.x_index[row];
+      }
+      source[i] = row * args.scales.x_row_stride;
+    }
+    for (int step = steps.first; step < steps.last; ++step) {
+      ptx::BarrierWait(smem.empty(stage.index), stage.parity ^ 1);
+      const uint32_t dst = ptx::SmemAddress(smem.step_scales(stage.index));
+#pragma unroll
+      for (int i = 0; i < kRowsPerLane; ++i) {
+        const int r = lane + 32 * i;
+        if (r < info.rows) ptx::CopyAsync4(dst + 4 * r, args.scales.x + source[i] + step);
+      }
+      ptx::CopyAsyncArrive(smem.full(stage.index));
+      stage.Advance();
+    }
+    if (lane == 0) ReleaseRing<T>(smem.ring_empty(slot.index));
+    slot.Advance();
+  }
+  ptx::CopyAsyncWaitAll();  // no copy outlives its thread
+}
+
+}  // namespace jaxmoe
