@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxmoe import _checks
 from jaxmoe._gmm import MAX_ROWS, WEIGHT_LAYOUTS, gmm, no_bias
-from jaxmoe._heuristics import STEP_K, GemmConfig, gmm_config
+from jaxmoe._heuristics import NOT_PROMOTED, STEP_K, GemmConfig, gmm_config
 
 
 def grouped_gemm(
@@ -225,23 +225,33 @@ def check_float(op: str, name: str, x: Any) -> None:
     dtype = np.dtype(x.dtype)
     if dtype.name not in _checks.FLOATS and dtype.itemsize == 1 and dtype.kind != "b":
         rule = (
-            f"{name}.dtype={_checks.dtype_name(dtype)}: quantized arrays are not supported yet, "
-            "only bf16, f16 and f32"
+            f"{name}.dtype={_checks.dtype_name(dtype)} must be bf16 or f16 or f32; quantized "
+            "weights and tokens come with their scales as a jaxmoe.QuantizedArray, in FP8 only"
         )
         raise NotImplementedError(_checks.message(op, rule, **{name: x}))
     _checks.check_dtype(op, name, x, _checks.FLOATS)
 
 
-def check_config(op: str, name: str, config: Any, k: int) -> None:
-    """Refuses anything but None or a `GemmConfig` that products over `k` elements can have."""
+def check_config(op: str, name: str, config: Any, k: int, *, promoted: bool | None = None) -> None:
+    """Refuses anything but None or a `GemmConfig` that products over `k` elements can have.
+
+    `promoted` says whether the sums of an FP8 product are promoted; None: elements of 2 bytes.
+    """
     if config is None:
         return
     if not isinstance(config, GemmConfig):
         raise TypeError(_checks.message(op, f"{name} must be a GemmConfig", **{name: config}))
-    if k <= STEP_K * (config.split_k - 1):
+    least = STEP_K * (1 if promoted is None else 2) * (config.split_k - 1)
+    if k <= least:
         rule = (
-            f"{name}.split_k={config.split_k} needs a product over more than "
-            f"{STEP_K * (config.split_k - 1)} elements, not {k}"
+            f"{name}.split_k={config.split_k} needs a product over more than {least} elements, "
+            f"not {k}"
+        )
+        raise ValueError(_checks.message(op, rule, **{name: config}))
+    if promoted and config.tile in NOT_PROMOTED:
+        rule = (
+            f"{name}: no kernel of the tile {config.tile} promotes its sums, as fp8_block, "
+            "accum='promoted', and by default more than 2048 elements do"
         )
         raise ValueError(_checks.message(op, rule, **{name: config}))
 
