@@ -22,11 +22,6 @@ PROMOTED_K = 2048  # products over more elements promote their sums by default
 ACCUMS = ("fast", "promoted")
 
 
-def no_bias(dtype: Any) -> jax.Array:
-    """Returns the empty array that stands for "no bias"."""
-    return jnp.zeros((0, 0), dtype)
-
-
 def promotes(format: str, accum: str | None, k: int) -> bool:
     """Whether a product over `k` elements adds up its parts outside of the tensor core."""
     return format == "fp8_block" or (k > PROMOTED_K if accum is None else accum == "promoted")

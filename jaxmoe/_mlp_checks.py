@@ -137,16 +137,6 @@ def check_scales(
     return arrays[0], arrays[1]
 
 
-def check_needs_plain_arrays(x: Any, apply_weight_on_input: bool, do_finalize: bool) -> None:
-    """Refuses what there is no quantized form of."""
-    if not do_finalize:
-        rule = "do_finalize=False is not supported with quantized weights"
-        raise NotImplementedError(_checks.message(_OP, rule))
-    if apply_weight_on_input and isinstance(x, QuantizedArray):
-        rule = "apply_weight_on_input=True needs an x that is not quantized yet"
-        raise NotImplementedError(_checks.message(_OP, rule, x=x))
-
-
 def check_batch_invariant_scales(x: Any, format: str | None, given: dict[str, Any]) -> None:
     """Refuses dynamic scales that all tokens of a batch make together."""
     if format != "fp8_tensor":

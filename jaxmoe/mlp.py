@@ -14,7 +14,6 @@ from jaxmoe._mlp_checks import (
     check_batch_invariant_scales,
     check_bias,
     check_configs,
-    check_needs_plain_arrays,
     check_scales,
     check_tokens,
     check_weights,
@@ -110,10 +109,11 @@ def moe_mlp(
 
     Args:
       x: [T, H] bfloat16, float16 or float32. Every other floating array but the routing weights has
-        this dtype.
+        this dtype. With quantized weights also a `QuantizedArray` in their format.
       routing: from `jaxmoe.route`, or your own expert_ids [T, K] int32 and weights [T, K] float32.
-      w_gate_up: [E, H, 2I], or [E, H, I] for an activation without gate. E local experts.
-      w_down: [E, I, H].
+      w_gate_up: [E, H, 2I], or [E, H, I] for an activation without gate. E local experts. An array,
+        or a `QuantizedArray` of layout `weight_layout`.
+      w_down: [E, I, H]. Quantized if `w_gate_up` is, in the same format.
       activation: a name ("swiglu", "geglu", "relu2", ...) or a `jaxmoe.Swiglu`.
       b_gate_up: [E, 2I] or [E, I].
       b_down: [E, H].
@@ -132,6 +132,13 @@ def moe_mlp(
       batch_invariant: no product splits its k loop, so that a token's bits are the same in every
         batch; up to 10 % slower with one or a few tokens. Under vmap the tiles are those of one
         example.
+      x_scale: [] float32, static scale of x for weights in fp8_tensor; by default the scale is made
+        of all of x.
+      intermediate_scale: [] or [E] float32, static scale of the activations' result for weights in
+        fp8_tensor; by default one is made of all its rows.
+      accum: for quantized weights, "fast" to add up all of k inside the tensor core, which keeps
+        about 14 bits, or "promoted" to add parts of 128 up in float32; by default "promoted" for
+        products over more than 2048 elements. fp8_block is always promoted.
       config: tiles of the two CUDA products; chosen from the shapes by default.
 
     Returns:
@@ -142,12 +149,14 @@ def moe_mlp(
     Raises:
       TypeError, ValueError: an argument of the wrong kind, dtype, rank or shape, or an unknown
         name.
-      NotImplementedError: a quantized array, or (on CUDA) a dtype or row length without a kernel,
-        or a gradient.
+      NotImplementedError: (on CUDA) a dtype or row length without a kernel, or a gradient; with
+        quantized weights any gradient, or do_finalize=False.
 
     Numerics: float32 accumulation in both products; the activation is computed in float32 from the
       first accumulator and rounded once, each row of the second is rounded once, and the
-      float32 sum over k once. Bitwise repeatable. NaN stays in the tokens that hold it.
+      float32 sum over k once. Bitwise repeatable. NaN stays in the tokens that hold it. With
+      quantized weights x and the rounded result of the activation are quantized in their format, as
+      `jaxmoe.quantize_tokens` does.
     Sharding: one device's tokens against one device's experts; use `jax.shard_map` around it.
       Residuals of the gradient are named "jaxmoe_z" (before the activation) and "jaxmoe_h".
     Source: https://arxiv.org/abs/2101.03961, https://arxiv.org/abs/2211.15841.
@@ -210,8 +219,9 @@ def moe_mlp(
     for name, value in flags.items():
         if type(value) is not bool:
             raise TypeError(_checks.message(_OP, f"{name} must be a bool", **{name: value}))
-    if format is not None:
-        check_needs_plain_arrays(x, apply_weight_on_input, do_finalize)
+    if format is not None and not do_finalize:
+        rule = "do_finalize=False is not supported with quantized weights"
+        raise NotImplementedError(_checks.message(_OP, rule, w_gate_up=w_gate_up))
     if batch_invariant:
         given = {"x_scale": x_scale, "intermediate_scale": intermediate_scale}
         check_batch_invariant_scales(x, format, given)
@@ -237,6 +247,9 @@ def moe_mlp(
             rule = f"apply_weight_on_input=True needs top_k=1, not {top_k}: a token has one input"
             got = {"routing.expert_ids": routing.expert_ids}
             raise ValueError(_checks.message(_OP, rule, **got))
+        if isinstance(x, QuantizedArray):
+            rule = "apply_weight_on_input=True needs an x that is not quantized yet"
+            raise NotImplementedError(_checks.message(_OP, rule, x=x))
         x = (x.astype(jnp.float32) * weights).astype(x.dtype)
         weights = jnp.ones_like(weights)
     biases = (
