@@ -97,8 +97,8 @@ WEIGHT_ERRORS = (
     ),
     (
         {"w": jaxmoe.quantize(W, "fp8_block", weight_layout="nk")},
-        NotImplementedError,
-        "w is a QuantizedArray: quantized arrays are not supported yet, give jaxmoe.dequantize(w). "
+        TypeError,
+        "w must be a JAX or NumPy array, not a QuantizedArray; jaxmoe.dequantize(w) gives one. "
         "Got w: a QuantizedArray (fp8_block, values f8_e4m3fn[2,130,257]).",
     ),
     (
