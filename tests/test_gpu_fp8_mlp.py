@@ -8,8 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe import GemmConfig, Routing, _heuristics, _targets, grouped_gemm, moe_mlp, quantize
-from jaxmoe import quantize_tokens, reference
+from jaxmoe import (
+    GemmConfig,
+    Routing,
+    _heuristics,
+    _targets,
+    grouped_gemm,
+    moe_mlp,
+    quantize,
+    quantize_tokens,
+    reference,
+)
 from jaxmoe._testing import (
     GPT_OSS,
     Layer,
