@@ -250,7 +250,9 @@ def moe_mlp(
     if num_experts is None:
         num_experts = expert_offset + num_local if expert_map is None else expert_map.shape[0]
     local = local_ids(expert_ids, num_experts, expert_offset, num_local, expert_map)
-    routed = (local[None, :, :] == jnp.arange(num_local)[:, None, None]).any(axis=2)  # [E, T]
+    routed = (local[None, :, :] == jnp.arange(num_local, dtype=local.dtype)[:, None, None]).any(
+        axis=2
+    )  # [E, T]
     format = w_gate_up.format if isinstance(w_gate_up, QuantizedArray) else None
     tokens, layer_dtype = round_tokens(x, format, dtype, x_scale), x.dtype
     w1, w2 = plain(w_gate_up, dtype), plain(w_down, dtype)
