@@ -55,10 +55,10 @@ def check_array(op: str, name: str, x: Any) -> None:
     """Refuses anything that is not a JAX or NumPy array, such as a list."""
     if is_quantized(x):
         rule = (
-            f"{name} is a QuantizedArray: quantized arrays are not supported yet, "
-            f"give jaxmoe.dequantize({name})"
+            f"{name} must be a JAX or NumPy array, not a QuantizedArray; "
+            f"jaxmoe.dequantize({name}) gives one"
         )
-        raise NotImplementedError(message(op, rule, **{name: x}))
+        raise TypeError(message(op, rule, **{name: x}))
     if not isinstance(x, jax.Array | np.ndarray):
         raise TypeError(message(op, f"{name} must be a JAX or NumPy array", **{name: x}))
 

@@ -37,9 +37,12 @@ def no_bias(dtype: Any) -> jax.Array:
     return jnp.zeros((0, 0, 0), dtype)
 
 
-def row_reason(op: str, name: str, x: Any, axis: int) -> str | None:
-    """Says why rows of `x.shape[axis]` elements cannot be loaded by the CUDA kernels, or None."""
-    size, step = x.shape[axis], _ROW_BYTES // np.dtype(x.dtype).itemsize
+def row_reason(op: str, name: str, x: Any, axis: int, itemsize: int | None = None) -> str | None:
+    """Says why rows of `x.shape[axis]` elements cannot be moved by the CUDA kernels, or None.
+
+    Rows of `x`, or of an array of as many elements of `itemsize` bytes.
+    """
+    size, step = x.shape[axis], _ROW_BYTES // (itemsize or np.dtype(x.dtype).itemsize)
     if size > 0 and size % step == 0:
         return None
     below, above = size // step * step, (size // step + 1) * step

@@ -62,7 +62,7 @@ def gmm_xla(
             new = jnp.where(mask[:, None], y.astype(out_dtype), old)
             return jax.lax.dynamic_update_slice_in_dim(out, new, first, 0)
 
-        out = _for_each_block(rows_per_batch, starts, sizes, step, out)
+        out = for_each_block(rows_per_batch, starts, sizes, step, out)
     return (out.reshape(batch, rows_per_batch, n),)
 
 
@@ -105,7 +105,7 @@ def tgmm_xla(
             part += jax.lax.dynamic_index_in_dim(dw, weight, keepdims=False)
             return jax.lax.dynamic_update_index_in_dim(dw, part, weight, 0)
 
-        dw = _for_each_block(rows_per_batch, starts, sizes, step, dw)
+        dw = for_each_block(rows_per_batch, starts, sizes, step, dw)
     return (dw.reshape(*weight_shape, k, n).astype(out_dtype),)
 
 
@@ -114,7 +114,7 @@ def _common(a: jax.Array, b: jax.Array) -> Any:
     return a.dtype if a.dtype == b.dtype else jnp.dtype(jnp.float32)
 
 
-def _for_each_block(
+def for_each_block(
     rows_per_batch: int,
     starts: jax.Array,
     sizes: jax.Array,

@@ -25,12 +25,17 @@ TILES: dict[tuple[int, int, int, int], int] = {
 
 _SMS = 132  # of an H100 or H200 SXM
 
-STEP_K = 64  # elements of k in a pipeline step: each CTA of a split needs one
+# Elements of 2 bytes in a pipeline step of the k loop, twice as many of FP8: each CTA of a split
+# needs one step.
+STEP_K = 64
+
+# Tiles whose accumulators leave no registers for a second set, which promoted FP8 sums need.
+NOT_PROMOTED = {(256, 160, 2, 1)}
 
 # Two CTAs on half of the k loop each come to an end together, and nothing is gained by that when a
 # tile has few steps, when there are so many tiles that the last ones hardly count, or when a second
 # round of clusters would leave most SMs without one.
-_MIN_SPLIT_K = 1024
+_MIN_SPLIT_BYTES = 2048
 _MAX_SPLIT_TILES = 12 * _SMS
 
 # What fetching rows of x through the index costs grows with the products made of a row, what a copy
@@ -69,13 +74,17 @@ class GemmConfig:
             _checks.check_int(op, name, getattr(self, name), 0)
         if type(self.gather) is not bool:
             raise TypeError(_checks.message(op, "gather must be a bool", gather=self.gather))
-        tile = (self.weight_tile, self.token_tile, self.cluster, self.split_k)
-        if tile not in TILES:
+        if self.tile not in TILES:
             allowed = ", ".join(map(str, TILES))
             raise ValueError(
-                f"jaxmoe.GemmConfig: (weight_tile, token_tile, cluster, split_k)={tile} must be "
-                f"one of {allowed}."
+                f"jaxmoe.GemmConfig: (weight_tile, token_tile, cluster, split_k)={self.tile} must "
+                f"be one of {allowed}."
             )
+
+    @property
+    def tile(self) -> tuple[int, int, int, int]:
+        """The key of this tile in `TILES`."""
+        return self.weight_tile, self.token_tile, self.cluster, self.split_k
 
     def attrs(self) -> dict[str, int]:
         """FFI attributes, see csrc/ffi/gemm_attrs.h."""
@@ -83,30 +92,37 @@ class GemmConfig:
 
 
 def gmm_config(
-    num_rows: int, num_groups: int, k: int, weight_rows: int, local_share: float = 1.0
+    num_rows: int,
+    num_groups: int,
+    k: int,
+    weight_rows: int,
+    local_share: float = 1.0,
+    promoted: bool | None = None,
 ) -> GemmConfig:
     """The tile for `num_rows` rows spread over `num_groups` groups.
 
     Each group has `weight_rows` rows of `k` elements. `local_share` of the groups are here.
+    `promoted` says whether the sums of an FP8 product are promoted; None: 2-byte elements.
     """
     usual = _usual_rows(num_rows, num_groups)
+    row_bytes = k * (2 if promoted is None else 1)
     if usual < 8:
         hit = local_share * num_groups * (1.0 - (1.0 - 1.0 / max(num_groups, 1)) ** num_rows)
-        return GemmConfig(128, 8, split_k=_split_k(k, hit * math.ceil(weight_rows / 128)))
+        return GemmConfig(128, 8, split_k=_split_k(row_bytes, hit * math.ceil(weight_rows / 128)))
     # Twice or four times as wide as usual groups need, which costs up to 3 % of an even routing:
     # groups past a tile read their weights again, up to 30 % of a skewed one.
     if usual <= 16:
         return GemmConfig(128, 32)
     if usual <= 128:
         return GemmConfig(256, 128)
-    if usual <= 192:
+    if usual <= 192 or promoted:
         return GemmConfig(128, 192)
     # With very many token tiles a group, panels of weight tiles share X in L2.
     return GemmConfig(256, 160, cluster=2, raster=8 if num_rows >= 2048 * num_groups else 1)
 
 
-def _split_k(k: int, tiles: float) -> int:
-    if k < _MIN_SPLIT_K or tiles > _MAX_SPLIT_TILES or _SMS < tiles < 1.5 * _SMS:
+def _split_k(row_bytes: int, tiles: float) -> int:
+    if row_bytes < _MIN_SPLIT_BYTES or tiles > _MAX_SPLIT_TILES or _SMS < tiles < 1.5 * _SMS:
         return 1
     return 2
 
@@ -118,16 +134,22 @@ def mlp_configs(
     hidden: int,
     intermediate: int,
     gated: bool,
+    promoted: tuple[bool, bool] | None = None,
 ) -> tuple[GemmConfig, GemmConfig]:
     """Tiles of the gate-up and down GEMMs of the fused layer.
 
-    `num_experts` is the number of experts that the rows are routed over, local or not.
+    `num_experts` is the number of experts that the rows are routed over, local or not. `promoted`
+    as in `gmm_config`, for each product.
     """
     share = num_local_experts / max(num_experts, 1)
     weight_rows = intermediate * (2 if gated else 1)
-    gate_up = gmm_config(num_rows, num_experts, hidden, weight_rows, share)
-    down = gmm_config(num_rows, num_experts, intermediate, hidden, share)
-    gather = gate_up.token_tile != 192 or intermediate <= _MAX_GATHER_INTERMEDIATE
+    first, second = promoted or (None, None)
+    gate_up = gmm_config(num_rows, num_experts, hidden, weight_rows, share, first)
+    down = gmm_config(num_rows, num_experts, intermediate, hidden, share, second)
+    if promoted is None:
+        gather = gate_up.token_tile != 192 or intermediate <= _MAX_GATHER_INTERMEDIATE
+    else:  # the quantization of x can write its rows in expert order at no cost
+        gather = gate_up.token_tile <= 32
     return dataclasses.replace(gate_up, gather=gather), down
 
 

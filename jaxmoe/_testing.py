@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmoe.activation import Activation, Swiglu, resolve
+from jaxmoe.quantize import quantize
 
 GPT_OSS = Swiglu(alpha=1.702, beta=1.0, limit=7.0)
 
@@ -140,6 +141,25 @@ def layer_inputs(
     if layer.bias:
         inputs["b_gate_up"] = normal(rng, (experts, layer.width), dtype)
         inputs["b_down"] = normal(rng, (experts, hidden), dtype)
+    return inputs
+
+
+def quantized_inputs(
+    layer: Layer,
+    num_tokens: int,
+    routing: str,
+    rng: np.random.Generator,
+    dtype: Any,
+    format: str,
+    weight_layout: str = "kn",
+    element_type: str = "e4m3",
+) -> dict[str, Any]:
+    """Draws the arrays of one layer as `layer_inputs` does, the weights quantized in `format`."""
+    inputs = layer_inputs(layer, num_tokens, routing, rng, dtype, weight_layout)
+    for name in ("w_gate_up", "w_down"):
+        inputs[name] = quantize(
+            inputs[name], format, weight_layout=weight_layout, element_type=element_type
+        )
     return inputs
 
 

@@ -8,13 +8,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmoe import _checks
+from jaxmoe._fp8_checks import (
+    check_accum,
+    check_same_format,
+    check_tokens,
+    check_tokens_are_plain,
+    check_weight,
+)
 from jaxmoe._gmm import MAX_ROWS, WEIGHT_LAYOUTS, gmm, no_bias
-from jaxmoe._heuristics import STEP_K, GemmConfig, gmm_config
+from jaxmoe._gmm_fp8 import gmm_fp8, promotes
+from jaxmoe._heuristics import NOT_PROMOTED, STEP_K, GemmConfig, gmm_config
+from jaxmoe.quantize import QuantizedArray, quantize_tokens
 
 
 def grouped_gemm(
-    lhs: jax.Array,
-    rhs: jax.Array,
+    lhs: jax.Array | QuantizedArray,
+    rhs: jax.Array | QuantizedArray,
     group_sizes: jax.Array,
     precision: Any = None,
     preferred_element_type: Any = None,
@@ -24,6 +33,7 @@ def grouped_gemm(
     bias: jax.Array | None = None,
     weight_layout: str = "kn",
     batch_invariant: bool = False,
+    accum: str | None = None,
     config: GemmConfig | None = None,
 ) -> jax.Array:
     """Multiplies each group's rows by that group's matrix.
@@ -36,7 +46,9 @@ def grouped_gemm(
 
     Args:
       lhs: [R, K] bfloat16, float16 or float32. Rows already in group order.
-      rhs: [E, K, N] (or [E, N, K], see `weight_layout`), the dtype of `lhs`.
+      rhs: [E, K, N] (or [E, N, K], see `weight_layout`), the dtype of `lhs`. Or a `QuantizedArray`
+        of that layout; `lhs` is then quantized by `jaxmoe.quantize_tokens` in its format, unless it
+        is a `QuantizedArray` already.
       group_sizes: [E] integers, or more of them than E with `group_offset`. Rows past the sum are
         in no group; negative sizes count as 0 and rows past R as absent.
       precision: of the products where they are not CUDA's kernels, as in `jax.lax.dot`.
@@ -48,6 +60,7 @@ def grouped_gemm(
       weight_layout: "kn" for rhs [E, K, N], "nk" for rhs [E, N, K].
       batch_invariant: the k loop is not split, so that a row's bits are the same in every batch; up
         to 10 % slower with few rows. Under vmap the tile is that of one example.
+      accum: "fast" or "promoted" sums with a quantized `rhs`, as in `jaxmoe.moe_mlp`.
       config: tile of the CUDA kernel; chosen from the shapes by default.
 
     Returns:
@@ -56,8 +69,8 @@ def grouped_gemm(
     Raises:
       TypeError: a dtype differs or is no floating type.
       ValueError: shapes disagree, or no such layout.
-      NotImplementedError: out_sharding, a quantized array, or (on CUDA) a dtype or row length
-        without a kernel.
+      NotImplementedError: out_sharding, (on CUDA) a dtype or row length without a kernel, or a
+        derivative with a quantized `rhs`.
 
     Numerics: float32 accumulation, one rounding to the result's dtype. Bitwise repeatable. The
       gradient of `rhs` for a group without rows is exactly 0.
@@ -75,24 +88,30 @@ def grouped_gemm(
         rule = "out_sharding must be None; shard with jax.shard_map around the call"
         raise NotImplementedError(_checks.message(op, rule, out_sharding=out_sharding))
     _checks.check_choice(op, "weight_layout", weight_layout, WEIGHT_LAYOUTS)
-    _checks.check_rank(op, "lhs", lhs, "R,K")
-    _checks.check_rank(op, "rhs", rhs, "E,K,N" if weight_layout == "kn" else "E,N,K")
-    check_float(op, "lhs", lhs)
-    check_float(op, "rhs", rhs)
-    _checks.check_same_dtype(op, "rhs", rhs, "lhs", lhs)
+    format = _check_factors(lhs, rhs, weight_layout)
     if rhs.shape[0] == 0:
         rule = "rhs.shape[0]=0 must be at least 1 (num_groups)"
         raise ValueError(_checks.message(op, rule, rhs=rhs))
     k_axis = 1 if weight_layout == "kn" else 2
     _checks.check_same_dim(op, "rhs", rhs, k_axis, "lhs", lhs, 1, "K, the contracted axis")
-    check_config(op, "config", config, lhs.shape[1])
+    check_accum(op, accum, format)
+    promoted = None if format is None else promotes(format, accum, lhs.shape[1])
+    check_config(op, "config", config, lhs.shape[1], promoted=promoted)
     if type(batch_invariant) is not bool:
         rule = "batch_invariant must be a bool"
         raise TypeError(_checks.message(op, rule, batch_invariant=batch_invariant))
     if batch_invariant:
-        chosen = gmm_config(lhs.shape[0], rhs.shape[0], lhs.shape[1], rhs.shape[3 - k_axis])
+        if format == "fp8_tensor" and not isinstance(lhs, QuantizedArray):
+            rule = (
+                "batch_invariant=True needs a quantized lhs with rhs in fp8_tensor: its scale is "
+                "made of all rows; give jaxmoe.quantize_tokens(lhs, 'fp8_tensor', scale=...)"
+            )
+            raise ValueError(_checks.message(op, rule, lhs=lhs, rhs=rhs))
+        chosen = gmm_config(
+            lhs.shape[0], rhs.shape[0], lhs.shape[1], rhs.shape[3 - k_axis], promoted=promoted
+        )
         config = whole_k(op, "config", config, chosen)
-    _check_precision(precision, lhs.dtype)
+    _check_precision(precision, lhs.dtype, format)
     check_num_rows(op, lhs.shape[0], lhs=lhs)
     out_dtype = lhs.dtype if preferred_element_type is None else _out_dtype(preferred_element_type)
     if bias is None:
@@ -104,8 +123,25 @@ def grouped_gemm(
         _checks.check_same_dim(op, "bias", bias, 1, "rhs", rhs, 3 - k_axis, "N")
         bias_array = bias[None]
     starts, sizes = _groups(lhs, rhs, group_sizes, group_offset)
+    if isinstance(rhs, QuantizedArray):
+        tokens = lhs if isinstance(lhs, QuantizedArray) else quantize_tokens(lhs, rhs.format)
+        (out,) = gmm_fp8(
+            tokens.values,
+            tokens.scales,
+            rhs.values,
+            rhs.scales,
+            starts,
+            sizes,
+            jnp.zeros((0, 0), lhs.dtype) if bias is None else bias,
+            format=rhs.format,
+            out_dtype=jnp.dtype(out_dtype),
+            promoted=promoted,
+            config=config,
+        )
+        return out
+    rows: Any = lhs  # no QuantizedArray, or rhs were one
     (out,) = gmm(
-        lhs[None],
+        rows[None],
         rhs[None],
         starts[None],
         sizes[None],
@@ -118,8 +154,29 @@ def grouped_gemm(
     return out[0]
 
 
+def _check_factors(lhs: Any, rhs: Any, layout: str) -> str | None:
+    """Checks kind, rank and dtype of the factors. Returns the format of `rhs`, None if plain."""
+    op = "grouped_gemm"
+    if isinstance(lhs, QuantizedArray):
+        check_tokens(op, "lhs", lhs)
+    else:
+        _checks.check_rank(op, "lhs", lhs, "R,K")
+    if isinstance(rhs, QuantizedArray):
+        check_weight(op, "rhs", rhs, layout)
+        check_same_format(op, "lhs", lhs, "rhs", rhs)
+        if not isinstance(lhs, QuantizedArray):
+            check_float(op, "lhs", lhs)
+        return rhs.format
+    check_tokens_are_plain(op, "lhs", lhs, "rhs")
+    _checks.check_rank(op, "rhs", rhs, "E,K,N" if layout == "kn" else "E,N,K")
+    check_float(op, "lhs", lhs)
+    check_float(op, "rhs", rhs)
+    _checks.check_same_dtype(op, "rhs", rhs, "lhs", lhs)
+    return None
+
+
 def _groups(
-    lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, group_offset: Any
+    lhs: Any, rhs: Any, group_sizes: jax.Array, group_offset: Any
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the first row and the number of rows of each group of `rhs`."""
     op = "grouped_gemm"
@@ -195,10 +252,13 @@ def _out_dtype(value: Any) -> np.dtype:
     return dtype
 
 
-def _check_precision(precision: Any, dtype: Any) -> None:
+def _check_precision(precision: Any, dtype: Any, format: str | None) -> None:
     """Refuses what `jax.lax.dot` does not take; asked of JAX, whose list grows."""
     if precision is None:
         return
+    if format is not None:
+        rule = "precision must be None if rhs is quantized: products of FP8 numbers are exact"
+        raise ValueError(_checks.message("grouped_gemm", rule, precision=precision))
     square = jax.ShapeDtypeStruct((1, 1), dtype)
     try:
         hash(precision)
@@ -225,23 +285,33 @@ def check_float(op: str, name: str, x: Any) -> None:
     dtype = np.dtype(x.dtype)
     if dtype.name not in _checks.FLOATS and dtype.itemsize == 1 and dtype.kind != "b":
         rule = (
-            f"{name}.dtype={_checks.dtype_name(dtype)}: quantized arrays are not supported yet, "
-            "only bf16, f16 and f32"
+            f"{name}.dtype={_checks.dtype_name(dtype)} must be bf16 or f16 or f32; quantized "
+            "weights and tokens come with their scales as a jaxmoe.QuantizedArray, in FP8 only"
         )
         raise NotImplementedError(_checks.message(op, rule, **{name: x}))
     _checks.check_dtype(op, name, x, _checks.FLOATS)
 
 
-def check_config(op: str, name: str, config: Any, k: int) -> None:
-    """Refuses anything but None or a `GemmConfig` that products over `k` elements can have."""
+def check_config(op: str, name: str, config: Any, k: int, *, promoted: bool | None = None) -> None:
+    """Refuses anything but None or a `GemmConfig` that products over `k` elements can have.
+
+    `promoted` says whether the sums of an FP8 product are promoted; None: elements of 2 bytes.
+    """
     if config is None:
         return
     if not isinstance(config, GemmConfig):
         raise TypeError(_checks.message(op, f"{name} must be a GemmConfig", **{name: config}))
-    if k <= STEP_K * (config.split_k - 1):
+    least = STEP_K * (1 if promoted is None else 2) * (config.split_k - 1)
+    if k <= least:
         rule = (
-            f"{name}.split_k={config.split_k} needs a product over more than "
-            f"{STEP_K * (config.split_k - 1)} elements, not {k}"
+            f"{name}.split_k={config.split_k} needs a product over more than {least} elements, "
+            f"not {k}"
+        )
+        raise ValueError(_checks.message(op, rule, **{name: config}))
+    if promoted and config.tile in NOT_PROMOTED:
+        rule = (
+            f"{name}: no kernel of the tile {config.tile} promotes its sums, as fp8_block, "
+            "accum='promoted', and by default more than 2048 elements do"
         )
         raise ValueError(_checks.message(op, rule, **{name: config}))
 

@@ -6,18 +6,24 @@ import jax
 import jax.numpy as jnp
 
 from jaxmoe import _checks
+from jaxmoe._fp8_checks import check_accum
+from jaxmoe._gmm_fp8 import promotes
 from jaxmoe._heuristics import GemmConfig, mlp_configs
 from jaxmoe._mlp import moe_mlp_p, moe_mlp_rows_p, no_bias
+from jaxmoe._mlp_checks import (
+    check_batch_invariant_scales,
+    check_bias,
+    check_configs,
+    check_scales,
+    check_tokens,
+    check_weights,
+)
+from jaxmoe._mlp_fp8 import moe_mlp_fp8_p, no_scale
 from jaxmoe.activation import GATE_UP_ORDERS, Activation, resolve
 from jaxmoe.finalize import ExpertRows, no_residual
-from jaxmoe.grouped_gemm import (
-    WEIGHT_LAYOUTS,
-    check_config,
-    check_float,
-    check_num_rows,
-    whole_k,
-)
+from jaxmoe.grouped_gemm import WEIGHT_LAYOUTS, check_num_rows, whole_k
 from jaxmoe.plan import check_window, no_map
+from jaxmoe.quantize import QuantizedArray
 from jaxmoe.routing import Routing
 
 _OP = "moe_mlp"
@@ -25,10 +31,10 @@ _OP = "moe_mlp"
 
 @overload
 def moe_mlp(
-    x: jax.Array,
+    x: jax.Array | QuantizedArray,
     routing: Routing,
-    w_gate_up: jax.Array,
-    w_down: jax.Array,
+    w_gate_up: jax.Array | QuantizedArray,
+    w_down: jax.Array | QuantizedArray,
     *,
     activation: str | Activation = "swiglu",
     b_gate_up: jax.Array | None = None,
@@ -41,6 +47,9 @@ def moe_mlp(
     residual: jax.Array | None = None,
     apply_weight_on_input: bool = False,
     do_finalize: Literal[True] = True,
+    x_scale: jax.Array | None = None,
+    intermediate_scale: jax.Array | None = None,
+    accum: str | None = None,
     config: tuple[GemmConfig | None, GemmConfig | None] | None = None,
 ) -> jax.Array: ...
 
@@ -69,10 +78,10 @@ def moe_mlp(
 
 
 def moe_mlp(
-    x: jax.Array,
+    x: jax.Array | QuantizedArray,
     routing: Routing,
-    w_gate_up: jax.Array,
-    w_down: jax.Array,
+    w_gate_up: jax.Array | QuantizedArray,
+    w_down: jax.Array | QuantizedArray,
     *,
     activation: str | Activation = "swiglu",
     b_gate_up: jax.Array | None = None,
@@ -86,6 +95,9 @@ def moe_mlp(
     apply_weight_on_input: bool = False,
     do_finalize: bool = True,
     batch_invariant: bool = False,
+    x_scale: jax.Array | None = None,
+    intermediate_scale: jax.Array | None = None,
+    accum: str | None = None,
     config: tuple[GemmConfig | None, GemmConfig | None] | None = None,
 ) -> jax.Array | ExpertRows:
     """Runs each token through its experts and adds up the results.
@@ -97,10 +109,11 @@ def moe_mlp(
 
     Args:
       x: [T, H] bfloat16, float16 or float32. Every other floating array but the routing weights has
-        this dtype.
+        this dtype. With quantized weights also a `QuantizedArray` in their format.
       routing: from `jaxmoe.route`, or your own expert_ids [T, K] int32 and weights [T, K] float32.
-      w_gate_up: [E, H, 2I], or [E, H, I] for an activation without gate. E local experts.
-      w_down: [E, I, H].
+      w_gate_up: [E, H, 2I], or [E, H, I] for an activation without gate. E local experts. An array,
+        or a `QuantizedArray` of layout `weight_layout`.
+      w_down: [E, I, H]. Quantized if `w_gate_up` is, in the same format.
       activation: a name ("swiglu", "geglu", "relu2", ...) or a `jaxmoe.Swiglu`.
       b_gate_up: [E, 2I] or [E, I].
       b_down: [E, H].
@@ -119,6 +132,13 @@ def moe_mlp(
       batch_invariant: no product splits its k loop, so that a token's bits are the same in every
         batch; up to 10 % slower with one or a few tokens. Under vmap the tiles are those of one
         example.
+      x_scale: [] float32, static scale of x for weights in fp8_tensor; by default the scale is made
+        of all of x.
+      intermediate_scale: [] or [E] float32, static scale of the activations' result for weights in
+        fp8_tensor; by default one is made of all its rows.
+      accum: for quantized weights, "fast" to add up all of k inside the tensor core, which keeps
+        about 14 bits, or "promoted" to add parts of 128 up in float32; by default "promoted" for
+        products over more than 2048 elements. fp8_block is always promoted.
       config: tiles of the two CUDA products; chosen from the shapes by default.
 
     Returns:
@@ -129,12 +149,14 @@ def moe_mlp(
     Raises:
       TypeError, ValueError: an argument of the wrong kind, dtype, rank or shape, or an unknown
         name.
-      NotImplementedError: a quantized array, or (on CUDA) a dtype or row length without a kernel,
-        or a gradient.
+      NotImplementedError: (on CUDA) a dtype or row length without a kernel, or a gradient; with
+        quantized weights any gradient, or do_finalize=False.
 
     Numerics: float32 accumulation in both products; the activation is computed in float32 from the
       first accumulator and rounded once, each row of the second is rounded once, and the
-      float32 sum over k once. Bitwise repeatable. NaN stays in the tokens that hold it.
+      float32 sum over k once. Bitwise repeatable. NaN stays in the tokens that hold it. With
+      quantized weights x and the rounded result of the activation are quantized in their format, as
+      `jaxmoe.quantize_tokens` does.
     Sharding: one device's tokens against one device's experts; use `jax.shard_map` around it.
       Residuals of the gradient are named "jaxmoe_z" (before the activation) and "jaxmoe_h".
     Source: https://arxiv.org/abs/2101.03961, https://arxiv.org/abs/2211.15841.
@@ -155,11 +177,11 @@ def moe_mlp(
     act = resolve(activation, _OP)
     _checks.check_choice(_OP, "gate_up", gate_up, GATE_UP_ORDERS)
     _checks.check_choice(_OP, "weight_layout", weight_layout, WEIGHT_LAYOUTS)
-    _check_tokens(x, routing, residual)
-    _check_weights(x, w_gate_up, w_down, act, weight_layout)
+    check_tokens(x, routing, residual)
+    format = check_weights(x, w_gate_up, w_down, act, weight_layout)
     n_axis = 2 if weight_layout == "kn" else 1
-    _check_bias(x, "b_gate_up", b_gate_up, "w_gate_up", w_gate_up, n_axis)
-    _check_bias(x, "b_down", b_down, "w_down", w_down, n_axis)
+    check_bias(x, "b_gate_up", b_gate_up, "w_gate_up", w_gate_up, n_axis)
+    check_bias(x, "b_down", b_down, "w_down", w_down, n_axis)
     num_local = w_gate_up.shape[0]
     if num_experts is None:
         if expert_map is None:
@@ -182,7 +204,12 @@ def moe_mlp(
         raise ValueError(_checks.message(_OP, rule, **got))
     check_num_rows(_OP, routing.expert_ids.size, **{"routing.expert_ids": routing.expert_ids})
     hidden, intermediate = x.shape[1], w_down.shape[1 if weight_layout == "kn" else 2]
-    _check_config(config, hidden, intermediate)
+    check_accum(_OP, accum, format)
+    promoted = None
+    if format is not None:
+        promoted = promotes(format, accum, hidden), promotes(format, accum, intermediate)
+    check_configs(config, hidden, intermediate, promoted)
+    scales = check_scales(x, format, x_scale, intermediate_scale, num_local)
     weights = routing.weights
     flags = {
         "apply_weight_on_input": apply_weight_on_input,
@@ -192,7 +219,12 @@ def moe_mlp(
     for name, value in flags.items():
         if type(value) is not bool:
             raise TypeError(_checks.message(_OP, f"{name} must be a bool", **{name: value}))
+    if format is not None and not do_finalize:
+        rule = "do_finalize=False is not supported with quantized weights"
+        raise NotImplementedError(_checks.message(_OP, rule, w_gate_up=w_gate_up))
     if batch_invariant:
+        given = {"x_scale": x_scale, "intermediate_scale": intermediate_scale}
+        check_batch_invariant_scales(x, format, given)
         chosen = mlp_configs(
             num_rows=routing.expert_ids.size,
             num_experts=num_experts,
@@ -200,6 +232,7 @@ def moe_mlp(
             hidden=hidden,
             intermediate=intermediate,
             gated=act.gated,
+            promoted=promoted,
         )
         first, second = config or (None, None)
         config = (
@@ -214,96 +247,49 @@ def moe_mlp(
             rule = f"apply_weight_on_input=True needs top_k=1, not {top_k}: a token has one input"
             got = {"routing.expert_ids": routing.expert_ids}
             raise ValueError(_checks.message(_OP, rule, **got))
+        if isinstance(x, QuantizedArray):
+            rule = "apply_weight_on_input=True needs an x that is not quantized yet"
+            raise NotImplementedError(_checks.message(_OP, rule, x=x))
         x = (x.astype(jnp.float32) * weights).astype(x.dtype)
         weights = jnp.ones_like(weights)
-    shared = (
-        w_gate_up,
-        w_down,
+    biases = (
         no_bias(x.dtype) if b_gate_up is None else b_gate_up,
         no_bias(x.dtype) if b_down is None else b_down,
-        no_map() if expert_map is None else expert_map,
     )
+    expert_map = no_map() if expert_map is None else expert_map
+    residual_array = no_residual(x.dtype) if residual is None else residual
     params: dict[str, Any] = {
         "activation": act,
         "gate_up": gate_up,
-        "weight_layout": weight_layout,
         "num_experts": num_experts,
         "num_local_experts": num_local,
         "expert_offset": expert_offset,
         "config": config,
     }
     ids = routing.expert_ids
+    if isinstance(w_gate_up, QuantizedArray) and isinstance(w_down, QuantizedArray):
+        tokens = (x.values, x.scales) if isinstance(x, QuantizedArray) else (x, no_scale())
+        (y,) = moe_mlp_fp8_p(
+            *tokens,
+            ids,
+            weights,
+            w_gate_up.values,
+            w_gate_up.scales,
+            w_down.values,
+            w_down.scales,
+            *biases,
+            expert_map,
+            residual_array,
+            *scales,
+            format=format,
+            promoted=promoted,
+            **params,
+        )
+        return y
+    shared = (w_gate_up, w_down, *biases, expert_map)
+    params["weight_layout"] = weight_layout
     if not do_finalize:
         rows, slot_to_row = moe_mlp_rows_p(x, ids, *shared, **params)
         return ExpertRows(rows, weights, slot_to_row)
-    residual = no_residual(x.dtype) if residual is None else residual
-    (y,) = moe_mlp_p(x, ids, weights, *shared, residual, **params)
+    (y,) = moe_mlp_p(x, ids, weights, *shared, residual_array, **params)
     return y
-
-
-def _check_tokens(x: Any, routing: Any, residual: Any) -> None:
-    check_float(_OP, "x", x)
-    _checks.check_rank(_OP, "x", x, "T,H")
-    if not isinstance(routing, Routing):
-        raise TypeError(_checks.message(_OP, "routing must be a jaxmoe.Routing", routing=routing))
-    ids, weights = routing.expert_ids, routing.weights
-    _checks.check_rank(_OP, "routing.expert_ids", ids, "T,K")
-    _checks.check_dtype(_OP, "routing.expert_ids", ids, ("int32",))
-    _checks.check_rank(_OP, "routing.weights", weights, "T,K")
-    _checks.check_dtype(_OP, "routing.weights", weights, ("float32",))
-    _checks.check_same_dim(_OP, "routing.expert_ids", ids, 0, "x", x, 0, "num_tokens")
-    for axis, meaning in ((0, "num_tokens"), (1, "top_k")):
-        _checks.check_same_dim(
-            _OP, "routing.weights", weights, axis, "routing.expert_ids", ids, axis, meaning
-        )
-    if residual is not None:
-        _checks.check_rank(_OP, "residual", residual, "T,H")
-        _checks.check_same_dtype(_OP, "residual", residual, "x", x)
-        _checks.check_same_dim(_OP, "residual", residual, 0, "x", x, 0, "num_tokens")
-        _checks.check_same_dim(_OP, "residual", residual, 1, "x", x, 1, "hidden")
-
-
-def _check_weights(x: Any, w_gate_up: Any, w_down: Any, act: Activation, layout: str) -> None:
-    check_float(_OP, "w_gate_up", w_gate_up)
-    check_float(_OP, "w_down", w_down)
-    width = "2I" if act.gated else "I"
-    kn = layout == "kn"
-    _checks.check_rank(_OP, "w_gate_up", w_gate_up, f"E,H,{width}" if kn else f"E,{width},H")
-    _checks.check_rank(_OP, "w_down", w_down, "E,I,H" if kn else "E,H,I")
-    _checks.check_same_dtype(_OP, "w_gate_up", w_gate_up, "x", x)
-    _checks.check_same_dtype(_OP, "w_down", w_down, "x", x)
-    k_axis, n_axis = (1, 2) if kn else (2, 1)
-    _checks.check_same_dim(
-        _OP, "w_down", w_down, 0, "w_gate_up", w_gate_up, 0, "num_experts of this device"
-    )
-    _checks.check_same_dim(_OP, "w_gate_up", w_gate_up, k_axis, "x", x, 1, "hidden")
-    _checks.check_same_dim(_OP, "w_down", w_down, n_axis, "x", x, 1, "hidden")
-    intermediate = w_down.shape[k_axis]
-    factor = 2 if act.gated else 1
-    if w_gate_up.shape[n_axis] != factor * intermediate:
-        kind = "gated" if act.gated else "not gated"
-        rule = (
-            f"w_gate_up.shape[{n_axis}]={w_gate_up.shape[n_axis]} must be {factor} * "
-            f"w_down.shape[{k_axis}]={factor * intermediate}, because {act.name} is {kind}"
-        )
-        raise ValueError(_checks.message(_OP, rule, w_gate_up=w_gate_up, w_down=w_down))
-
-
-def _check_bias(x: Any, name: str, bias: Any, w_name: str, w: Any, n_axis: int) -> None:
-    if bias is None:
-        return
-    check_float(_OP, name, bias)
-    _checks.check_rank(_OP, name, bias, "E,N")
-    _checks.check_same_dtype(_OP, name, bias, "x", x)
-    _checks.check_same_dim(_OP, name, bias, 0, w_name, w, 0, "num_experts of this device")
-    _checks.check_same_dim(_OP, name, bias, 1, w_name, w, n_axis, "its outputs")
-
-
-def _check_config(config: Any, hidden: int, intermediate: int) -> None:
-    if config is None:
-        return
-    if not isinstance(config, tuple) or len(config) != 2:
-        rule = "config must be a pair of GemmConfig, one for each product"
-        raise TypeError(_checks.message(_OP, rule, config=config))
-    for i, k in enumerate((hidden, intermediate)):
-        check_config(_OP, f"config[{i}]", config[i], k)

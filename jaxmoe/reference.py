@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmoe.activation import Activation, resolve, split_gate_up
+from jaxmoe.quantize import QuantizedArray, dequantize, quantize_tokens
 from jaxmoe.routing import METHODS
 
 
@@ -161,8 +162,8 @@ def permute(x: jax.Array, row_to_token: jax.Array) -> jax.Array:
 
 
 def grouped_gemm(
-    lhs: jax.Array,
-    rhs: jax.Array,
+    lhs: jax.Array | QuantizedArray,
+    rhs: jax.Array | QuantizedArray,
     group_sizes: jax.Array,
     *,
     group_offset: jax.Array | None = None,
@@ -173,8 +174,11 @@ def grouped_gemm(
     """Multiplies the rows of each group by its matrix: lhs [R,K], rhs [G,K,N] -> [R,N].
 
     Rows come in groups of `group_sizes`; matrix g belongs to group `group_offset + g`.
-    A negative size counts as 0. Rows of no group, or of a group without a matrix, are 0.
+    A negative size counts as 0. Rows of no group, or of a group without a matrix, are 0. With a
+    quantized rhs, lhs is quantized in its format.
     """
+    lhs = round_tokens(lhs, rhs.format if isinstance(rhs, QuantizedArray) else None, dtype)
+    rhs = plain(rhs, dtype)
     if weight_layout == "nk":
         rhs = rhs.swapaxes(1, 2)
     ends = jnp.cumsum(jnp.maximum(group_sizes, 0))
@@ -211,11 +215,11 @@ def finalize(
 
 
 def moe_mlp(
-    x: jax.Array,
+    x: jax.Array | QuantizedArray,
     expert_ids: jax.Array,
     weights: jax.Array,
-    w_gate_up: jax.Array,
-    w_down: jax.Array,
+    w_gate_up: jax.Array | QuantizedArray,
+    w_down: jax.Array | QuantizedArray,
     *,
     num_experts: int | None = None,
     activation: str | Activation = "swiglu",
@@ -226,6 +230,8 @@ def moe_mlp(
     expert_offset: int = 0,
     expert_map: jax.Array | None = None,
     residual: jax.Array | None = None,
+    x_scale: jax.Array | None = None,
+    intermediate_scale: jax.Array | None = None,
     dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> jax.Array:
     """Runs every expert on every token and keeps what was routed: [T,H] -> [T,H].
@@ -235,28 +241,76 @@ def moe_mlp(
 
     Experts that are not here (see `local_ids`) contribute 0. `num_experts` is the number of global
     experts: by default those of the map, or the local ones behind the offset.
+
+    With quantized weights x and the activations' results, rounded to the dtype of x, are quantized
+    in their format, with the static scales if there are any.
     """
     act = resolve(activation)
     num_local = w_gate_up.shape[0]
     if num_experts is None:
         num_experts = expert_offset + num_local if expert_map is None else expert_map.shape[0]
     local = local_ids(expert_ids, num_experts, expert_offset, num_local, expert_map)
-    y = jnp.zeros(x.shape, dtype)
+    routed = (local[None, :, :] == jnp.arange(num_local, dtype=local.dtype)[:, None, None]).any(
+        axis=2
+    )  # [E, T]
+    format = w_gate_up.format if isinstance(w_gate_up, QuantizedArray) else None
+    tokens, layer_dtype = round_tokens(x, format, dtype, x_scale), x.dtype
+    w1, w2 = plain(w_gate_up, dtype), plain(w_down, dtype)
+    if weight_layout == "nk":
+        w1, w2 = w1.swapaxes(1, 2), w2.swapaxes(1, 2)
+    hs: list[jax.Array] = []
     for e in range(num_local):
-        w1, w2 = w_gate_up[e], w_down[e]
-        if weight_layout == "nk":
-            w1, w2 = w1.T, w2.T
-        h = matmul(x, w1, dtype)
+        h = matmul(tokens, w1[e], dtype)
         if b_gate_up is not None:
             h = h + b_gate_up[e][None, :].astype(dtype)
-        h = act(*split_gate_up(h, gate_up)) if act.gated else act(h)
-        rows = matmul(h, w2, dtype)
+        hs.append(act(*split_gate_up(h, gate_up)) if act.gated else act(h))
+    if format is not None:
+        hs = [jnp.where(routed[e, :, None], h, 0) for e, h in enumerate(hs)]
+        hs = round_intermediate(hs, format, layer_dtype, dtype, intermediate_scale)
+    y = jnp.zeros(x.shape, dtype)
+    for e in range(num_local):
+        rows = matmul(hs[e], w2[e], dtype)
         if b_down is not None:
             rows = rows + b_down[e][None, :].astype(dtype)
-        routed = local == e  # [T, K]
-        weight = jnp.where(routed, weights.astype(dtype), 0).sum(axis=1)
-        y = y + jnp.where(routed.any(axis=1)[:, None], weight[:, None] * rows, 0)
+        weight = jnp.where(local == e, weights.astype(dtype), 0).sum(axis=1)
+        y = y + jnp.where(routed[e, :, None], weight[:, None] * rows, 0)
     return y if residual is None else y + residual.astype(dtype)
+
+
+def plain(w: jax.Array | QuantizedArray, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """Returns the array that a quantized one stands for, and any other as it is."""
+    return dequantize(w, dtype=dtype) if isinstance(w, QuantizedArray) else w
+
+
+def round_tokens(
+    x: jax.Array | QuantizedArray,
+    format: str | None,
+    dtype: jax.typing.DTypeLike,
+    scale: jax.Array | None = None,
+) -> jax.Array:
+    """Quantizes tokens in `format`, unless they are, and returns what is left of them."""
+    if format is None or isinstance(x, QuantizedArray):
+        return plain(x, dtype)
+    return dequantize(quantize_tokens(x, format, scale=scale), dtype=dtype)
+
+
+def round_intermediate(
+    hs: list[jax.Array],
+    format: str,
+    layer_dtype: jax.typing.DTypeLike,
+    dtype: jax.typing.DTypeLike,
+    scale: jax.Array | None,
+) -> list[jax.Array]:
+    """Rounds the rows of each expert, [T,I], to the layer's dtype and quantizes them.
+
+    Without `scale` fp8_tensor shares one over all experts; a `scale` is [] or [E].
+    """
+    h = jnp.stack(hs).astype(layer_dtype)
+    if scale is None:
+        rows = round_tokens(h.reshape(-1, h.shape[2]), format, dtype)
+        return list(rows.reshape(h.shape))
+    scales = jnp.broadcast_to(scale, len(hs))
+    return [round_tokens(rows, format, dtype, s) for rows, s in zip(h, scales, strict=True)]
 
 
 def matmul(a: jax.Array, b: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:

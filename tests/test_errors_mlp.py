@@ -30,14 +30,17 @@ LAYER = {
 }
 MAP = zeros(7, dtype=I32)
 WINDOW_HINT = "give expert_map if it depends on the device"
+NEEDS_SCALES = (
+    "must be bf16 or f16 or f32; quantized weights and tokens come with their scales as a "
+    "jaxmoe.QuantizedArray, in FP8 only"
+)
 
 LAYER_ERRORS = (
     ({"x": zeros(H)}, ValueError, "x must have 2 axes [T,H], not 1. Got x: bf16[8]."),
     (
         {"x": zeros(T, H, dtype=jnp.int8)},
         NotImplementedError,
-        "x.dtype=i8: quantized arrays are not supported yet, only bf16, f16 and f32. "
-        "Got x: i8[5,8].",
+        f"x.dtype=i8 {NEEDS_SCALES}. Got x: i8[5,8].",
     ),
     (
         {"routing": (zeros(T, TOP_K), zeros(T, TOP_K))},
@@ -96,14 +99,12 @@ LAYER_ERRORS = (
     (
         {"w_gate_up": np.zeros((E, H, 2 * INTER), ml_dtypes.float8_e4m3fn)},
         NotImplementedError,
-        "w_gate_up.dtype=f8_e4m3fn: quantized arrays are not supported yet, only bf16, f16 and "
-        "f32. Got w_gate_up: f8_e4m3fn[3,8,8].",
+        f"w_gate_up.dtype=f8_e4m3fn {NEEDS_SCALES}. Got w_gate_up: f8_e4m3fn[3,8,8].",
     ),
     (
         {"w_down": zeros(E, INTER, H, dtype=jnp.uint8)},
         NotImplementedError,
-        "w_down.dtype=u8: quantized arrays are not supported yet, only bf16, f16 and f32. "
-        "Got w_down: u8[3,4,8].",
+        f"w_down.dtype=u8 {NEEDS_SCALES}. Got w_down: u8[3,4,8].",
     ),
     (
         {"w_down": zeros(E, INTER, H, dtype=F32)},

@@ -304,7 +304,7 @@ def test_steps_of_the_loop_are_the_blocks_of_the_rows_in_use():
     starts = jnp.cumsum(sizes, axis=1) - sizes
     block = _gmm_xla.block_rows(100, 8)
     assert block == 16
-    steps = _gmm_xla._for_each_block(100, starts, sizes, lambda n, *_: n + 1, jnp.int32(0))
+    steps = _gmm_xla.for_each_block(100, starts, sizes, lambda n, *_: n + 1, jnp.int32(0))
     assert int(steps) == 3 + 1 + 2
 
 

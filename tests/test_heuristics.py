@@ -69,6 +69,31 @@ def test_the_k_loop_is_split_while_few_tiles_have_many_steps():
     assert split(8 * 64, 128, 8, 2048, 768) == (1, 1)
 
 
+@pytest.mark.parametrize("promoted", ((False, False), (True, True), (False, True)))
+def test_tiles_of_fp8_products(promoted):
+    """They exist, promote where they must, and fetch rows only where a tile reads few."""
+    for exponent in range(19):
+        rows = 2**exponent
+        configs = _heuristics.mlp_configs(rows, 64, 64, 2048, 768, True, promoted)
+        for config, promotes in zip(configs, promoted, strict=True):
+            assert config.tile in _heuristics.TILES
+            assert not (promotes and config.tile in _heuristics.NOT_PROMOTED)
+        assert configs[0].gather == (configs[0].token_tile <= 32)
+        assert not configs[1].gather
+    assert (configs[0].token_tile, configs[1].token_tile) == tuple(
+        192 if promotes else 160 for promotes in promoted
+    )
+
+
+def test_fp8_products_are_split_from_twice_as_many_elements_on():
+    def split(k, promoted):
+        return _heuristics.gmm_config(8, 128, k, 1536, promoted=promoted).split_k
+
+    assert (split(1024, None), split(1008, None)) == (2, 1)
+    assert (split(2048, False), split(2032, False)) == (2, 1)
+    assert split(2048, True) == 2
+
+
 def test_attributes_are_integers():
     attrs = GemmConfig(256, 128, raster=8).attrs()
     assert attrs == {

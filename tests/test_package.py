@@ -43,7 +43,9 @@ PUBLIC_NAMES = {
 }
 TARGETS = {
     "jaxmoe_finalize_v1",
+    "jaxmoe_gmm_fp8_v1",
     "jaxmoe_gmm_v1",
+    "jaxmoe_moe_mlp_fp8_v1",
     "jaxmoe_moe_mlp_rows_v1",
     "jaxmoe_moe_mlp_v1",
     "jaxmoe_permute_v1",

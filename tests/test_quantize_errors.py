@@ -97,8 +97,8 @@ WEIGHT_ERRORS = (
     ),
     (
         {"w": jaxmoe.quantize(W, "fp8_block", weight_layout="nk")},
-        NotImplementedError,
-        "w is a QuantizedArray: quantized arrays are not supported yet, give jaxmoe.dequantize(w). "
+        TypeError,
+        "w must be a JAX or NumPy array, not a QuantizedArray; jaxmoe.dequantize(w) gives one. "
         "Got w: a QuantizedArray (fp8_block, values f8_e4m3fn[2,130,257]).",
     ),
     (
@@ -253,36 +253,22 @@ def test_dequantize_takes_quantized_arrays_to_floats() -> None:
     assert_raises(TypeError, message, jaxmoe.dequantize, q, dtype=jnp.int8)
 
 
-def refusal(op: str, name: str, shape: str) -> str:
-    return (
-        f"jaxmoe.{op}: {name} is a QuantizedArray: quantized arrays are not supported yet, give "
-        f"jaxmoe.dequantize({name}). Got {name}: a QuantizedArray (fp8_channel, values {shape})."
+def test_ops_of_plain_arrays_refuse_quantized_ones() -> None:
+    routing = jaxmoe.Routing(jnp.zeros((4, 1), jnp.int32), jnp.ones((4, 1)))
+    x, w_gate_up, w_down = jnp.zeros((4, 8)), jnp.zeros((2, 8, 12)), jnp.zeros((2, 6, 8))
+    q = jaxmoe.quantize_tokens(jnp.zeros((2, 12)), "fp8_channel")
+    message = (
+        "jaxmoe.{}: {} must be a JAX or NumPy array, not a QuantizedArray; jaxmoe.dequantize({}) "
+        "gives one. Got {}: a QuantizedArray (fp8_channel, values f8_e4m3fn[2,12])."
     )
-
-
-def test_products_refuse_quantized_arrays_by_name() -> None:
-    x, b = jnp.zeros((4, 8)), jnp.zeros((2, 12))
-    w_gate_up, w_down = jnp.zeros((2, 8, 12)), jnp.zeros((2, 6, 8))
-    ids, sizes = jnp.zeros((4, 1), jnp.int32), jnp.zeros(2, jnp.int32)
-    routing = jaxmoe.Routing(ids, jnp.ones((4, 1)))
-    qx = jaxmoe.quantize_tokens(x, "fp8_channel")
-    qb = jaxmoe.quantize_tokens(b, "fp8_channel")
-    q1 = jaxmoe.quantize(w_gate_up, "fp8_channel", weight_layout="kn")
-    q2 = jaxmoe.quantize(w_down, "fp8_channel", weight_layout="kn")
-
-    def refuses(message, fn, *args, **kwargs):
-        assert_raises(NotImplementedError, message, fn, *args, **kwargs)
-        assert_raises(NotImplementedError, message, jax.jit(fn), *args, **kwargs)
-
-    gemm, mlp = jaxmoe.grouped_gemm, jaxmoe.moe_mlp
-    refuses(refusal("grouped_gemm", "lhs", "f8_e4m3fn[4,8]"), gemm, qx, w_gate_up, sizes)
-    refuses(refusal("grouped_gemm", "rhs", "f8_e4m3fn[2,12,8]"), gemm, x, q1, sizes)
-    bias = refusal("grouped_gemm", "bias", "f8_e4m3fn[2,12]")
-    refuses(bias, gemm, x, w_gate_up, sizes, bias=qb)
-    refuses(refusal("moe_mlp", "x", "f8_e4m3fn[4,8]"), mlp, qx, routing, q1, q2)
-    refuses(refusal("moe_mlp", "w_gate_up", "f8_e4m3fn[2,12,8]"), mlp, x, routing, q1, q2)
-    refuses(refusal("moe_mlp", "w_down", "f8_e4m3fn[2,8,6]"), mlp, x, routing, w_gate_up, q2)
-    bias = refusal("moe_mlp", "b_gate_up", "f8_e4m3fn[2,12]")
-    refuses(bias, mlp, x, routing, w_gate_up, w_down, b_gate_up=qb)
-    out = mlp(x, routing, jaxmoe.dequantize(q1), jaxmoe.dequantize(q2))  # what the message advises
-    assert out.shape == (4, 8) and not out.any()
+    for op, name, fn in (
+        (
+            "moe_mlp",
+            "b_gate_up",
+            lambda: jaxmoe.moe_mlp(x, routing, w_gate_up, w_down, b_gate_up=q),
+        ),
+        ("moe_mlp", "residual", lambda: jaxmoe.moe_mlp(x, routing, w_gate_up, w_down, residual=q)),
+        ("permute", "x", lambda: jaxmoe.permute(q, jaxmoe.plan(routing.expert_ids, 2))),
+    ):
+        assert_raises(TypeError, message.format(op, name, name, name), fn)
+        assert_raises(TypeError, message.format(op, name, name, name), jax.jit(fn))

@@ -1,0 +1,59 @@
+"""Checks of quantized arguments that the products share."""
+
+from typing import Any
+
+from jaxmoe import _checks
+from jaxmoe._gmm_fp8 import ACCUMS
+from jaxmoe.quantize import QuantizedArray, check_quantized
+
+
+def check_weight(op: str, name: str, w: QuantizedArray, layout: str) -> None:
+    """Refuses quantized weights of another layout than `layout`, or whose leaves do not fit."""
+    if w.layout != layout:
+        fix = (
+            f"give weight_layout={w.layout!r}"
+            if w.layout != "tokens"
+            else "make it with jaxmoe.quantize"
+        )
+        rule = f"{name}.layout={w.layout!r} must equal weight_layout={layout!r}: {fix}"
+        raise ValueError(_checks.message(op, rule, **{name: w}))
+    check_quantized(op, name, w)
+
+
+def check_tokens(op: str, name: str, x: QuantizedArray) -> None:
+    """Refuses quantized tokens that are not e4m3 with layout "tokens", or whose leaves misfit."""
+    if x.layout != "tokens":
+        rule = f"{name}.layout={x.layout!r} must be 'tokens': make it with jaxmoe.quantize_tokens"
+        raise ValueError(_checks.message(op, rule, **{name: x}))
+    check_quantized(op, name, x)
+    _checks.check_dtype(op, f"{name}.values", x.values, ("float8_e4m3fn",))
+
+
+def check_same_format(op: str, name: str, x: Any, other_name: str, other: QuantizedArray) -> None:
+    """Refuses a quantized `x` in another format than `other`; other arrays pass."""
+    if isinstance(x, QuantizedArray) and x.format != other.format:
+        rule = f"{name}.format={x.format!r} must equal {other_name}.format={other.format!r}"
+        raise ValueError(_checks.message(op, rule, **{name: x, other_name: other}))
+
+
+def check_tokens_are_plain(op: str, name: str, x: Any, *weights: str) -> None:
+    """Refuses quantized tokens where the weights are not quantized."""
+    if isinstance(x, QuantizedArray):
+        verb = "is no QuantizedArray" if len(weights) == 1 else "are no QuantizedArrays"
+        rule = (
+            f"{name} must be a JAX or NumPy array, because {' and '.join(weights)} {verb}; "
+            f"jaxmoe.dequantize({name}) gives one"
+        )
+        raise TypeError(_checks.message(op, rule, **{name: x}))
+
+
+def check_accum(op: str, accum: Any, format: str | None) -> None:
+    """Refuses an `accum` that products in `format` (None: not quantized) do not have."""
+    if accum is None:
+        return
+    if format is None:
+        raise ValueError(_checks.message(op, "accum must be None if no weight is quantized"))
+    _checks.check_choice(op, "accum", accum, ACCUMS)
+    if format == "fp8_block" and accum == "fast":
+        rule = "accum='fast' must be 'promoted' or None: fp8_block scales each 128 of k apart"
+        raise ValueError(_checks.message(op, rule))

@@ -1,0 +1,166 @@
+"""The primitive `gmm_fp8`: grouped products of FP8 rows by FP8 weights, scales applied.
+
+x [R,K] float8_e4m3fn, x_scales [] or [R] or [R,ceil(K/128)], w [E,N,K], w_scales [E] or [E,N] or
+[E,ceil(N/128),ceil(K/128)] as the format says, starts and sizes [E] int32, bias [E,N] or [0,0]
+-> [R,N]
+
+  out[r,n] = sum over k of x[r,k] * w[e,n,k] * scales + bias[e,n]
+  for starts[e] <= r < starts[e] + sizes[e]; 0 for the rows of no group
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxmoe import _checks, _gmm, _primitive
+from jaxmoe._gmm_xla import for_each_block
+from jaxmoe._heuristics import gmm_config, gmm_scratch_size
+from jaxmoe.quantize import BLOCK, FORMATS
+
+PROMOTED_K = 2048  # products over more elements promote their sums by default
+ACCUMS = ("fast", "promoted")
+
+
+def promotes(format: str, accum: str | None, k: int) -> bool:
+    """Whether a product over `k` elements adds up its parts outside of the tensor core."""
+    return format == "fp8_block" or (k > PROMOTED_K if accum is None else accum == "promoted")
+
+
+def grouped_products(
+    x: jax.Array,
+    x_scales: jax.Array,
+    w: jax.Array,
+    w_scales: jax.Array,
+    starts: jax.Array,
+    sizes: jax.Array,
+    bias: jax.Array,
+    *,
+    format: str,
+    out_dtype: Any,
+) -> jax.Array:
+    """Computes `gmm_fp8` in plain jnp. Also takes fp8_tensor with a scale for each row, [R]."""
+    num_rows, n = x.shape[0], w.shape[1]
+    out = jnp.zeros((num_rows, n), out_dtype)
+    if not out.size:
+        return out
+    blocked = format == "fp8_block"
+    if not blocked:
+        x_scales = jnp.broadcast_to(x_scales.reshape(-1, 1), (num_rows, 1))
+        w_scales = w_scales.reshape(w.shape[0], -1)
+
+    def step(out: jax.Array, first: jax.Array, mask: jax.Array, group: jax.Array) -> jax.Array:
+        rows, row_scales, old = (
+            jax.lax.dynamic_slice_in_dim(a, first, mask.shape[0]) for a in (x, x_scales, out)
+        )
+        weight, scale = (
+            jax.lax.dynamic_index_in_dim(a, group, keepdims=False) for a in (w, w_scales)
+        )
+        if blocked:
+            y = _blocked(rows, row_scales, weight, scale)
+        else:
+            y = _dot(rows, weight, ((1,), (1,)), ((), ())) * row_scales * scale[None, :]
+        if bias.size:
+            y += jax.lax.dynamic_slice_in_dim(bias, group, 1).astype(jnp.float32)
+        new = jnp.where(mask[:, None], y.astype(out_dtype), old)
+        return jax.lax.dynamic_update_slice_in_dim(out, new, first, 0)
+
+    return for_each_block(num_rows, starts[None], sizes[None], step, out)
+
+
+def _blocked(x: jax.Array, x_scales: jax.Array, w: jax.Array, w_scales: jax.Array) -> jax.Array:
+    """x [B,K] times w [N,K] -> [B,N], each block of 128 of k scaled on its own."""
+    blocks = x_scales.shape[1]
+    padding = ((0, 0), (0, blocks * BLOCK - x.shape[1]))
+    x, w = (jnp.pad(a, padding).reshape(a.shape[0], blocks, BLOCK) for a in (x, w))
+    parts = _dot(x, w, ((2,), (2,)), ((1,), (1,)))  # [blocks,B,N]
+    w_scales = jnp.repeat(w_scales, BLOCK, axis=0)[: w.shape[0]]
+    return (parts * x_scales.T[:, :, None] * w_scales.T[:, None, :]).sum(axis=0)
+
+
+def _dot(a: jax.Array, b: jax.Array, contract: Any, batch: Any) -> jax.Array:
+    # FP8 values are exact in every precision that a product of float32 may be computed in.
+    return jax.lax.dot_general(
+        a.astype(jnp.float32),
+        b.astype(jnp.float32),
+        (contract, batch),
+        preferred_element_type=jnp.float32,
+    )
+
+
+def _xla(*arrays: jax.Array, format: str, out_dtype: Any, **_params: Any) -> tuple[jax.Array]:
+    return (grouped_products(*arrays, format=format, out_dtype=out_dtype),)
+
+
+def _out(x: Any, _x_scales: Any, w: Any, *_: Any, out_dtype: Any, **_params: Any) -> Any:
+    return [((x.shape[0], w.shape[1]), out_dtype)]
+
+
+def _batch(args: Any, dims: Any, **params: Any) -> Any:
+    return _primitive.one_by_one(gmm_fp8, args, dims, **params)
+
+
+def refuse_derivative(op: str, x: Any, w: Any) -> Any:
+    """Raises: products of FP8 numbers have no derivative here."""
+    rule = (
+        "no derivative is defined with quantized weights: FP8 runs forward only; take "
+        "jaxmoe.dequantize of them to differentiate"
+    )
+    raise NotImplementedError(_checks.message(op, rule, x=x, w=w))
+
+
+def _jvp(primals: Any, _tangents: Any, **_params: Any) -> Any:
+    refuse_derivative("grouped_gemm", primals[0], primals[2])
+
+
+def _attrs(avals: Any, *, format: str, promoted: bool, config: Any, **_params: Any) -> Any:
+    x, _, w, _, starts, _, _ = avals
+    if config is None:
+        config = gmm_config(x.shape[0], starts.size, x.shape[1], w.shape[1], promoted=promoted)
+    return {
+        "format": FORMATS.index(format),
+        "promoted": int(promoted),
+        # Rows are in group order already, whatever the configuration of a fused layer says.
+        "config": {**config.attrs(), "gather": 0},
+    }
+
+
+def _scratch(_avals: Any, **_params: Any) -> list[_primitive.Spec]:
+    return [((gmm_scratch_size(),), jnp.int32)]
+
+
+def _reason(avals: Any, *, out_dtype: Any, **_params: Any) -> str | None:
+    op = "grouped_gemm"
+    x, _, w, _, _, _, bias = avals
+    reason = dtype_reason(op, bias.dtype, lhs=x)
+    if reason is None and out_dtype not in (bias.dtype, jnp.float32):
+        rule = (
+            f"preferred_element_type={_checks.dtype_name(out_dtype)} must be "
+            f"{_checks.dtype_name(bias.dtype)} or f32 on CUDA"
+        )
+        reason = _checks.message(op, rule, lhs=x)
+    return (
+        reason
+        or _gmm.count_reason(op, x.shape[0], lhs=x)
+        or _gmm.row_reason(op, "rhs.values", w, 2)
+        or _gmm.row_reason(op, "rhs.values", w, 1, itemsize=bias.dtype.itemsize)
+    )
+
+
+def dtype_reason(op: str, dtype: Any, **arrays: Any) -> str | None:
+    """Says why the CUDA kernels cannot round to `dtype`, that of the one array given, or None."""
+    if jnp.dtype(dtype).name in ("bfloat16", "float16"):
+        return None
+    (name,) = arrays
+    rule = f"{name}.dtype={_checks.dtype_name(dtype)} must be bf16 or f16 on CUDA"
+    return _checks.message(op, rule, **arrays)
+
+
+gmm_fp8 = _primitive.define(
+    "jaxmoe_gmm_fp8",
+    out=_out,
+    xla=_xla,
+    batch=_batch,
+    jvp=_jvp,
+    cuda=_primitive.CudaTarget("jaxmoe_gmm_fp8_v1", attrs=_attrs, scratch=_scratch, reason=_reason),
+)

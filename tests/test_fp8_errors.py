@@ -1,0 +1,387 @@
+"""Every message about quantized arguments of moe_mlp and grouped_gemm, word for word."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmoe import (
+    GemmConfig,
+    QuantizedArray,
+    Routing,
+    dequantize,
+    grouped_gemm,
+    moe_mlp,
+    quantize,
+    quantize_tokens,
+)
+
+BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
+E, T, H, INTER = 3, 5, 16, 32
+
+
+def weights(*shape, format="fp8_tensor", layout="kn", element_type="e4m3"):
+    w = jnp.zeros(shape, BF16)
+    return quantize(w, format, weight_layout=layout, element_type=element_type)
+
+
+def tokens(format="fp8_tensor", width=H, element_type="e4m3"):
+    return quantize_tokens(jnp.zeros((T, width), BF16), format, element_type=element_type)
+
+
+def layer(format):
+    return {
+        "w_gate_up": weights(E, H, 2 * INTER, format=format),
+        "w_down": weights(E, INTER, H, format=format),
+    }
+
+
+X = jnp.zeros((T, H), BF16)
+LAYER = {
+    "x": X,
+    "routing": Routing(jnp.zeros((T, 1), I32), jnp.zeros((T, 1))),
+    **layer("fp8_tensor"),
+}
+PLAIN = {"w_gate_up": jnp.zeros((E, H, 2 * INTER), BF16), "w_down": jnp.zeros((E, INTER, H), BF16)}
+SCALE = jnp.float32(0.01)
+GOT_UP = "w_gate_up: a QuantizedArray (fp8_tensor, values f8_e4m3fn[3,64,16])"
+GOT_DOWN = "w_down: a QuantizedArray (fp8_tensor, values f8_e4m3fn[3,16,32])"
+
+
+def with_leaf(q, **leaf):
+    return dataclasses.replace(q, **leaf)
+
+
+LAYER_ERRORS = (
+    (
+        {"w_down": PLAIN["w_down"]},
+        TypeError,
+        "w_gate_up and w_down must both be jaxmoe.QuantizedArray, or both be none. "
+        f"Got {GOT_UP}, w_down: bf16[3,32,16].",
+    ),
+    (
+        {"w_gate_up": PLAIN["w_gate_up"]},
+        TypeError,
+        "w_gate_up and w_down must both be jaxmoe.QuantizedArray, or both be none. "
+        f"Got w_gate_up: bf16[3,16,64], {GOT_DOWN}.",
+    ),
+    (
+        PLAIN | {"x": tokens()},
+        TypeError,
+        "x must be a JAX or NumPy array, because w_gate_up and w_down are no QuantizedArrays; "
+        "jaxmoe.dequantize(x) gives one. "
+        "Got x: a QuantizedArray (fp8_tensor, values f8_e4m3fn[5,16]).",
+    ),
+    (
+        {"w_down": weights(E, INTER, H, format="fp8_block")},
+        ValueError,
+        "w_down.format='fp8_block' must equal w_gate_up.format='fp8_tensor'. "
+        f"Got w_down: a QuantizedArray (fp8_block, values f8_e4m3fn[3,16,32]), {GOT_UP}.",
+    ),
+    (
+        {"x": tokens("fp8_channel")},
+        ValueError,
+        "x.format='fp8_channel' must equal w_gate_up.format='fp8_tensor'. "
+        f"Got x: a QuantizedArray (fp8_channel, values f8_e4m3fn[5,16]), {GOT_UP}.",
+    ),
+    (
+        {"x": tokens(element_type="e5m2")},
+        TypeError,
+        "x.values.dtype=f8_e5m2 must be f8_e4m3fn. Got x.values: f8_e5m2[5,16].",
+    ),
+    (
+        {"x": weights(E, H, T)},
+        ValueError,
+        "x.layout='kn' must be 'tokens': make it with jaxmoe.quantize_tokens. "
+        "Got x: a QuantizedArray (fp8_tensor, values f8_e4m3fn[3,5,16]).",
+    ),
+    (
+        {"weight_layout": "nk"},
+        ValueError,
+        "w_gate_up.layout='kn' must equal weight_layout='nk': give weight_layout='kn'. "
+        f"Got {GOT_UP}.",
+    ),
+    (
+        {"w_down": tokens()},
+        ValueError,
+        "w_down.layout='tokens' must equal weight_layout='kn': make it with jaxmoe.quantize. "
+        "Got w_down: a QuantizedArray (fp8_tensor, values f8_e4m3fn[5,16]).",
+    ),
+    (
+        {"w_down": with_leaf(LAYER["w_down"], scales=jnp.ones((E, 1)))},
+        ValueError,
+        "w_down.scales.shape=[3,1] must be [3] (fp8_tensor, layout kn). "
+        "Got w_down.scales: f32[3,1].",
+    ),
+    (
+        {"w_down": with_leaf(LAYER["w_down"], scales=jnp.ones(E, BF16))},
+        TypeError,
+        "w_down.scales.dtype=bf16 must be f32. Got w_down.scales: bf16[3].",
+    ),
+    (
+        {"w_gate_up": with_leaf(LAYER["w_gate_up"], values=jnp.zeros((E, 64, H), jnp.int8))},
+        TypeError,
+        "w_gate_up.values.dtype=i8 must be f8_e4m3fn or f8_e5m2. "
+        "Got w_gate_up.values: i8[3,64,16].",
+    ),
+    (
+        {"w_down": weights(E, H, H)},
+        ValueError,
+        "w_gate_up.shape[2]=64 must be 2 * w_down.shape[1]=32, because swiglu is gated. "
+        f"Got {GOT_UP}, w_down: a QuantizedArray (fp8_tensor, values f8_e4m3fn[3,16,16]).",
+    ),
+    (
+        {"w_gate_up": weights(E, 48, 64)},
+        ValueError,
+        "w_gate_up.shape[1]=48 must equal x.shape[1]=16 (hidden). "
+        "Got w_gate_up: a QuantizedArray (fp8_tensor, values f8_e4m3fn[3,64,48]), x: bf16[5,16].",
+    ),
+    (
+        {"b_down": jnp.zeros((E, H))},
+        TypeError,
+        "b_down.dtype=f32 must equal x.dtype=bf16. Got b_down: f32[3,16], x: bf16[5,16].",
+    ),
+    (
+        {"x": tokens(), "residual": jnp.zeros((T, H))},
+        TypeError,
+        "residual.dtype=f32 must equal x.dtype=bf16. Got residual: f32[5,16], "
+        "x: a QuantizedArray (fp8_tensor, values f8_e4m3fn[5,16]).",
+    ),
+    (
+        PLAIN | {"accum": "fast"},
+        ValueError,
+        "accum must be None if no weight is quantized.",
+    ),
+    (
+        {"accum": "slow"},
+        ValueError,
+        "accum='slow' must be one of fast, promoted.",
+    ),
+    (
+        {"accum": True},
+        TypeError,
+        "accum must be one of fast, promoted. Got accum: True.",
+    ),
+    (
+        layer("fp8_block") | {"accum": "fast"},
+        ValueError,
+        "accum='fast' must be 'promoted' or None: fp8_block scales each 128 of k apart.",
+    ),
+    (
+        PLAIN | {"x_scale": SCALE},
+        ValueError,
+        "x_scale must be None because no weight is quantized: it is for fp8_tensor alone. "
+        "Got x_scale: f32[].",
+    ),
+    (
+        layer("fp8_channel") | {"intermediate_scale": SCALE},
+        ValueError,
+        "intermediate_scale must be None because the weights are fp8_channel: it is for fp8_tensor "
+        "alone. Got intermediate_scale: f32[].",
+    ),
+    (
+        {"x": tokens(), "x_scale": SCALE},
+        ValueError,
+        "x_scale must be None because x is quantized: it has its scale. Got x_scale: f32[], "
+        "x: a QuantizedArray (fp8_tensor, values f8_e4m3fn[5,16]).",
+    ),
+    (
+        {"x_scale": 0.01},
+        TypeError,
+        "x_scale must be a JAX or NumPy array. Got x_scale: 0.01.",
+    ),
+    (
+        {"x_scale": np.float16(0.01)},
+        TypeError,
+        "x_scale.dtype=f16 must be f32. Got x_scale: f16[].",
+    ),
+    (
+        {"x_scale": jnp.ones(E)},
+        ValueError,
+        "x_scale.shape=[3] must be []. Got x_scale: f32[3].",
+    ),
+    (
+        {"intermediate_scale": jnp.ones(E + 1), "num_experts": E + 1},
+        ValueError,
+        "intermediate_scale.shape=[4] must be [] or [3]. Got intermediate_scale: f32[4].",
+    ),
+    (
+        {"do_finalize": False},
+        NotImplementedError,
+        f"do_finalize=False is not supported with quantized weights. Got {GOT_UP}.",
+    ),
+    (
+        {"x": tokens(), "apply_weight_on_input": True},
+        NotImplementedError,
+        "apply_weight_on_input=True needs an x that is not quantized yet. "
+        "Got x: a QuantizedArray (fp8_tensor, values f8_e4m3fn[5,16]).",
+    ),
+    (
+        {"batch_invariant": True, "intermediate_scale": SCALE},
+        ValueError,
+        "batch_invariant=True needs x_scale with fp8_tensor weights: the scale is made of all "
+        "tokens without it. Got x_scale: None.",
+    ),
+    (
+        {"batch_invariant": True, "x": tokens()},
+        ValueError,
+        "batch_invariant=True needs intermediate_scale with fp8_tensor weights: the scale is made "
+        "of all tokens without it. Got intermediate_scale: None.",
+    ),
+    (
+        {"config": (GemmConfig(128, 8, split_k=2), None)},
+        ValueError,
+        "config[0].split_k=2 needs a product over more than 128 elements, not 16. "
+        "Got config[0]: a GemmConfig.",
+    ),
+    (
+        layer("fp8_block") | {"config": (None, GemmConfig(256, 160, cluster=2))},
+        ValueError,
+        "config[1]: no kernel of the tile (256, 160, 2, 1) promotes its sums, as fp8_block, "
+        "accum='promoted', and by default more than 2048 elements do. Got config[1]: a GemmConfig.",
+    ),
+)
+
+
+@pytest.mark.parametrize("change, kind, message", LAYER_ERRORS)
+def test_moe_mlp(change, kind, message):
+    arguments = {**LAYER, **change}
+    for call in (lambda: moe_mlp(**arguments), jax.jit(lambda: moe_mlp(**arguments))):
+        with pytest.raises(kind) as error:
+            call()
+        assert str(error.value) == "jaxmoe.moe_mlp: " + message
+
+
+def test_arguments_that_the_table_changes_are_right():
+    for format in ("fp8_tensor", "fp8_block"):
+        out = moe_mlp(**LAYER | layer(format))
+        assert out.shape == (T, H) and out.dtype == BF16 and not out.any()
+    config = (GemmConfig(256, 160, cluster=2),) * 2
+    assert not moe_mlp(**LAYER, config=config, accum="fast", batch_invariant=False).any()
+    static = {"x_scale": SCALE, "intermediate_scale": SCALE}
+    assert not moe_mlp(**LAYER, **static, batch_invariant=True).any()
+
+
+GEMM = {
+    "lhs": X,
+    "rhs": weights(E, H, INTER, format="fp8_channel"),
+    "group_sizes": jnp.zeros(E, I32),
+}
+GOT_RHS = "rhs: a QuantizedArray (fp8_channel, values f8_e4m3fn[3,32,16])"
+
+GEMM_ERRORS = (
+    (
+        {"rhs": jnp.zeros((E, H, INTER), BF16), "lhs": tokens("fp8_channel")},
+        TypeError,
+        "lhs must be a JAX or NumPy array, because rhs is no QuantizedArray; "
+        "jaxmoe.dequantize(lhs) gives one. "
+        "Got lhs: a QuantizedArray (fp8_channel, values f8_e4m3fn[5,16]).",
+    ),
+    (
+        {"lhs": tokens("fp8_block")},
+        ValueError,
+        "lhs.format='fp8_block' must equal rhs.format='fp8_channel'. "
+        f"Got lhs: a QuantizedArray (fp8_block, values f8_e4m3fn[5,16]), {GOT_RHS}.",
+    ),
+    (
+        {"weight_layout": "nk"},
+        ValueError,
+        f"rhs.layout='kn' must equal weight_layout='nk': give weight_layout='kn'. Got {GOT_RHS}.",
+    ),
+    (
+        {"lhs": jnp.zeros((T, INTER), BF16)},
+        ValueError,
+        "rhs.shape[1]=16 must equal lhs.shape[1]=32 (K, the contracted axis). "
+        f"Got {GOT_RHS}, lhs: bf16[5,32].",
+    ),
+    (
+        {"bias": jnp.zeros((E, INTER))},
+        TypeError,
+        "bias.dtype=f32 must equal lhs.dtype=bf16. Got bias: f32[3,32], lhs: bf16[5,16].",
+    ),
+    (
+        {"precision": "highest"},
+        ValueError,
+        "precision must be None if rhs is quantized: products of FP8 numbers are exact. "
+        "Got precision: 'highest'.",
+    ),
+    (
+        {"rhs": weights(E, H, INTER), "batch_invariant": True},
+        ValueError,
+        "batch_invariant=True needs a quantized lhs with rhs in fp8_tensor: its scale is made of "
+        "all rows; give jaxmoe.quantize_tokens(lhs, 'fp8_tensor', scale=...). Got lhs: bf16[5,16], "
+        "rhs: a QuantizedArray (fp8_tensor, values f8_e4m3fn[3,32,16]).",
+    ),
+    (
+        {"rhs": jnp.zeros((E, H, INTER), BF16), "accum": "promoted"},
+        ValueError,
+        "accum must be None if no weight is quantized.",
+    ),
+    (
+        {"accum": "promoted", "config": GemmConfig(256, 160, cluster=2)},
+        ValueError,
+        "config: no kernel of the tile (256, 160, 2, 1) promotes its sums, as fp8_block, "
+        "accum='promoted', and by default more than 2048 elements do. Got config: a GemmConfig.",
+    ),
+    (
+        {"rhs": with_leaf(GEMM["rhs"], scales=jnp.ones((E, H)))},
+        ValueError,
+        "rhs.scales.shape=[3,16] must be [3,32] (fp8_channel, layout kn). "
+        "Got rhs.scales: f32[3,16].",
+    ),
+)
+
+
+@pytest.mark.parametrize("change, kind, message", GEMM_ERRORS)
+def test_grouped_gemm(change, kind, message):
+    arguments = {**GEMM, **change}
+    for call in (lambda: grouped_gemm(**arguments), jax.jit(lambda: grouped_gemm(**arguments))):
+        with pytest.raises(kind) as error:
+            call()
+        assert str(error.value) == "jaxmoe.grouped_gemm: " + message
+
+
+NO_DERIVATIVE = (
+    "no derivative is defined with quantized weights: FP8 runs forward only; take "
+    "jaxmoe.dequantize of them to differentiate"
+)
+
+
+@pytest.mark.parametrize("name", ("weights", "residual", "scales"))
+def test_the_layer_has_no_derivative(name):
+    """Of anything, for now; dequantized weights have one."""
+
+    def loss(value, decode=lambda w: w):
+        arguments = LAYER | {n: decode(LAYER[n]) for n in ("w_gate_up", "w_down")}
+        if name == "residual":
+            arguments["residual"] = value
+        elif name == "weights":
+            arguments["routing"] = Routing(LAYER["routing"].expert_ids, value)
+        else:
+            arguments["w_down"] = decode(with_leaf(LAYER["w_down"], scales=value))
+        return moe_mlp(**arguments).astype(F32).sum()
+
+    values = {"weights": jnp.ones((T, 1)), "residual": X, "scales": jnp.ones(E)}
+    with pytest.raises(NotImplementedError) as error:
+        jax.grad(loss)(values[name])
+    assert str(error.value) == (
+        f"jaxmoe.moe_mlp: {NO_DERIVATIVE}. Got x: bf16[5,16], w: f8_e4m3fn[3,64,16]."
+    )
+    gradient = jax.grad(lambda v: loss(v, dequantize))(values[name])
+    assert gradient.shape == values[name].shape and gradient.any() == (name == "residual")
+
+
+def test_grouped_gemm_has_no_derivative():
+    q = tokens("fp8_channel")
+
+    def loss(scales):
+        lhs = QuantizedArray(q.values, scales, q.format, q.layout, q.dtype)
+        return grouped_gemm(**GEMM | {"lhs": lhs}).astype(F32).sum()
+
+    with pytest.raises(NotImplementedError) as error:
+        jax.grad(loss)(q.scales)
+    assert str(error.value) == (
+        f"jaxmoe.grouped_gemm: {NO_DERIVATIVE}. Got x: f8_e4m3fn[5,16], w: f8_e4m3fn[3,32,16]."
+    )

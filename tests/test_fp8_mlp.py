@@ -1,0 +1,420 @@
+"""moe_mlp with FP8 weights: values against the reference and against the formulas in float64."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jaxmoe import QuantizedArray, Routing, Swiglu, moe_mlp, quantize, quantize_tokens, reference
+from jaxmoe._testing import (
+    GPT_OSS,
+    Layer,
+    assert_close,
+    assert_equal,
+    assert_vmap_is_loop,
+    layer_inputs,
+    normal,
+    quantized_inputs,
+)
+from jaxmoe.activation import ACTIVATIONS as NAMED
+from jaxmoe.activation import resolve
+from jaxmoe.quantize import FORMATS
+
+F8 = ml_dtypes.float8_e4m3fn
+SMALL = Layer("", "less than a block of 128", 48, 32, 5, 2, bias=True)
+BLOCKS = Layer("", "a block and a part of one", 144, 208, 4, 2, bias=True)
+
+
+def options(layer, layout="kn"):
+    return {"activation": layer.activation, "gate_up": layer.gate_up, "weight_layout": layout}
+
+
+def run(inputs, **kwargs):
+    rest = dict(inputs)
+    routing = Routing(rest.pop("expert_ids"), rest.pop("weights"))
+    x, w1, w2 = (rest.pop(name) for name in ("x", "w_gate_up", "w_down"))
+    return moe_mlp(x, routing, w1, w2, **rest, **kwargs)
+
+
+def check(inputs, **kwargs):
+    """Compares with the reference. Returns the result and the naive one."""
+    out = jax.jit(lambda i: run(i, **kwargs))(inputs)
+    assert out.dtype == inputs["x"].dtype
+    want, naive = jax.jit(
+        lambda i: tuple(
+            reference.moe_mlp(**i, **kwargs, dtype=dtype) for dtype in (jnp.float32, out.dtype)
+        )
+    )(inputs)
+    assert_close(out, want, naive)
+    return out, naive
+
+
+# The formulas of the layer in NumPy: products and sums in float64, quantization in float32.
+
+
+def scales_of(x, format, static):
+    """Scale of every element of x [R,K]."""
+    finite = np.where(np.isfinite(x), np.abs(x), 0).astype(np.float32)
+    if static is not None:
+        return np.broadcast_to(np.asarray(static, np.float32), x.shape)
+    if format == "fp8_tensor":
+        largest = np.full(x.shape, finite.max(initial=0))
+    elif format == "fp8_channel":
+        largest = np.broadcast_to(finite.max(axis=1, keepdims=True), x.shape)
+    else:
+        starts = np.arange(0, x.shape[1], 128)
+        largest = np.maximum.reduceat(finite, starts, axis=1)
+        largest = np.repeat(largest, 128, axis=1)[:, : x.shape[1]]
+    return np.maximum(largest.astype(np.float32) / np.float32(448), np.float32(2**-126))
+
+
+def requantized(x, format, static=None):
+    """What is left of x [R,K] after quantization, float64."""
+    x = np.asarray(x, np.float32)
+    scales = scales_of(x, format, static)
+    with np.errstate(invalid="ignore"):
+        values = np.clip(x * (np.float32(1) / scales), -448, 448).astype(F8)
+    return values.astype(np.float64) * scales
+
+
+def dequantized(q: QuantizedArray):
+    """Weights [E,N,K], float64."""
+    values, scales = np.asarray(q.values).astype(np.float64), np.asarray(q.scales, np.float64)
+    if q.format == "fp8_block":
+        scales = scales.repeat(128, axis=1)[:, : values.shape[1]]
+        return values * scales.repeat(128, axis=2)[:, :, : values.shape[2]]
+    return values * scales.reshape(*scales.shape, *[1] * (3 - scales.ndim))
+
+
+def sigmoid(z):
+    return 1 / (1 + np.exp(-z))
+
+
+PHI = np.vectorize(lambda z: 0.5 * math.erfc(-z / math.sqrt(2)))
+GELU_TANH = lambda g: g * sigmoid(math.sqrt(8 / math.pi) * (g + 0.044715 * g**3))  # noqa: E731
+ACTIVATIONS = {
+    "swiglu": lambda g, u: g * sigmoid(g) * u,
+    "geglu": lambda g, u: g * PHI(g) * u,
+    "geglu_tanh": lambda g, u: GELU_TANH(g) * u,
+    "gelu": lambda g: g * PHI(g),
+    "gelu_tanh": GELU_TANH,
+    "silu": lambda g: g * sigmoid(g),
+    "relu": lambda g: np.maximum(g, 0),
+    "relu2": lambda g: np.maximum(g, 0) ** 2,
+    "identity": lambda g: g,
+    GPT_OSS: lambda g, u: np.minimum(g, 7) * sigmoid(1.702 * np.minimum(g, 7))
+    * (np.clip(u, -7, 7) + 1),
+}  # fmt: skip
+
+
+def oracle(inputs, format, activation="swiglu", gate_up="gate_up", **static):
+    """y in float64. Every expert is local."""
+    dtype = inputs["x"].dtype
+    ids, weights = np.asarray(inputs["expert_ids"]), np.asarray(inputs["weights"], np.float64)
+    w1, w2 = dequantized(inputs["w_gate_up"]), dequantized(inputs["w_down"])
+    x = requantized(inputs["x"], format, static.get("x_scale"))
+    slots = [(t, k) for t, k in np.ndindex(ids.shape) if 0 <= ids[t, k] < len(w1)]
+    h = np.zeros((len(slots), w2.shape[2]))
+    for r, (t, k) in enumerate(slots):
+        e = ids[t, k]
+        z = w1[e] @ x[t]
+        if "b_gate_up" in inputs:
+            z = z + np.asarray(inputs["b_gate_up"][e], np.float64)
+        if not resolve(activation).gated:
+            h[r] = ACTIVATIONS[activation](z)
+            continue
+        halves = (z[0::2], z[1::2]) if gate_up == "interleaved" else np.split(z, 2)
+        gate, up = halves[::-1] if gate_up == "up_gate" else halves
+        h[r] = ACTIVATIONS[activation](gate, up)
+    scale = static.get("intermediate_scale")
+    if scale is not None:
+        scale = np.broadcast_to(scale, len(w1))[[ids[slot] for slot in slots]][:, None]
+    h = requantized(h.astype(dtype), format, scale)
+    y = np.zeros(x.shape)
+    for r, (t, k) in enumerate(slots):
+        row = w2[ids[t, k]] @ h[r]
+        if "b_down" in inputs:
+            row = row + np.asarray(inputs["b_down"][ids[t, k]], np.float64)
+        y[t] += weights[t, k] * row
+    return y
+
+
+def check_oracle(inputs, format, layer, layout="kn", **static):
+    """Compares with the reference and with the formulas in float64."""
+    out, naive = check(inputs, **options(layer, layout), **static)
+    assert_close(out, oracle(inputs, format, layer.activation, layer.gate_up, **static), naive)
+
+
+@pytest.mark.parametrize("layout", ("kn", "nk"))
+@pytest.mark.parametrize("layer", (SMALL, BLOCKS), ids=("small", "blocks"))
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_formulas(format, layer, layout):
+    rng = np.random.default_rng(len(format))
+    inputs = quantized_inputs(layer, 9, "with_invalid", rng, jnp.bfloat16, format, layout)
+    check_oracle(inputs, format, layer, layout)
+
+
+# Each activation and each order of gate and up in some format.
+@pytest.mark.parametrize(
+    ("activation", "gate_up", "format", "bias"),
+    (
+        ("swiglu", "up_gate", "fp8_tensor", False),
+        ("swiglu", "interleaved", "fp8_block", True),
+        ("geglu", "gate_up", "fp8_channel", True),
+        ("geglu_tanh", "interleaved", "fp8_tensor", True),
+        (GPT_OSS, "interleaved", "fp8_channel", True),
+        (GPT_OSS, "up_gate", "fp8_block", False),
+        ("gelu", "gate_up", "fp8_block", True),
+        ("gelu_tanh", "gate_up", "fp8_channel", False),
+        ("silu", "gate_up", "fp8_tensor", True),
+        ("relu", "gate_up", "fp8_channel", True),
+        ("relu2", "gate_up", "fp8_block", False),
+        ("identity", "gate_up", "fp8_tensor", False),
+    ),
+    ids=str,
+)
+def test_activations(activation, gate_up, format, bias):
+    layer = Layer("", "", 144, 80, 4, 2, activation, gate_up, bias)
+    rng = np.random.default_rng(3)
+    inputs = quantized_inputs(layer, 11, "uniform", rng, jnp.float16, format)
+    check_oracle(inputs, format, layer)
+
+
+def test_every_activation_is_tested():
+    tested = {mark.args[1] for mark in test_activations.pytestmark if mark.name == "parametrize"}
+    names = {resolve(case[0]).name for cases in tested for case in cases}
+    assert names == {*NAMED, GPT_OSS.name}
+
+
+@pytest.mark.parametrize("num_tokens", (0, 1, 150))
+@pytest.mark.parametrize("format", FORMATS)
+def test_numbers_of_tokens(format, num_tokens):
+    """150 tokens of one expert are two blocks of rows."""
+    rng = np.random.default_rng(num_tokens)
+    inputs = quantized_inputs(SMALL, num_tokens, "one_expert", rng, jnp.bfloat16, format)
+    inputs["residual"] = normal(rng, inputs["x"].shape, jnp.bfloat16)
+    check(inputs, **options(SMALL))
+
+
+def test_e5m2_weights():
+    rng = np.random.default_rng(1)
+    inputs = quantized_inputs(
+        BLOCKS, 9, "uniform", rng, jnp.bfloat16, "fp8_tensor", element_type="e5m2"
+    )
+    assert inputs["w_down"].values.dtype == jnp.float8_e5m2
+    check_oracle(inputs, "fp8_tensor", BLOCKS)
+
+
+@pytest.mark.parametrize("num_scales", ((), (5,)), ids=("one", "of_each_expert"))
+def test_static_scales(num_scales):
+    rng = np.random.default_rng(2)
+    inputs = quantized_inputs(SMALL, 30, "uniform", rng, jnp.bfloat16, "fp8_tensor")
+    h_scale = jnp.asarray(rng.uniform(0.004, 0.02, num_scales), jnp.float32)  # some saturate
+    static = {"x_scale": jnp.float32(0.003), "intermediate_scale": h_scale}
+    check_oracle(inputs, "fp8_tensor", SMALL, **static)
+    static = {"intermediate_scale": np.float32(0.01)}  # NumPy's scalars are arrays too
+    check_oracle(inputs, "fp8_tensor", SMALL, **static)
+
+
+def test_a_static_scale_out_of_range_makes_its_expert_nan():
+    rng = np.random.default_rng(3)
+    inputs = quantized_inputs(SMALL, 20, "uniform", rng, jnp.bfloat16, "fp8_tensor")
+    scale = jnp.full(5, 0.01)
+    clean = run(inputs, intermediate_scale=scale)
+    dirty = run(inputs, intermediate_scale=scale.at[2].set(2.0**-127))
+    bad = (np.asarray(inputs["expert_ids"]) == 2).any(axis=1)
+    assert bad.any() and not bad.all()
+    assert np.isnan(dirty[bad]).all()
+    assert_equal(dirty[~bad], clean[~bad])
+    assert np.isnan(run(inputs, x_scale=jnp.float32(0))).all()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_quantized_tokens_give_the_bits_of_plain_ones(format):
+    rng = np.random.default_rng(4)
+    inputs = quantized_inputs(BLOCKS, 12, "zipf", rng, jnp.float16, format)
+    layer = jax.jit(functools.partial(run, **options(BLOCKS)))
+    out = layer(inputs)
+    assert_equal(layer(inputs | {"x": quantize_tokens(inputs["x"], format)}), out)
+    if format == "fp8_tensor":
+        scale = jnp.float32(0.02)
+        quantized = quantize_tokens(inputs["x"], format, scale=scale)
+        assert_equal(layer(inputs | {"x": quantized}), layer(inputs | {"x_scale": scale}))
+
+
+def test_zeros_and_blocks_of_zeros():
+    rng = np.random.default_rng(5)
+    inputs = layer_inputs(BLOCKS, 8, "uniform", rng, jnp.bfloat16)
+    inputs["x"] = inputs["x"].at[:, :128].set(0).at[3].set(0)
+    inputs["w_down"] = inputs["w_down"].at[1, :128].set(0)
+    inputs["w_gate_up"] = inputs["w_gate_up"].at[0].set(0)
+    for format in FORMATS:
+        quantized = {
+            n: quantize(inputs[n], format, weight_layout="kn") for n in ("w_gate_up", "w_down")
+        }
+        check_oracle(inputs | quantized, format, BLOCKS)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_nan_and_infinity_stay_in_their_tokens(format):
+    """NaN is in no maximum; an infinity is the largest FP8 number and no maximum either."""
+    rng = np.random.default_rng(6)
+    inputs = quantized_inputs(SMALL, 14, "uniform", rng, jnp.bfloat16, format)
+    x = inputs["x"].at[:, 3].set(0)
+    clean = run(inputs | {"x": x})
+    dirty = run(inputs | {"x": x.at[5, 3].set(jnp.nan)})
+    assert jnp.isnan(dirty[5]).all()
+    others = np.delete(np.arange(14), 5)
+    if format == "fp8_tensor":  # rows of NaN leave the intermediate's scale to the other tokens
+        without = {n: a[others] if n in ("x", "expert_ids", "weights") else a
+                   for n, a in (inputs | {"x": x}).items()}  # fmt: skip
+        scale = quantize_tokens(x, format).scales
+        assert_equal(dirty[others], run(without, x_scale=scale))
+    else:
+        assert_equal(dirty[others], clean[others])
+    assert jnp.isfinite(run(inputs | {"x": x.at[5, 3].set(jnp.inf)})).all()
+
+
+@pytest.mark.parametrize("format", FORMATS[1:])
+def test_a_token_does_not_depend_on_its_batch(format):
+    rng = np.random.default_rng(7)
+    inputs = quantized_inputs(BLOCKS, 40, "uniform", rng, jnp.bfloat16, format)
+    whole = run(inputs, batch_invariant=True)
+    for count in (1, 7):
+        part = {n: a[:count] if n in ("x", "expert_ids", "weights") else a
+                for n, a in inputs.items()}  # fmt: skip
+        assert_close(run(part, batch_invariant=True), whole[:count], whole[:count])
+
+
+def local(inputs, first, count):
+    """The arrays of the device that holds experts first .. first + count - 1."""
+    split = ("w_gate_up", "w_down", "b_gate_up", "b_down")
+    cut = lambda tree: jax.tree.map(lambda a: a[first : first + count], tree)  # noqa: E731
+    return {n: cut(a) if n in split else a for n, a in inputs.items()}
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_windows_and_maps(format):
+    """Rows of experts elsewhere are in no scale of the intermediate, tokens always in that of x."""
+    rng = np.random.default_rng(8)
+    inputs = quantized_inputs(SMALL, 15, "with_invalid", rng, jnp.bfloat16, format)
+    part = local(inputs, 0, 3)
+    check(part, **options(SMALL), num_experts=5, expert_offset=1)
+    check(part | {"expert_map": jnp.array([2, -1, 0, 9, 1], jnp.int32)}, **options(SMALL))
+    if format == "fp8_tensor":
+        scale = jnp.array([0.01, 0.02, 0.005])
+        check(part, **options(SMALL), num_experts=5, expert_offset=2, intermediate_scale=scale)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_weight_on_input_and_residual(format):
+    layer = Layer("", "", 48, 32, 5, 1)
+    rng = np.random.default_rng(9)
+    inputs = quantized_inputs(layer, 9, "with_invalid", rng, jnp.bfloat16, format)
+    inputs["residual"] = normal(rng, (9, 48), jnp.bfloat16)
+    weighed = (inputs["x"].astype(jnp.float32) * inputs["weights"]).astype(jnp.bfloat16)
+    alone = inputs | {"x": weighed, "weights": jnp.ones_like(inputs["weights"])}
+    assert_equal(run(inputs, apply_weight_on_input=True), run(alone))
+    check(alone, **options(layer))
+
+
+@pytest.mark.parametrize("accum", ("fast", "promoted"))
+def test_accum_changes_nothing_off_cuda(accum):
+    rng = np.random.default_rng(10)
+    inputs = quantized_inputs(SMALL, 9, "uniform", rng, jnp.bfloat16, "fp8_channel")
+    assert_equal(run(inputs, accum=accum), run(inputs))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_scan_over_layers_and_eager(format):
+    layer = Layer("", "", 48, 32, 5, 2)
+    rng = np.random.default_rng(11)
+    inputs = [quantized_inputs(layer, 9, "uniform", rng, jnp.bfloat16, format) for _ in range(3)]
+    stacked = jax.tree.map(lambda *a: jnp.stack(a), *inputs)
+    scanned, _ = jax.jit(
+        lambda x, all: jax.lax.scan(lambda y, i: (run(i | {"x": y}), None), x, all)
+    )(inputs[0]["x"], stacked)
+    y = inputs[0]["x"]
+    for one in inputs:
+        y = run(one | {"x": y})
+    assert_equal(scanned, y)
+
+
+@pytest.mark.parametrize(
+    ("format", "static"), (*((f, False) for f in FORMATS), ("fp8_tensor", True))
+)
+def test_vmap_is_a_loop(format, static):
+    """Over tokens, over weights, over both: one scale of fp8_tensor belongs to one example."""
+    layer = Layer("", "", 32, 48, 4, 2)
+    rng = np.random.default_rng(12)
+    inputs = [quantized_inputs(layer, 6, "uniform", rng, jnp.bfloat16, format) for _ in range(3)]
+    scales = {"x_scale": jnp.float32(0.01), "intermediate_scale": jnp.float32(0.02)}
+
+    def fn(x, ids, weights, w1_values, w1_scales):
+        q = inputs[0]["w_gate_up"]
+        w1 = QuantizedArray(w1_values, w1_scales, q.format, q.layout, q.dtype)
+        arrays = inputs[0] | {"x": x, "expert_ids": ids, "weights": weights, "w_gate_up": w1}
+        return run(arrays, **(scales if static else {}))
+
+    names = ("x", "expert_ids", "weights")
+    tokens = [jnp.stack([i[n] for i in inputs]) for n in names]
+    w1 = jax.tree.leaves(inputs[0]["w_gate_up"])
+    all_w1 = jax.tree.leaves(
+        jax.tree.map(lambda *a: jnp.stack(a), *[i["w_gate_up"] for i in inputs])
+    )
+    assert_vmap_is_loop(fn, (*tokens, *w1), (0, 0, 0, None, None))
+    assert_vmap_is_loop(fn, (*tokens, *all_w1), (0, 0, 0, 0, 0))
+    assert_vmap_is_loop(fn, (tokens[0], *[a[0] for a in tokens[1:]], *w1), (0, *[None] * 4))
+
+
+def test_vmap_over_quantized_tokens_and_options():
+    layer = Layer("", "", 32, 48, 4, 2, bias=True)
+    rng = np.random.default_rng(13)
+    for format in FORMATS:
+        inputs = quantized_inputs(layer, 6, "uniform", rng, jnp.bfloat16, format)
+        x = normal(rng, (3, 6, 32), jnp.bfloat16)
+        q = jax.vmap(lambda a, f=format: quantize_tokens(a, f))(x)
+
+        def fn(values, scales, residual, inputs=inputs, q=q):
+            x = QuantizedArray(values, scales, q.format, q.layout, q.dtype)
+            return run(inputs | {"x": x, "residual": residual})
+
+        assert_vmap_is_loop(fn, (q.values, q.scales, x), (0, 0, 0))
+        scale = jnp.array([0.01, 0.02, 0.03])
+        if format == "fp8_tensor":
+            static = lambda x, s, i=inputs: run(i | {"x": x}, intermediate_scale=s)  # noqa: E731
+            assert_vmap_is_loop(static, (x, scale), (0, 0))
+
+
+@pytest.mark.parametrize("check_vma", (True, False))
+def test_shard_map_over_experts(check_vma):
+    layer = Layer("", "", 32, 48, 4, 2)
+    rng = np.random.default_rng(14)
+    inputs = quantized_inputs(layer, 10, "uniform", rng, jnp.bfloat16, "fp8_channel")
+    mesh = jax.make_mesh((2,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec
+
+    def part(inputs):
+        first = jax.lax.axis_index("expert") * 2
+        expert_map = jnp.arange(4, dtype=jnp.int32) - first
+        y = run(inputs | {"expert_map": expert_map})
+        return jax.lax.psum(y.astype(jnp.float32), "expert")
+
+    specs = {n: spec("expert") if n.startswith("w_") else spec() for n in inputs}
+    fn = jax.shard_map(part, mesh=mesh, in_specs=(specs,), out_specs=spec(), check_vma=check_vma)
+    halves = (
+        run(local(inputs, first, 2), num_experts=4, expert_offset=first).astype(jnp.float32)
+        for first in (0, 2)
+    )
+    assert_equal(jax.jit(fn)(inputs), sum(halves, jnp.zeros((10, 32))))
+
+
+def test_swiglu_with_a_limit_is_the_reference():
+    layer = Layer("", "", 48, 32, 5, 2, Swiglu(limit=0.5), bias=True)
+    rng = np.random.default_rng(15)
+    inputs = quantized_inputs(layer, 9, "uniform", rng, jnp.bfloat16, "fp8_block")
+    check(inputs, **options(layer))
