@@ -8,11 +8,12 @@
 namespace jaxmoe {
 
 // One entry per FFI target; kTargetNames is in the same order.
-enum class Target { kRoute, kPlan, kPermute, kFinalize, kGmm, kMoeMlp, kMoeMlpRows };
+enum class Target { kRoute, kPlan, kRoutePlan, kPermute, kFinalize, kGmm, kMoeMlp, kMoeMlpRows };
 
 inline constexpr const char* kTargetNames[] = {
     "jaxmoe_route_v2",
     "jaxmoe_plan_v1",
+    "jaxmoe_route_plan_v1",
     "jaxmoe_permute_v1",
     "jaxmoe_finalize_v1",
     "jaxmoe_gmm_v1",

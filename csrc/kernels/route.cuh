@@ -246,13 +246,16 @@ __device__ __forceinline__ void SelectExperts(const RouteShape& shape,
 }
 
 // Writes the ids and weights of a token with the experts `expert`, -1 for none; `score` is shared.
+// Calls sink(column, id) for every column.
+template <typename Sink>
 __device__ __forceinline__ void WriteToken(const RouteParams& params,
                                            const RouteShape& shape,
                                            int64_t token,
                                            int lane,
                                            SoftmaxScale softmax,
                                            const int* expert,
-                                           float* score) {
+                                           float* score,
+                                           const Sink& sink) {
   const RouteRule& rule = params.rule;
   float largest = CUDART_NAN_F;
   float sum = 0.0f;
@@ -283,30 +286,45 @@ __device__ __forceinline__ void WriteToken(const RouteParams& params,
     if (rule.normalize == RouteNormalize::kClampedSum && sum < rule.epsilon) sum = rule.epsilon;
     divisor = NonZero(sum);
   }
-  int32_t* expert_ids = params.expert_ids + token * shape.top_k;
-  float* weights = params.weights + token * shape.top_k;
+  int32_t* expert_ids = params.expert_ids + token * shape.columns;
+  float* weights = params.weights + token * shape.columns;
 #pragma unroll 1
-  for (int k = lane; k < shape.top_k; k += kRouteLanes) {
-    expert_ids[k] = expert[k];
-    weights[k] = expert[k] >= 0 ? score[k] / divisor * rule.scale : 0.0f;
+  for (int k = lane; k < shape.columns; k += kRouteLanes) {
+    bool shared = k >= shape.top_k;
+    int id = shared ? shape.num_experts + (k - shape.top_k) : expert[k];
+    float weight = shared ? 1.0f : 0.0f;
+    if (!shared && id >= 0) weight = score[k] / divisor * rule.scale;
+    expert_ids[k] = id;
+    weights[k] = weight;
+    sink(k, id);
   }
 }
 
-// kPerLane: logits a lane holds at most; kWidth: those it sorts; kPlain: the logit is the key, and
-// there are no groups.
-template <int kPerLane, int kWidth, bool kPlain>
-__global__ void __launch_bounds__(kRouteLanes* kRouteMaxWarps)
-    RouteKernel(RouteParams params, RouteShape shape) {
-  __shared__ RouteScratch<kPerLane, kWidth, kPlain> scratches[kRouteMaxWarps];
+// Whether a token is padding. If so, writes what it gets.
+template <typename Sink>
+__device__ __forceinline__ bool WritePadding(
+    const RouteParams& params, const RouteShape& shape, int64_t token, int lane, const Sink& sink) {
+  if (params.num_valid == nullptr) return false;
+  int64_t entry = token / params.entry_tokens;
+  if (token - entry * params.entry_tokens < __ldcg(params.num_valid + entry)) return false;
+  for (int k = lane; k < shape.columns; k += kRouteLanes) {
+    params.expert_ids[token * shape.columns + k] = -1;
+    params.weights[token * shape.columns + k] = 0.0f;
+    sink(k, -1);
+  }
+  return true;
+}
 
-  GridDependencyWait();
-  GridDependencyLaunch();
-
+// Routes one token, by one warp. kPerLane: logits a lane holds at most; kWidth: those it sorts;
+// kPlain: the logit is the key, and there are no groups.
+template <int kPerLane, int kWidth, bool kPlain, typename Sink>
+__device__ __forceinline__ void RouteToken(const RouteParams& params,
+                                           const RouteShape& shape,
+                                           int64_t token,
+                                           RouteScratch<kPerLane, kWidth, kPlain>& scratch,
+                                           const Sink& sink) {
+  if (WritePadding(params, shape, token, threadIdx.x % kRouteLanes, sink)) return;
   const RouteRule& rule = params.rule;
-  int warp = threadIdx.x / kRouteLanes;
-  int64_t token = static_cast<int64_t>(blockIdx.x) * (blockDim.x / kRouteLanes) + warp;
-  if (token >= params.num_tokens) return;
-  auto& scratch = scratches[warp];
   RouteLane lane;
   lane.index = threadIdx.x % kRouteLanes;
   lane.first = lane.index * shape.per_lane;
@@ -337,7 +355,21 @@ __global__ void __launch_bounds__(kRouteLanes* kRouteMaxWarps)
     }
   }
   SelectExperts(shape, lane.index, key, scratch);
-  WriteToken(params, shape, token, lane.index, softmax, scratch.expert, scratch.score);
+  WriteToken(params, shape, token, lane.index, softmax, scratch.expert, scratch.score, sink);
+}
+
+template <int kPerLane, int kWidth, bool kPlain>
+__global__ void __launch_bounds__(kRouteLanes* kRouteMaxWarps, 1)
+    RouteKernel(RouteParams params, RouteShape shape) {
+  __shared__ RouteScratch<kPerLane, kWidth, kPlain> scratches[kRouteMaxWarps];
+
+  GridDependencyWait();
+  GridDependencyLaunch();
+
+  int warp = threadIdx.x / kRouteLanes;
+  int64_t token = static_cast<int64_t>(blockIdx.x) * (blockDim.x / kRouteLanes) + warp;
+  if (token >= params.num_tokens) return;
+  RouteToken(params, shape, token, scratches[warp], [](int, int) {});
 }
 
 }  // namespace jaxmoe

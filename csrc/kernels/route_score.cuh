@@ -21,6 +21,7 @@ inline constexpr int kRouteNoKey = INT32_MIN;
 struct RouteShape {
   int num_experts;
   int top_k;
+  int columns;          // of ids and weights: those of shared experts too
   int per_lane;         // v
   bool quads;           // lanes and rows begin at multiples of four experts
   int lanes_per_group;  // 0: groups do not consist of whole lanes, or there are none
