@@ -251,7 +251,7 @@ struct PlanCluster {
   uint64_t* told;  // barrier in shared memory: phase 0 ends when all others have told this block
 };
 
-// All threads of all blocks of the cluster, before anything else; ClusterWait() before TellCounts.
+// All threads of all blocks of the cluster, before anything else. shape.chunks is a power of two.
 __device__ __forceinline__ void BeginTelling(const PlanShape& shape, uint64_t* told) {
   if (shape.chunks == 1) return;
   if (threadIdx.x == 0) {
@@ -262,8 +262,8 @@ __device__ __forceinline__ void BeginTelling(const PlanShape& shape, uint64_t* t
   ptx::ClusterArriveInit();
 }
 
-// Thread e tells the other blocks how many slots of expert e its chunk has, and gets the sums over
-// the chunks before and over all. `sums` is shared, [chunks][width].
+// After BeginTelling: thread e tells the other blocks how many slots of expert e its chunk has, and
+// gets the sums over the chunks before and over all. `sums` is shared, [chunks][width].
 // NOTE: pushed, because the release that lets others read this block's memory costs a microsecond.
 // A block ends only after it was told everything, so nobody writes to one that is gone.
 __device__ __forceinline__ void TellCounts(const PlanShape& shape,
@@ -279,7 +279,7 @@ __device__ __forceinline__ void TellCounts(const PlanShape& shape,
   if (shape.chunks > 1) {
     ptx::ClusterWait();
     for (int i = 1; i < shape.chunks && e < shape.width; ++i) {
-      int to = (chunk + i) % shape.chunks;
+      int to = (chunk + i) & (shape.chunks - 1);
       ptx::StoreAsyncAt(sums + chunk * shape.width + e, told, to, own);
     }
     ptx::BarrierWait(told, 0);
@@ -384,7 +384,8 @@ __device__ __forceinline__ void PlaceSlots(const PlanParams& params,
             GridDependencyWait();
             GridDependencyLaunch();
           }
-          const int32_t* table = params.scratch + c.batch * shape.chunks * params.num_local_experts;
+          const int32_t* table =
+              params.scratch + c.batch * shape.table_rows * params.num_local_experts;
           SumTable(table, shape, v, c.chunk, window, width, sums, &before, &total);
         } else if constexpr (kCluster) {
           TellCounts(shape, c.chunk, own, sums, cluster.told, &before, &total);

@@ -22,6 +22,7 @@ inline RouteShape MakeRouteShape(const RouteParams& p) {
   shape.columns = static_cast<int>(p.top_k + p.num_shared_experts);
   shape.per_lane = static_cast<int>(CeilDiv(p.num_experts, kRouteLanes));
   shape.quads = shape.per_lane % 4 == 0 && p.num_experts % 4 == 0;
+  shape.full = p.num_experts == shape.per_lane * kRouteLanes;
   bool whole = p.num_experts % kRouteLanes == 0 && kRouteLanes % p.rule.num_groups == 0;
   shape.lanes_per_group = whole ? kRouteLanes / p.rule.num_groups : 0;
   return shape;
@@ -44,7 +45,7 @@ cudaError_t DispatchRoute(const RouteParams& p, const RouteShape& shape, const L
   std::integral_constant<int, 16> sixteen;
   if (shape.per_lane <= 1) return sized(one, one);
   if (shape.per_lane <= 2) return sized(two, two);
-  if (shape.per_lane <= 4) return sized(four, four);
+  if (shape.per_lane <= 4) return shape.top_k <= 8 ? sized(four, one) : sized(four, four);
   if (shape.per_lane <= 8) return shape.top_k <= 8 ? sized(eight, two) : sized(eight, eight);
   return shape.top_k <= 16 ? sized(sixteen, eight) : sized(sixteen, sixteen);
 }

@@ -6,15 +6,12 @@
 //   then it places them as plan does, and what it has of each expert it tells the other blocks by
 //   4-byte stores into their shared memory. No id is read back, no slot is counted twice.
 // Two (RouteCountKernel, then plan's placing kernel with programmatic dependent launch): at most
-// 128
-//   blocks an entry, each of which also counts the slots of its tokens into its row of a table. The
-//   counts are integers added in shared memory, so their order does not show.
-// Threads: a warp a token, at most 16 warps a block of a cluster, 32 of the counting kernel where
-// 64
-//   registers suffice.
-// Shared memory: at most 170 KiB (E = 512, K > 16); at E = 256 and K = 8 35 KiB for 16 warps, and
-// 36
-//   KiB in the cluster.
+//   128 blocks an entry, each of which also counts the slots of its tokens into its row of a table.
+//   The counts are integers added in shared memory, so their order does not show.
+// Threads: a warp a token; at most 16 warps a block of a cluster, and 32 of the counting kernel
+//   where 64 registers suffice.
+// Shared memory: at most 172 KiB (E = 512, K > 16); at E = 256 and K = 8, by logit, 40 KiB for 32
+//   warps that count, 20 KiB in a cluster of 64 tokens.
 // Time and reason: see docs/notes.md.
 #pragma once
 
@@ -67,6 +64,15 @@ __global__ void __launch_bounds__(kRoutePlanThreads)
 template <int kPerLane, int kWidth>
 inline constexpr int kRouteCountWarps = kWidth <= 4 ? 32 : 16;
 
+// Asks for the logits of a token, to L2. By a warp; at most 16 lines.
+__device__ __forceinline__ void PrefetchToken(const RouteParams& params, int64_t token) {
+  constexpr int kLine = 128;
+  int64_t bytes = params.num_experts * (params.dtype == DType::kFloat32 ? 4 : 2);
+  int64_t at = static_cast<int64_t>(threadIdx.x % kRouteLanes) * kLine;
+  auto* line = static_cast<const char*>(params.logits) + token * bytes + at;
+  if (at < bytes) asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
+}
+
 // How the tokens of an entry lie on the blocks of the counting kernel. Grid: batch * blocks.
 struct RouteCountShape {
   int blocks;
@@ -98,6 +104,7 @@ __global__ void __launch_bounds__(kRouteLanes* kRouteCountWarps<kPerLane, kWidth
   int64_t first = static_cast<int64_t>(blockIdx.x - entry * shape.blocks) * shape.block_tokens;
   int64_t end = min(first + shape.block_tokens, plan.num_tokens);
   for (int64_t token = first + warp; token < end; token += num_warps) {
+    if (token + num_warps < end) PrefetchToken(route, entry * plan.num_tokens + token + num_warps);
     RouteToken(route,
                route_shape,
                entry * plan.num_tokens + token,
