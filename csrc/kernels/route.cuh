@@ -33,13 +33,34 @@ inline constexpr int kRouteMaxWarps = 4;       // tokens of a block
 inline constexpr int kRouteRegisterWidth = 4;  // longer sorted lists are kept in shared memory
 inline constexpr int kNearStep = 4;            // candidates compared at a time
 
+// The lanes with the K largest of the warp's values, ties to the lower lane; K <= 32. None of the K
+// is below `bound`.
+__device__ __forceinline__ unsigned BestLanes(int value, int top_k, int lane, int* bound) {
+  int least = kRouteNoKey;
+  int rest = value;
+#pragma unroll 4
+  for (int k = 0; k < top_k; ++k) {
+    least = __reduce_max_sync(kRouteFullMask, rest);
+    if (rest == least) rest = kRouteNoKey;
+  }
+  *bound = least;
+  unsigned lanes = __ballot_sync(kRouteFullMask, value >= least);
+  while (__popc(lanes) > top_k) {  // equal values
+    bool in = (lanes >> lane & 1) != 0;
+    least = __reduce_min_sync(kRouteFullMask, in ? value : INT32_MAX);
+    unsigned tied = __ballot_sync(kRouteFullMask, in && value == least);
+    lanes &= ~(0x80000000u >> __clz(static_cast<int>(tied)));
+  }
+  return lanes;
+}
+
 // Key of an expert outside the best groups.
 __device__ __forceinline__ int MaskedKey(const RouteRule& rule, int key) {
   bool chosen_never = key == kRouteNoKey || rule.masked_value == -CUDART_INF_F;
   return chosen_never ? kRouteNoKey : OrderKey(rule.masked_value);
 }
 
-// Key of a group with these largest two keys; never kRouteNoKey, which stands for a group taken.
+// Key of a group with these largest two keys; never kRouteNoKey.
 __device__ __forceinline__ int GroupKey(const RouteRule& rule, int best, int second) {
   float value = best == kRouteNoKey ? -CUDART_INF_F : KeyValue(best);
   bool sum = rule.group_value == RouteGroupValue::kTop2 && second != kRouteNoKey;
@@ -79,17 +100,11 @@ __device__ __forceinline__ void KeepGroupsOfLanes(const RouteRule& rule,
     second = max(max(second, other_second), min(best, other));
     best = max(best, other);
   }
-  int rest = GroupKey(rule, best, second);
-  unsigned before = (1u << (lane & ~(lanes - 1))) - 1;  // lanes of the groups before
-  bool kept = false;
-  for (int i = 0; i < rule.top_groups; ++i) {
-    int largest = __reduce_max_sync(kRouteFullMask, rest);
-    unsigned tied = __ballot_sync(kRouteFullMask, rest == largest);
-    if (rest == largest && (tied & before) == 0) {
-      kept = true;
-      rest = kRouteNoKey;
-    }
-  }
+  // The first lane of a group stands for it; the others have no key, which a group always has.
+  int first = lane & ~(lanes - 1);
+  int value = lane == first ? GroupKey(rule, best, second) : kRouteNoKey;
+  int bound;
+  bool kept = (BestLanes(value, rule.top_groups, lane, &bound) >> first & 1) != 0;
   if (rule.masked_value == -CUDART_INF_F) {
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) key[i] = kept ? key[i] : kRouteNoKey;
@@ -186,27 +201,6 @@ struct RouteScratch {
   int expert[kMaxTopK];
   float score[kMaxTopK];
 };
-
-// The lanes with the K largest of the warp's values, ties to the lower lane; K <= 32. None of the K
-// is below `bound`.
-__device__ __forceinline__ unsigned BestLanes(int value, int top_k, int lane, int* bound) {
-  int least = kRouteNoKey;
-  int rest = value;
-#pragma unroll 4
-  for (int k = 0; k < top_k; ++k) {
-    least = __reduce_max_sync(kRouteFullMask, rest);
-    if (rest == least) rest = kRouteNoKey;
-  }
-  *bound = least;
-  unsigned lanes = __ballot_sync(kRouteFullMask, value >= least);
-  while (__popc(lanes) > top_k) {  // equal values
-    bool in = (lanes >> lane & 1) != 0;
-    least = __reduce_min_sync(kRouteFullMask, in ? value : INT32_MAX);
-    unsigned tied = __ballot_sync(kRouteFullMask, in && value == least);
-    lanes &= ~(0x80000000u >> __clz(static_cast<int>(tied)));
-  }
-  return lanes;
-}
 
 // Ranks candidates, one a lane, and writes the experts of the K largest in order, -1 where there is
 // none left. `near` is shared, count <= 32 items and room for kNearStep more, written before by
