@@ -19,7 +19,7 @@ from jaxmoe import _targets
 
 _PEERS = (xla_ragged_dot, tokamax_gmm, torch_grouped_mm, dense)
 _PEER_NAMES = (routing.XLA, *(peer.NAME for peer in _PEERS))
-_IMPLS = ("jaxmoe", "jaxmoe[kn]", stack.CHAIN, *_PEER_NAMES, "floor")
+_IMPLS = ("jaxmoe", "jaxmoe[kn]", stack.CHAIN, routing.TWO_CALLS, *_PEER_NAMES, "floor")
 _MEMORY = "0.92"  # part of the GPU's memory; JAX's own default leaves a quarter unused
 
 

@@ -113,10 +113,13 @@ def _jvp(primals: Any, _tangents: Any, **_params: Any) -> Any:
     refuse_derivative("grouped_gemm", primals[0], primals[2])
 
 
-def _attrs(avals: Any, *, format: str, promoted: bool, config: Any, **_params: Any) -> Any:
+def _attrs(
+    avals: Any, *, format: str, promoted: bool, out_dtype: Any, config: Any, **_params: Any
+) -> Any:
     x, _, w, _, starts, _, _ = avals
     if config is None:
-        config = gmm_config(x.shape[0], starts.size, x.shape[1], w.shape[1], promoted=promoted)
+        narrow = promoted or out_dtype == jnp.float32  # see NOT_PROMOTED
+        config = gmm_config(x.shape[0], starts.size, x.shape[1], w.shape[1], promoted=narrow)
     return {
         "format": FORMATS.index(format),
         "promoted": int(promoted),

@@ -29,8 +29,11 @@ _SMS = 132  # of an H100 or H200 SXM
 # needs one step.
 STEP_K = 64
 
-# Tiles whose accumulators leave no registers for a second set, which promoted FP8 sums need.
+# Tiles whose accumulators leave no registers for a second set, which promoted FP8 sums need, nor
+# for the addresses of a float32 output.
 NOT_PROMOTED = {(256, 160, 2, 1)}
+
+MAX_FP8_GATHER = 32  # tokens of a tile that fetches FP8 rows by index
 
 # Two CTAs on half of the k loop each come to an end together, and nothing is gained by that when a
 # tile has few steps, when there are so many tiles that the last ones hardly count, or when a second
@@ -149,7 +152,7 @@ def mlp_configs(
     if promoted is None:
         gather = gate_up.token_tile != 192 or intermediate <= _MAX_GATHER_INTERMEDIATE
     else:  # the quantization of x can write its rows in expert order at no cost
-        gather = gate_up.token_tile <= 32
+        gather = gate_up.token_tile <= MAX_FP8_GATHER
     return dataclasses.replace(gate_up, gather=gather), down
 
 

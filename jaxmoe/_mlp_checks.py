@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmoe import _checks, _fp8_checks
+from jaxmoe._heuristics import MAX_FP8_GATHER
 from jaxmoe._mlp_fp8 import no_scale
 from jaxmoe.activation import Activation
 from jaxmoe.grouped_gemm import check_config, check_float
@@ -107,6 +108,13 @@ def check_configs(
         check_config(
             _OP, f"config[{i}]", config[i], k, promoted=None if promoted is None else promoted[i]
         )
+    first = config[0]
+    if promoted is not None and first and first.gather and first.token_tile > MAX_FP8_GATHER:
+        rule = (
+            f"config[0].gather must be False with token_tile={first.token_tile} and quantized "
+            f"weights: only tiles of up to {MAX_FP8_GATHER} tokens fetch FP8 rows by index"
+        )
+        raise ValueError(_checks.message(_OP, rule, config=config))
 
 
 def check_scales(

@@ -42,7 +42,7 @@ class Rule:
 _SCORES = {"logits": 0, "softmax": 1, "sigmoid": 2, "sqrtsoftplus": 3}
 _NORMALIZE = {"none": 0, "softmax": 1, "sum": 2, "clamped_sum": 3}
 _GROUP_VALUES = {"": 0, "top2": 0, "max": 1}
-_MAX_CUDA_EXPERTS = 512  # kRouteMaxExperts of csrc/kernels/route.h
+MAX_CUDA_EXPERTS = 512  # kRouteMaxExperts of csrc/kernels/route.h
 
 
 def route_xla(
@@ -89,6 +89,25 @@ def weights_xla(logits: jax.Array, expert_ids: jax.Array, *, rule: Rule) -> jax.
     if rule.scale != 1.0:
         s = s * rule.scale
     return jnp.where(chosen, s, 0.0)  # also where the token's sum is NaN
+
+
+def completed(
+    expert_ids: jax.Array,
+    weights: jax.Array,
+    num_experts: int,
+    num_shared_experts: int,
+    num_valid: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Appends the shared experts to [T, K] ids and weights, and empties the rows of padding."""
+    if num_shared_experts:
+        shape = (expert_ids.shape[0], num_shared_experts)
+        shared = jnp.broadcast_to(jnp.arange(num_shared_experts, dtype=jnp.int32), shape)
+        expert_ids = jnp.concatenate([expert_ids, num_experts + shared], axis=1)
+        weights = jnp.concatenate([weights, jnp.ones(shape, jnp.float32)], axis=1)
+    if num_valid is not None:
+        valid = (jnp.arange(expert_ids.shape[0], dtype=jnp.int32) < num_valid)[:, None]
+        expert_ids, weights = jnp.where(valid, expert_ids, -1), jnp.where(valid, weights, 0.0)
+    return expert_ids, weights
 
 
 def _scores(x: jax.Array, score: str) -> jax.Array:
@@ -170,30 +189,45 @@ def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
     expert_ids, weights = route_p(logits, bias, **params)
     if tangent is None:
         return (expert_ids, weights), (None, None)
-    of_logits = lambda x: weights_xla(x, expert_ids, rule=params["rule"])  # noqa: E731
-    _, tangent_out = jax.jvp(of_logits, (logits,), (tangent,))
+    tangent_out = weights_tangent(logits, tangent, expert_ids, params["rule"])
     return (expert_ids, weights), (None, tangent_out)
 
 
-def _attrs(_avals: Any, *, rule: Rule, **_params: Any) -> dict[str, Any]:
+def weights_tangent(
+    logits: jax.Array, tangent: jax.Array, expert_ids: jax.Array, rule: Rule
+) -> jax.Array:
+    """The tangent of the weights of fixed experts."""
+    return jax.jvp(lambda x: weights_xla(x, expert_ids, rule=rule), (logits,), (tangent,))[1]
+
+
+def rule_attrs(rule: Rule) -> dict[str, Any]:
+    """The fields of a rule without its groups: `RuleAttrs` of csrc/ffi/route_attrs.h."""
     return {
         "score": _SCORES[rule.score],
         "by_score": int(rule.by_score),
         "normalize": _NORMALIZE[rule.normalize],
         "epsilon": np.float32(rule.epsilon),
         "scale": np.float32(rule.scale),
-        "groups": {
-            "value": _GROUP_VALUES[rule.group_value],
-            "count": rule.num_groups,
-            "kept": rule.top_groups,
-            "masked_value": np.float32(rule.masked_value),
-        },
     }
 
 
+def group_attrs(rule: Rule) -> dict[str, Any]:
+    """The groups of a rule: `GroupAttrs` of csrc/ffi/route_attrs.h."""
+    return {
+        "value": _GROUP_VALUES[rule.group_value],
+        "count": rule.num_groups,
+        "kept": rule.top_groups,
+        "masked_value": np.float32(rule.masked_value),
+    }
+
+
+def _attrs(_avals: Any, *, rule: Rule, **_params: Any) -> dict[str, Any]:
+    return {**rule_attrs(rule), "groups": group_attrs(rule)}
+
+
 def _fallback(avals: Any, **_params: Any) -> str | None:
-    if avals[0].shape[1] > _MAX_CUDA_EXPERTS:
-        return f"the route kernel takes at most {_MAX_CUDA_EXPERTS} experts"
+    if avals[0].shape[1] > MAX_CUDA_EXPERTS:
+        return f"the route kernel takes at most {MAX_CUDA_EXPERTS} experts"
     return None
 
 

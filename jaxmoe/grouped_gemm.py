@@ -96,7 +96,9 @@ def grouped_gemm(
     _checks.check_same_dim(op, "rhs", rhs, k_axis, "lhs", lhs, 1, "K, the contracted axis")
     check_accum(op, accum, format)
     promoted = None if format is None else promotes(format, accum, lhs.shape[1])
-    check_config(op, "config", config, lhs.shape[1], promoted=promoted)
+    out_dtype = lhs.dtype if preferred_element_type is None else _out_dtype(preferred_element_type)
+    narrow = None if format is None else promoted or out_dtype == jnp.float32  # see NOT_PROMOTED
+    check_config(op, "config", config, lhs.shape[1], promoted=narrow)
     if type(batch_invariant) is not bool:
         rule = "batch_invariant must be a bool"
         raise TypeError(_checks.message(op, rule, batch_invariant=batch_invariant))
@@ -108,12 +110,11 @@ def grouped_gemm(
             )
             raise ValueError(_checks.message(op, rule, lhs=lhs, rhs=rhs))
         chosen = gmm_config(
-            lhs.shape[0], rhs.shape[0], lhs.shape[1], rhs.shape[3 - k_axis], promoted=promoted
+            lhs.shape[0], rhs.shape[0], lhs.shape[1], rhs.shape[3 - k_axis], promoted=narrow
         )
         config = whole_k(op, "config", config, chosen)
     _check_precision(precision, lhs.dtype, format)
     check_num_rows(op, lhs.shape[0], lhs=lhs)
-    out_dtype = lhs.dtype if preferred_element_type is None else _out_dtype(preferred_element_type)
     if bias is None:
         bias_array = no_bias(lhs.dtype)
     else:
@@ -311,7 +312,7 @@ def check_config(op: str, name: str, config: Any, k: int, *, promoted: bool | No
     if promoted and config.tile in NOT_PROMOTED:
         rule = (
             f"{name}: no kernel of the tile {config.tile} promotes its sums, as fp8_block, "
-            "accum='promoted', and by default more than 2048 elements do"
+            "accum='promoted', and by default more than 2048 elements do, or has float32 output"
         )
         raise ValueError(_checks.message(op, rule, **{name: config}))
 

@@ -77,20 +77,29 @@ def plan(
     num_experts, expert_offset, num_local_experts = check_window(
         "plan", num_experts, expert_offset, num_local_experts, expert_map
     )
-    if expert_ids.size > _MAX_ROWS:
-        rule = f"T * K = {expert_ids.size} must be at most {_MAX_ROWS} (rows are counted in int32)"
-        raise ValueError(_checks.message("plan", rule, expert_ids=expert_ids))
-    arrays = _plan(
-        expert_ids[None],
+    check_rows("plan", expert_ids.size, expert_ids=expert_ids)
+    return plan_of(
+        expert_ids,
         no_map() if expert_map is None else expert_map,
         num_experts=num_experts,
         expert_offset=expert_offset,
         num_local_experts=num_local_experts,
     )
-    return Plan(*(a[0] for a in arrays))
+
+
+def plan_of(expert_ids: jax.Array, expert_map: jax.Array, **window: int) -> Plan:
+    """Computes `plan` of checked arguments."""
+    return Plan(*(a[0] for a in _plan(expert_ids[None], expert_map, **window)))
 
 
 _MAX_ROWS = 2**31 - 1
+
+
+def check_rows(op: str, rows: int, **got: Any) -> None:
+    """Checks that `rows` choices can be counted."""
+    if rows > _MAX_ROWS:
+        rule = f"T * K = {rows} must be at most {_MAX_ROWS} (rows are counted in int32)"
+        raise ValueError(_checks.message(op, rule, **got))
 
 
 def no_map() -> jax.Array:

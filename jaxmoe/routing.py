@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmoe import _checks
-from jaxmoe._route import Rule, route_p, weights_xla
+from jaxmoe._route import Rule, completed, route_p, weights_xla
 
 
 @jax.tree_util.register_dataclass
@@ -64,7 +64,6 @@ METHODS: dict[str, Method] = {
     "sqrtsoftplus": Method("sqrtsoftplus", True, "sum", True, bias=True),
 }
 
-_OP = "route"
 _EPSILON = 1e-20
 
 
@@ -140,149 +139,226 @@ def route(
       >>> routing.expert_ids.tolist(), routing.weights.tolist()
       ([[1, 2]], [[0.5, 0.5]])
     """
-    _checks.check_rank(_OP, "logits", logits, "T,E")
-    _checks.check_dtype(_OP, "logits", logits, _checks.FLOATS)
+    given = check_options(
+        "route",
+        logits,
+        top_k=top_k,
+        method=method,
+        bias=bias,
+        num_groups=num_groups,
+        top_groups=top_groups,
+        scale=scale,
+        norm_topk_prob=norm_topk_prob,
+        epsilon=epsilon,
+        masked_group_value=masked_group_value,
+        expert_scale=expert_scale,
+        num_shared_experts=num_shared_experts,
+        num_valid_tokens=num_valid_tokens,
+        expert_ids=expert_ids,
+    )
+    return routing_of(given)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The arguments of `route`, checked.
+
+    Attributes:
+      logits, top_k, rule: of the primitive.
+      bias: [E], or [0] for none.
+      expert_scale: [E] float32, or None.
+      num_shared_experts: S.
+      num_valid: int32 scalar, the number of rows that are no padding, or None for all.
+      expert_ids: [T, K] int32, -1 where it names no expert with a score, or None to choose.
+    """
+
+    logits: jax.Array
+    top_k: int
+    rule: Rule
+    bias: jax.Array
+    expert_scale: jax.Array | None
+    num_shared_experts: int
+    num_valid: jax.Array | None
+    expert_ids: jax.Array | None
+
+
+def check_options(
+    op: str,
+    logits: Any,
+    *,
+    top_k: Any,
+    method: Any,
+    bias: Any,
+    num_groups: Any,
+    top_groups: Any,
+    scale: Any,
+    norm_topk_prob: Any,
+    epsilon: Any,
+    masked_group_value: Any,
+    expert_scale: Any,
+    num_shared_experts: Any,
+    num_valid_tokens: Any,
+    expert_ids: Any,
+) -> Options:
+    """Checks the arguments of `route` in the name of `op`."""
+    _checks.check_rank(op, "logits", logits, "T,E")
+    _checks.check_dtype(op, "logits", logits, _checks.FLOATS)
     num_experts = logits.shape[1]
     if num_experts == 0:
         rule = "logits.shape[1]=0 must be at least 1 (num_experts)"
-        raise ValueError(_checks.message(_OP, rule, logits=logits))
-    top_k = _checks.check_int(_OP, "top_k", top_k, 1, num_experts, "the last axis is E")
-    _checks.check_choice(_OP, "method", method, tuple(METHODS))
+        raise ValueError(_checks.message(op, rule, logits=logits))
+    top_k = _checks.check_int(op, "top_k", top_k, 1, num_experts, "the last axis is E")
+    _checks.check_choice(op, "method", method, tuple(METHODS))
     row = METHODS[method]
     if row.top_k and top_k != row.top_k:
         raise ValueError(
-            _checks.message(_OP, f"top_k={top_k} must be {row.top_k} for method {method!r}")
+            _checks.message(op, f"top_k={top_k} must be {row.top_k} for method {method!r}")
         )
-    masked_value = _check_float("masked_group_value", masked_group_value, finite=False)
+    masked_value = _check_float(op, "masked_group_value", masked_group_value, finite=False)
     num_groups, top_groups = _check_groups(
-        logits, top_k, method, num_groups, top_groups, masked_value
+        op, logits, top_k, method, num_groups, top_groups, masked_value
     )
     if bias is not None and not row.bias:
-        _refuse("bias", bias, method, "no selection bias")
+        _refuse(op, "bias", bias, method, "no selection bias")
     for name, value in (("bias", bias), ("expert_scale", expert_scale)):
         if value is not None:
-            _checks.check_rank(_OP, name, value, "E")
-            _checks.check_dtype(_OP, name, value, _checks.FLOATS)
-            _checks.check_same_dim(_OP, name, value, 0, "logits", logits, 1, "num_experts")
-    normalize, epsilon = _check_normalize(method, norm_topk_prob, epsilon)
-    spec = Rule(
+            _checks.check_rank(op, name, value, "E")
+            _checks.check_dtype(op, name, value, _checks.FLOATS)
+            _checks.check_same_dim(op, name, value, 0, "logits", logits, 1, "num_experts")
+    normalize, epsilon = _check_normalize(op, method, norm_topk_prob, epsilon)
+    rule = Rule(
         score=row.score,
         by_score=row.by_score,
         normalize=normalize,
         epsilon=epsilon,
-        scale=_check_float("scale", scale),
+        scale=_check_float(op, "scale", scale),
         group_value=row.group_value if num_groups > 1 else "",
         num_groups=num_groups,
         top_groups=top_groups,
         masked_value=masked_value,
     )
-    num_shared_experts = _checks.check_int(_OP, "num_shared_experts", num_shared_experts, 0)
-    valid = _valid_tokens(logits, num_valid_tokens)
+    num_shared_experts = _checks.check_int(op, "num_shared_experts", num_shared_experts, 0)
+    return Options(
+        logits=logits,
+        top_k=top_k,
+        rule=rule,
+        bias=jnp.zeros((0,), jnp.float32) if bias is None else bias,
+        expert_scale=None if expert_scale is None else jnp.asarray(expert_scale, jnp.float32),
+        num_shared_experts=num_shared_experts,
+        num_valid=_num_valid(op, logits, num_valid_tokens),
+        expert_ids=None if expert_ids is None else _forced_ids(op, logits, top_k, expert_ids),
+    )
 
-    if expert_ids is None:
-        no_bias = jnp.zeros((0,), jnp.float32)
-        ids, weights = route_p(logits, no_bias if bias is None else bias, top_k=top_k, rule=spec)
+
+def routing_of(given: Options) -> Routing:
+    """Computes `route` of checked arguments."""
+    if given.expert_ids is None:
+        ids, weights = route_p(given.logits, given.bias, top_k=given.top_k, rule=given.rule)
     else:
-        ids = _forced_ids(logits, top_k, expert_ids)
-        weights = weights_xla(logits, ids, rule=spec)
-    if expert_scale is not None:
-        factor = jnp.asarray(expert_scale, jnp.float32)[jnp.where(ids < 0, 0, ids)]
-        weights = jnp.where(ids < 0, 0.0, weights * factor)
-    if num_shared_experts:
-        shape = (logits.shape[0], num_shared_experts)
-        shared = jnp.broadcast_to(jnp.arange(num_shared_experts, dtype=jnp.int32), shape)
-        ids = jnp.concatenate([ids, num_experts + shared], axis=1)
-        weights = jnp.concatenate([weights, jnp.ones(shape, jnp.float32)], axis=1)
-    if valid is not None:
-        ids, weights = jnp.where(valid, ids, -1), jnp.where(valid, weights, 0.0)
-    return Routing(ids, weights)
+        ids = given.expert_ids
+        weights = weights_xla(given.logits, ids, rule=given.rule)
+    if given.expert_scale is not None:
+        weights = scaled(weights, ids, given.expert_scale)
+    shared = given.num_shared_experts
+    return Routing(*completed(ids, weights, given.logits.shape[1], shared, given.num_valid))
 
 
-def _refuse(name: str, value: Any, method: str, lack: str) -> None:
+def scaled(weights: jax.Array, expert_ids: jax.Array, expert_scale: jax.Array) -> jax.Array:
+    """Multiplies each weight by its expert's scale."""
+    factor = expert_scale[jnp.where(expert_ids < 0, 0, expert_ids)]
+    return jnp.where(expert_ids < 0, 0.0, weights * factor)
+
+
+def _refuse(op: str, name: str, value: Any, method: str, lack: str) -> None:
     default = "None" if name in ("bias", "norm_topk_prob", "epsilon") else "left out"
     shown = _checks.describe(value)
     rule = f"{name}={shown} must be {default}: method {method!r} has {lack}"
-    raise ValueError(_checks.message(_OP, rule))
+    raise ValueError(_checks.message(op, rule))
 
 
 def _check_groups(
-    logits: Any, top_k: int, method: str, num_groups: Any, top_groups: Any, masked: Any
+    op: str,
+    logits: Any,
+    top_k: int,
+    method: str,
+    num_groups: Any,
+    top_groups: Any,
+    masked: Any,
 ) -> tuple[int, int]:
-    num_groups = _checks.check_int(_OP, "num_groups", num_groups, 1)
-    top_groups = _checks.check_int(_OP, "top_groups", top_groups, 1, num_groups, "num_groups")
+    num_groups = _checks.check_int(op, "num_groups", num_groups, 1)
+    top_groups = _checks.check_int(op, "top_groups", top_groups, 1, num_groups, "num_groups")
     if not METHODS[method].group_value and num_groups != 1:
-        _refuse("num_groups", num_groups, method, "no groups")
+        _refuse(op, "num_groups", num_groups, method, "no groups")
     if num_groups == 1:
         if masked != -math.inf:
-            _refuse("masked_group_value", masked, method, "no groups (num_groups=1)")
+            _refuse(op, "masked_group_value", masked, method, "no groups (num_groups=1)")
         return num_groups, top_groups
     num_experts = logits.shape[1]
     if num_experts % num_groups:
         rule = f"num_groups={num_groups} must divide logits.shape[1]={num_experts}"
-        raise ValueError(_checks.message(_OP, rule, logits=logits))
+        raise ValueError(_checks.message(op, rule, logits=logits))
     choice = top_groups * (num_experts // num_groups)
     if masked == -math.inf and top_k > choice:
         rule = (
             f"top_k={top_k} must be at most {choice}, the experts of top_groups={top_groups} of "
             f"num_groups={num_groups}"
         )
-        raise ValueError(_checks.message(_OP, rule, logits=logits))
+        raise ValueError(_checks.message(op, rule, logits=logits))
     return num_groups, top_groups
 
 
 def _check_normalize(
-    method: str, norm_topk_prob: bool | None, epsilon: float | None
+    op: str, method: str, norm_topk_prob: bool | None, epsilon: float | None
 ) -> tuple[str, float]:
     row = METHODS[method]
     divides = row.normalize in ("sum", "clamped_sum")
     if norm_topk_prob is not None:
         if row.norm_topk_prob is None:
-            _refuse("norm_topk_prob", norm_topk_prob, method, "one normalization")
+            _refuse(op, "norm_topk_prob", norm_topk_prob, method, "one normalization")
         if type(norm_topk_prob) is not bool:
             rule = "norm_topk_prob must be a bool or None"
-            raise TypeError(_checks.message(_OP, rule, norm_topk_prob=norm_topk_prob))
+            raise TypeError(_checks.message(op, rule, norm_topk_prob=norm_topk_prob))
         divides = norm_topk_prob
     elif row.norm_topk_prob is not None:
         divides = row.norm_topk_prob
     if epsilon is not None:
         if not divides:
-            _refuse("epsilon", epsilon, method, "no sum to divide by")
-        if _check_float("epsilon", epsilon) < 0:
-            raise ValueError(_checks.message(_OP, f"epsilon={epsilon} must be at least 0"))
+            _refuse(op, "epsilon", epsilon, method, "no sum to divide by")
+        if _check_float(op, "epsilon", epsilon) < 0:
+            raise ValueError(_checks.message(op, f"epsilon={epsilon} must be at least 0"))
     if not divides:
         return "softmax" if row.normalize == "softmax" else "none", 0.0
     return row.normalize, _EPSILON if epsilon is None else float(epsilon)
 
 
-def _check_float(name: str, value: Any, finite: bool = True) -> float:
+def _check_float(op: str, name: str, value: Any, finite: bool = True) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float | np.floating):
         rule = f"{name} must be a Python float known at trace time"
-        raise TypeError(_checks.message(_OP, rule, **{name: value}))
+        raise TypeError(_checks.message(op, rule, **{name: value}))
     if math.isnan(value) or (finite and math.isinf(value)) or value == math.inf:
         rule = f"{name}={value} must be {'finite' if finite else 'finite or -inf'}"
-        raise ValueError(_checks.message(_OP, rule))
+        raise ValueError(_checks.message(op, rule))
     return float(value)
 
 
-def _valid_tokens(logits: Any, count: Any) -> jax.Array | None:
-    """Returns which rows are tokens, [T, 1], None if all are."""
+def _num_valid(op: str, logits: Any, count: Any) -> jax.Array | None:
     if count is None:
         return None
     if isinstance(count, jax.Array | np.ndarray):
-        _checks.check_rank(_OP, "num_valid_tokens", count, "")
-        _checks.check_dtype(_OP, "num_valid_tokens", count, ("int32",))
+        _checks.check_rank(op, "num_valid_tokens", count, "")
+        _checks.check_dtype(op, "num_valid_tokens", count, ("int32",))
     else:
         high = logits.shape[0]
-        count = _checks.check_int(_OP, "num_valid_tokens", count, 0, high, "the first axis is T")
-    return (jnp.arange(logits.shape[0], dtype=jnp.int32) < jnp.asarray(count, jnp.int32))[:, None]
+        count = _checks.check_int(op, "num_valid_tokens", count, 0, high, "the first axis is T")
+    return jnp.asarray(count, jnp.int32)
 
 
-def _forced_ids(logits: Any, top_k: int, expert_ids: Any) -> jax.Array:
+def _forced_ids(op: str, logits: Any, top_k: int, expert_ids: Any) -> jax.Array:
     """Returns the caller's choice, -1 where it names no expert with a score."""
-    _checks.check_rank(_OP, "expert_ids", expert_ids, "T,K")
-    _checks.check_dtype(_OP, "expert_ids", expert_ids, ("int16", "int32"))
-    _checks.check_same_dim(_OP, "expert_ids", expert_ids, 0, "logits", logits, 0, "num_tokens")
-    _checks.check_dim(_OP, "expert_ids", expert_ids, 1, top_k, "top_k")
+    _checks.check_rank(op, "expert_ids", expert_ids, "T,K")
+    _checks.check_dtype(op, "expert_ids", expert_ids, ("int16", "int32"))
+    _checks.check_same_dim(op, "expert_ids", expert_ids, 0, "logits", logits, 0, "num_tokens")
+    _checks.check_dim(op, "expert_ids", expert_ids, 1, top_k, "top_k")
     ids = jnp.asarray(expert_ids).astype(jnp.int32)
     exists = (ids >= 0) & (ids < logits.shape[1])
     picked = jnp.take_along_axis(jnp.asarray(logits), jnp.where(exists, ids, 0), axis=1)

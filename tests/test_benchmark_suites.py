@@ -66,7 +66,7 @@ def test_tiles_worth_trying(monkeypatch: pytest.MonkeyPatch) -> None:
     assert broad == [*wide, "down 256x128 raster=0", "down 256x160 cluster=2"]
 
 
-def test_routing_suite_checks_both_formulations(
+def test_routing_suite_checks_every_formulation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "routing.json"
@@ -75,18 +75,20 @@ def test_routing_suite_checks_both_formulations(
     found = [rows.Row.from_json(row) for row in json.loads(path.read_text())["rows"]]
     timed = {(row.op, row.impl): row for row in found if row.impl != "floor"}
     ops = [f"route+plan/{method}" for method in routing.METHODS]
-    assert list(timed) == [(op, impl) for op in ops for impl in ("jaxmoe", routing.XLA)]
+    assert list(timed) == [(op, impl) for op in ops for impl in routing.CALLS]
+    assert list(routing.CALLS) == ["jaxmoe", routing.TWO_CALLS, routing.XLA]
     assert all(row.us and row.rel_err is not None and row.rel_err < 1e-6 for row in timed.values())
     # with groups of experts, and a wrong order of the rows is found
     case = Case(MODELS["qwen3-30b-a3b"], 8, "uniform", 1, WeightSets())
     assert routing.groups(case.model) == 8
     errors = [entry.check() for entry in routing.entries(case) if entry.check]
-    assert len(errors) == 4 and max(errors) < 1e-6
+    assert len(errors) == 6 and max(errors) < 1e-6
     plan = jaxmoe.plan
     reverse = lambda ids, **options: plan(ids[::-1], **options)  # noqa: E731
     monkeypatch.setattr(jaxmoe, "plan", reverse)
     other = dataclasses.replace(case, num_tokens=9)  # what was compiled above has the real plan
-    check = routing.entries(other)[0].check
+    check = routing.entries(other)[1].check
+    assert routing.entries(other)[1].impl == routing.TWO_CALLS
     assert check is not None and check() == float("inf")
 
 

@@ -115,6 +115,7 @@ WEIGHTS = jnp.ones((4, 1), jnp.float32)
 # README's column "reverse mode on CUDA": function, arguments, those whose gradient CUDA refuses.
 GRADIENTS = {
     "route": (lambda x: jaxmoe.route(x, top_k=2).weights, (BF16_4X8,), ()),
+    "route_and_plan": (lambda x: jaxmoe.route_and_plan(x, top_k=2)[0].weights, (BF16_4X8,), ()),
     "permute": (
         lambda x: jaxmoe.permute(x, jaxmoe.plan(jnp.zeros((4, 1), jnp.int32), 2)),
         (BF16_4X8,),

@@ -54,7 +54,8 @@ def _check(op, x, scale=None, **options):
         got = fn(x, **given)
         assert_equal(got.scales, want.scales)
         assert_equal(got.values, want.values)
-    assert _targets.execute_count(TARGET) > before
+    if x.size:  # XLA drops calls whose results are empty
+        assert _targets.execute_count(TARGET) > before
 
 
 TOKENS = [

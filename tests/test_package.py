@@ -37,6 +37,7 @@ PUBLIC_NAMES = {
     "quantize",
     "quantize_tokens",
     "route",
+    "route_and_plan",
     "router_z_loss",
     "sequence_balance_loss",
     "update_selection_bias",
@@ -51,6 +52,7 @@ TARGETS = {
     "jaxmoe_permute_v1",
     "jaxmoe_plan_v1",
     "jaxmoe_quantize_v1",
+    "jaxmoe_route_plan_v1",
     "jaxmoe_route_v2",
 }
 # Lines a file may have, by the pattern of its path.

@@ -24,6 +24,7 @@ from benchmarks.suites.entry import Entry, chain_length
 from jaxmoe import reference
 
 XLA = "xla_topk_sort"
+TWO_CALLS = "jaxmoe[two_calls]"  # what a layer did before route_and_plan
 METHODS = ("renormalize", "deepseek_v3")
 DEFAULT_MODELS = ("qwen3-30b-a3b", "deepseek-v3")
 DEFAULT_TOKENS = (1, 64, 4096, 16384)
@@ -32,8 +33,8 @@ _EPSILON = 1e-20
 
 
 def entries(case: Case) -> list[Entry]:
-    """Returns both implementations of each method."""
-    return [_entry(case, method, impl) for method in METHODS for impl in ("jaxmoe", XLA)]
+    """Returns the implementations of each method."""
+    return [_entry(case, method, impl) for method in METHODS for impl in CALLS]
 
 
 def groups(model: Layer) -> int:
@@ -50,21 +51,29 @@ def options(model: Layer, method: str) -> dict[str, Any]:
     return {"num_groups": count, "top_groups": max(count // 2, 1), "scale": 2.5}
 
 
+def _fused(logits: jax.Array, **given: Any) -> tuple[jaxmoe.Routing, jaxmoe.Plan]:
+    return jaxmoe.route_and_plan(logits, **given)
+
+
+def _two_calls(logits: jax.Array, **given: Any) -> tuple[jaxmoe.Routing, jaxmoe.Plan]:
+    routing = jaxmoe.route(logits, **given)
+    return routing, jaxmoe.plan(routing.expert_ids, num_experts=logits.shape[1])
+
+
 @functools.cache
-def _jaxmoe(model: Layer, method: str) -> Any:
+def _jaxmoe(model: Layer, method: str, fn: Any) -> Any:
     def call(logits: jax.Array, bias: jax.Array) -> tuple[jax.Array, ...]:
         extra: dict[str, Any] = {"bias": bias} if method == "deepseek_v3" else {}
         extra |= options(model, method)
-        routing = jaxmoe.route(logits, top_k=model.top_k, method=method, **extra)
-        plan = jaxmoe.plan(routing.expert_ids, num_experts=model.num_experts)
+        routing, plan = fn(logits, top_k=model.top_k, method=method, **extra)
         return routing.weights, plan.expert_offsets, plan.row_to_token, plan.slot_to_row
 
     return call
 
 
 @functools.cache
-def _timed(model: Layer, method: str) -> Any:
-    call = _jaxmoe(model, method)
+def _timed(model: Layer, method: str, fn: Any) -> Any:
+    call = _jaxmoe(model, method, fn)
     return lambda logits, bias: call(logits, bias)[3]
 
 
@@ -99,14 +108,18 @@ def _grouped_top_k(keys: jax.Array, count: int, top_k: int) -> jax.Array:
     return jax.lax.top_k(keys, top_k)[1]
 
 
+# Implementations, and the function of jaxmoe that one calls; None for plain jax.numpy.
+CALLS = {"jaxmoe": _fused, TWO_CALLS: _two_calls, XLA: None}
+
+
 def _entry(case: Case, method: str, impl: str) -> Entry:
     model = case.model
     route = bounds.route(case.num_tokens, model.num_experts, model.top_k)
     plan = bounds.plan(case.num_tokens, model.top_k, model.num_experts)
     work = bounds.Work(0.0, 0.0, route.activation_bytes + plan.activation_bytes)
-    mine = impl == "jaxmoe"
-    call = (_jaxmoe if mine else _xla)(model, method)
-    timed = _timed(model, method) if mine else call
+    fn = CALLS[impl]
+    call = _jaxmoe(model, method, fn) if fn else _xla(model, method)
+    timed = _timed(model, method, fn) if fn else call
     bias = 0.01 * jax.random.normal(jax.random.key(case.seed), (model.num_experts,))
 
     def make(count: int) -> chain.Chain:
@@ -128,5 +141,5 @@ def _entry(case: Case, method: str, impl: str) -> Entry:
         return relative_error(jnp.asarray(weights[at]), expected) if right else float("inf")
 
     layers = chain_length(work, work.activation_bytes, times_floor=5.0)
-    layers = layers if mine else min(layers, _XLA_LAYERS)
+    layers = layers if fn else min(layers, _XLA_LAYERS)
     return Entry(f"route+plan/{method}", impl, work, None, layers, make, check)

@@ -8,6 +8,7 @@
 
 XLA_FFI_DECLARE_HANDLER_SYMBOL(RouteFfi);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(PlanFfi);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(RoutePlanFfi);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(PermuteFfi);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(FinalizeFfi);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(GroupedGemmFfi);
@@ -25,6 +26,7 @@ namespace {
 // In the order of kTargetNames.
 constexpr XLA_FFI_Handler* kHandlers[kNumTargets] = {RouteFfi,
                                                      PlanFfi,
+                                                     RoutePlanFfi,
                                                      PermuteFfi,
                                                      FinalizeFfi,
                                                      GroupedGemmFfi,

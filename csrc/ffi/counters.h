@@ -11,6 +11,7 @@ namespace jaxmoe {
 enum class Target {
   kRoute,
   kPlan,
+  kRoutePlan,
   kPermute,
   kFinalize,
   kGmm,
@@ -24,6 +25,7 @@ enum class Target {
 inline constexpr const char* kTargetNames[] = {
     "jaxmoe_route_v2",
     "jaxmoe_plan_v1",
+    "jaxmoe_route_plan_v1",
     "jaxmoe_permute_v1",
     "jaxmoe_finalize_v1",
     "jaxmoe_gmm_v1",

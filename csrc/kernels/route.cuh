@@ -9,13 +9,17 @@
 //   lane has the smallest id.
 // Selection: each lane sorts its keys; K rounds of a warp-wide maximum (redux.sync) over the heads
 //   take one each. The K best keys lie in the K lanes of the best heads: for few choices
-//   (kWidth < kPerLane) only those lanes' keys are dealt out again, kWidth a lane, and sorted.
-// Shared memory: at most 8.4 KiB a warp, 2.1 KiB where E <= 256 and K <= 8.
+//   (kWidth < kPerLane) only those lanes' keys are dealt out again, kWidth a lane. Of them hardly
+//   more than K are as large as the least of the K heads (E = 256, K = 8: 9 in the mean); those go
+//   to a lane each, which counts the larger ones. More than 32, of equal keys: sorted and taken in
+//   rounds as above.
+// Shared memory: at most 8.5 KiB a warp; where E <= 256 and K <= 8, 1.2 KiB by logit, 2.3 by score.
 // Bytes: T E s + 8 T K; T = 16384, E = 256, K = 8, fp32: 17.8 MB, 4.2 us. Instructions of a token:
-//   about 440 by logit, 650 by sigmoid and groups; over 132 SMs, four a cycle each at 1.98 GHz, 7
-//   and 10 us. Predicted: 12 and 16 us there, 5 us at T = 4096, 3 us at T <= 64.
+//   about 370 by logit, 560 by sigmoid and groups (estimated), more than half of them on the
+//   integer pipe, which takes two a cycle and not four: 7 and 9 us on 132 SMs at 1.98 GHz.
 // Why this shape: a sort does all of E for the sake of K; recomputing a lane's best key in every
-//   round costs 3 v instructions of all lanes, 27 against 14 here at v = 8.
+//   round costs 3 v instructions of all lanes, 27 against 14 at v = 8; a round is a chain of about
+//   70 cycles, counting larger keys is K times 3 instructions that wait for nothing.
 #pragma once
 
 #include <cstdint>
@@ -27,6 +31,28 @@ namespace jaxmoe {
 
 inline constexpr int kRouteMaxWarps = 4;       // tokens of a block
 inline constexpr int kRouteRegisterWidth = 4;  // longer sorted lists are kept in shared memory
+inline constexpr int kNearStep = 4;            // candidates compared at a time
+
+// The lanes with the K largest of the warp's values, ties to the lower lane; K <= 32. None of the K
+// is below `bound`.
+__device__ __forceinline__ unsigned BestLanes(int value, int top_k, int lane, int* bound) {
+  int least = kRouteNoKey;
+  int rest = value;
+#pragma unroll 4
+  for (int k = 0; k < top_k; ++k) {
+    least = __reduce_max_sync(kRouteFullMask, rest);
+    if (rest == least) rest = kRouteNoKey;
+  }
+  *bound = least;
+  unsigned lanes = __ballot_sync(kRouteFullMask, value >= least);
+  while (__popc(lanes) > top_k) {  // equal values
+    bool in = (lanes >> lane & 1) != 0;
+    least = __reduce_min_sync(kRouteFullMask, in ? value : INT32_MAX);
+    unsigned tied = __ballot_sync(kRouteFullMask, in && value == least);
+    lanes &= ~(0x80000000u >> __clz(static_cast<int>(tied)));
+  }
+  return lanes;
+}
 
 // Key of an expert outside the best groups.
 __device__ __forceinline__ int MaskedKey(const RouteRule& rule, int key) {
@@ -34,11 +60,29 @@ __device__ __forceinline__ int MaskedKey(const RouteRule& rule, int key) {
   return chosen_never ? kRouteNoKey : OrderKey(rule.masked_value);
 }
 
-// Key of a group with these largest two keys; never kRouteNoKey, which stands for a group taken.
+// Key of a group with these largest two keys; never kRouteNoKey.
 __device__ __forceinline__ int GroupKey(const RouteRule& rule, int best, int second) {
   float value = best == kRouteNoKey ? -CUDART_INF_F : KeyValue(best);
   bool sum = rule.group_value == RouteGroupValue::kTop2 && second != kRouteNoKey;
   return max(OrderKey(sum ? value + KeyValue(second) : value), kRouteNoKey + 1);
+}
+
+// The two largest of [kFirst, kFirst + kCount) keys, by halves.
+template <int kFirst, int kCount, int kPerLane>
+__device__ __forceinline__ void BestTwo(const int (&key)[kPerLane], int* best, int* second) {
+  if constexpr (kCount == 1) {
+    *best = key[kFirst];
+    *second = kRouteNoKey;
+  } else if constexpr (kCount == 2) {
+    *best = max(key[kFirst], key[kFirst + 1]);
+    *second = min(key[kFirst], key[kFirst + 1]);
+  } else {
+    int left, left_second, right, right_second;
+    BestTwo<kFirst, kCount / 2>(key, &left, &left_second);
+    BestTwo<kFirst + kCount / 2, kCount - kCount / 2>(key, &right, &right_second);
+    *best = max(left, right);
+    *second = max(max(left_second, right_second), min(left, right));
+  }
 }
 
 // Masks the keys outside the best groups, each of which is `lanes` whole lanes, a power of two.
@@ -47,33 +91,27 @@ __device__ __forceinline__ void KeepGroupsOfLanes(const RouteRule& rule,
                                                   int lanes,
                                                   int lane,
                                                   int (&key)[kPerLane]) {
-  int best = kRouteNoKey;
-  int second = kRouteNoKey;
-#pragma unroll
-  for (int i = 0; i < kPerLane; ++i) {
-    second = max(second, min(best, key[i]));
-    best = max(best, key[i]);
-  }
+  int best, second;
+  BestTwo<0, kPerLane>(key, &best, &second);
+#pragma unroll 1
   for (int step = 1; step < lanes; step *= 2) {
     int other = __shfl_xor_sync(kRouteFullMask, best, step);
     int other_second = __shfl_xor_sync(kRouteFullMask, second, step);
-    second = max(min(best, other), max(second, other_second));
+    second = max(max(second, other_second), min(best, other));
     best = max(best, other);
   }
-  int rest = GroupKey(rule, best, second);
-  unsigned before = (1u << (lane & ~(lanes - 1))) - 1;  // lanes of the groups before
-  bool kept = false;
-  for (int i = 0; i < rule.top_groups; ++i) {
-    int largest = __reduce_max_sync(kRouteFullMask, rest);
-    unsigned tied = __ballot_sync(kRouteFullMask, rest == largest);
-    if (rest == largest && (tied & before) == 0) {
-      kept = true;
-      rest = kRouteNoKey;
-    }
-  }
-  if (kept) return;
+  // The first lane of a group stands for it; the others have no key, which a group always has.
+  int first = lane & ~(lanes - 1);
+  int value = lane == first ? GroupKey(rule, best, second) : kRouteNoKey;
+  int bound;
+  bool kept = (BestLanes(value, rule.top_groups, lane, &bound) >> first & 1) != 0;
+  if (rule.masked_value == -CUDART_INF_F) {
 #pragma unroll
-  for (int i = 0; i < kPerLane; ++i) key[i] = MaskedKey(rule, key[i]);
+    for (int i = 0; i < kPerLane; ++i) key[i] = kept ? key[i] : kRouteNoKey;
+  } else {
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) key[i] = kept ? key[i] : MaskedKey(rule, key[i]);
+  }
 }
 
 // The same for groups that begin anywhere; slow with many. `keys` and `values` are shared, [E].
@@ -151,7 +189,8 @@ struct RouteScratch {
   static constexpr int kMaxTopK = kRouteLanes * kWidth / (kDeal ? kPerLane : 1);
 
   struct Dealt {
-    int keys[kRouteLanes * kWidth];
+    int64_t near[kDeal ? kRouteLanes * kWidth + kNearStep : 1];
+    int keys[kDeal ? kRouteLanes * kWidth : 1];
     int lane[kRouteLanes];
   };
   union {  // one after the other
@@ -163,59 +202,34 @@ struct RouteScratch {
   float score[kMaxTopK];
 };
 
-// The lanes with the K largest of the warp's values, ties to the lower lane; K <= 32.
-__device__ __forceinline__ unsigned BestLanes(int value, int top_k, int lane) {
-  int least = kRouteNoKey;
-  int rest = value;
-  for (int k = 0; k < top_k; ++k) {
-    least = __reduce_max_sync(kRouteFullMask, rest);
-    if (rest == least) rest = kRouteNoKey;
+// Ranks candidates, one a lane, and writes the experts of the K largest in order, -1 where there is
+// none left. `near` is shared, count <= 32 items and room for kNearStep more, written before by
+// lanes of this warp. K <= 32.
+__device__ __forceinline__ void RankNear(
+    int64_t* near, int count, int top_k, int lane, int* expert) {
+  constexpr int64_t kNone = static_cast<int64_t>(kRouteNoKey) * (int64_t{1} << 32);
+  if (lane < kNearStep) near[count + lane] = kNone;
+  __syncwarp();
+  int64_t own = near[lane];
+  int rank = 0;
+#pragma unroll 1
+  for (int first = 0; first < count; first += kNearStep) {
+#pragma unroll
+    for (int i = 0; i < kNearStep; ++i) rank += near[first + i] > own;
   }
-  unsigned lanes = __ballot_sync(kRouteFullMask, value >= least);
-  while (__popc(lanes) > top_k) {  // equal values
-    bool in = (lanes >> lane & 1) != 0;
-    least = __reduce_min_sync(kRouteFullMask, in ? value : INT32_MAX);
-    unsigned tied = __ballot_sync(kRouteFullMask, in && value == least);
-    lanes &= ~(0x80000000u >> __clz(static_cast<int>(tied)));
-  }
-  return lanes;
+  if (lane < count && rank < top_k) expert[rank] = ItemExpert(own);
+  if (lane >= count && lane < top_k) expert[lane] = -1;
 }
 
-// Writes the experts of the K largest keys to scratch.expert, -1 where there is none left.
+// Writes the experts of the K largest items to scratch.expert, -1 where there is none left: each
+// lane sorts its own, and K rounds take the largest head.
 template <int kPerLane, int kWidth, bool kPlain>
-__device__ __forceinline__ void SelectExperts(const RouteShape& shape,
-                                              int lane,
-                                              const int (&key)[kPerLane],
-                                              RouteScratch<kPerLane, kWidth, kPlain>& scratch) {
+__device__ __forceinline__ void TakeInRounds(const RouteShape& shape,
+                                             int lane,
+                                             int64_t (&item)[kWidth],
+                                             RouteScratch<kPerLane, kWidth, kPlain>& scratch) {
   constexpr int64_t kNone = static_cast<int64_t>(kRouteNoKey) * (int64_t{1} << 32);
   unsigned below = (1u << lane) - 1;
-  int64_t item[kWidth];
-  if constexpr (kWidth < kPerLane) {
-    int lane_best = key[0];
-#pragma unroll
-    for (int i = 1; i < kPerLane; ++i) lane_best = max(lane_best, key[i]);
-    unsigned lanes = BestLanes(lane_best, shape.top_k, lane);
-    if ((lanes >> lane & 1) != 0) {
-      int rank = __popc(lanes & below);
-      scratch.dealt.lane[rank] = lane;
-#pragma unroll
-      for (int i = 0; i < kPerLane; ++i) scratch.dealt.keys[rank * kPerLane + i] = key[i];
-    }
-    __syncwarp();
-    int first = lane * kWidth;
-    bool any = first < shape.top_k * kPerLane;
-    int source = any ? scratch.dealt.lane[first / kPerLane] : 0;
-    int expert = source * shape.per_lane + first % kPerLane;
-#pragma unroll
-    for (int i = 0; i < kWidth; ++i) {
-      int dealt = any ? scratch.dealt.keys[first + i] : kRouteNoKey;
-      item[i] = MakeItem(dealt, expert + i);
-    }
-    __syncwarp();
-  } else {
-#pragma unroll
-    for (int i = 0; i < kWidth; ++i) item[i] = MakeItem(key[i], lane * shape.per_lane + i);
-  }
   SortItems(item);
 
   constexpr bool kInShared = kWidth > kRouteRegisterWidth;
@@ -242,18 +256,77 @@ __device__ __forceinline__ void SelectExperts(const RouteShape& shape,
       }
     }
   }
+}
+
+// Writes the experts of the K largest keys to scratch.expert, -1 where there is none left.
+template <int kPerLane, int kWidth, bool kPlain>
+__device__ __forceinline__ void SelectExperts(const RouteShape& shape,
+                                              int lane,
+                                              const int (&key)[kPerLane],
+                                              RouteScratch<kPerLane, kWidth, kPlain>& scratch) {
+  int64_t item[kWidth];
+  if constexpr (kWidth < kPerLane) {
+    unsigned below = (1u << lane) - 1;
+    int lane_best = key[0];
+#pragma unroll
+    for (int i = 1; i < kPerLane; ++i) lane_best = max(lane_best, key[i]);
+    int bound;
+    unsigned lanes = BestLanes(lane_best, shape.top_k, lane, &bound);
+    bound = max(bound, kRouteNoKey + 1);
+    if ((lanes >> lane & 1) != 0) {
+      int rank = __popc(lanes & below);
+      scratch.dealt.lane[rank] = lane;
+#pragma unroll
+      for (int i = 0; i < kPerLane; ++i) scratch.dealt.keys[rank * kPerLane + i] = key[i];
+    }
+    __syncwarp();
+    int first = lane * kWidth;
+    bool any = first < shape.top_k * kPerLane;
+    int source = any ? scratch.dealt.lane[first / kPerLane] : 0;
+    int expert = source * shape.per_lane + first % kPerLane;
+    int count = 0;
+    int dealt[kWidth];
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) {
+      dealt[i] = any ? scratch.dealt.keys[first + i] : kRouteNoKey;
+      unsigned near = __ballot_sync(kRouteFullMask, dealt[i] >= bound);
+      int at = count + __popc(near & below);
+      if (dealt[i] >= bound) scratch.dealt.near[at] = MakeItem(dealt[i], expert + i);
+      count += __popc(near);
+    }
+    // Hardly more than K are as large as the least of K heads, unless many keys are equal.
+    if (kWidth == 1 || count <= kRouteLanes) {
+      RankNear(scratch.dealt.near, count, shape.top_k, lane, scratch.expert);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) item[i] = MakeItem(dealt[i], expert + i);
+      __syncwarp();
+      TakeInRounds(shape, lane, item, scratch);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) item[i] = MakeItem(key[i], lane * shape.per_lane + i);
+    TakeInRounds(shape, lane, item, scratch);
+  }
   __syncwarp();
 }
 
 // Writes the ids and weights of a token with the experts `expert`, -1 for none; `score` is shared.
+// Calls sink(column, id) for every column. kOnce: K <= 32, so that a lane has at most one choice.
+template <bool kOnce, typename Sink>
 __device__ __forceinline__ void WriteToken(const RouteParams& params,
                                            const RouteShape& shape,
                                            int64_t token,
                                            int lane,
                                            SoftmaxScale softmax,
                                            const int* expert,
-                                           float* score) {
+                                           float* score,
+                                           const Sink& sink) {
   const RouteRule& rule = params.rule;
+  int own_id = -1;
+  float own_score = 0.0f;
+  auto id_of = [&](int k) { return kOnce ? own_id : expert[k]; };
+  auto score_of = [&](int k) -> float& { return kOnce ? own_score : score[k]; };
   float largest = CUDART_NAN_F;
   float sum = 0.0f;
 #pragma unroll 1
@@ -263,17 +336,20 @@ __device__ __forceinline__ void WriteToken(const RouteParams& params,
     int id = expert[k];
     LoadLane(params.logits, params.dtype, row, {lane, max(id, 0), id + 1}, shape, x);
     ToScores(rule.score, softmax, x);
-    score[k] = x[0];  // NaN where there is no expert
+    own_id = id;
+    score_of(k) = x[0];  // NaN where there is no expert
     largest = fmaxf(largest, x[0]);
     if (id >= 0) sum += x[0];
+    if (kOnce) break;
   }
   if (rule.normalize == RouteNormalize::kSoftmax) {
     float shift = SoftmaxShift(WarpMax(largest));
     sum = 0.0f;
 #pragma unroll 1
     for (int k = lane; k < shape.top_k; k += kRouteLanes) {
-      score[k] = expf(score[k] - shift);
-      if (expert[k] >= 0) sum += score[k];
+      score_of(k) = expf(score_of(k) - shift);
+      if (id_of(k) >= 0) sum += score_of(k);
+      if (kOnce) break;
     }
   }
   float divisor = 1.0f;
@@ -283,30 +359,51 @@ __device__ __forceinline__ void WriteToken(const RouteParams& params,
     if (rule.normalize == RouteNormalize::kClampedSum && sum < rule.epsilon) sum = rule.epsilon;
     divisor = NonZero(sum);
   }
-  int32_t* expert_ids = params.expert_ids + token * shape.top_k;
-  float* weights = params.weights + token * shape.top_k;
+  int32_t* expert_ids = params.expert_ids + token * shape.columns;
+  float* weights = params.weights + token * shape.columns;
+  auto write = [&](int k, int id, float weight) {
+    expert_ids[k] = id;
+    weights[k] = weight;
+    sink(k, id);
+  };
 #pragma unroll 1
   for (int k = lane; k < shape.top_k; k += kRouteLanes) {
-    expert_ids[k] = expert[k];
-    weights[k] = expert[k] >= 0 ? score[k] / divisor * rule.scale : 0.0f;
+    int id = id_of(k);
+    write(k, id, id >= 0 ? score_of(k) / divisor * rule.scale : 0.0f);
+    if (kOnce) break;
+  }
+#pragma unroll 1
+  for (int k = shape.top_k + lane; k < shape.columns; k += kRouteLanes) {
+    write(k, shape.num_experts + (k - shape.top_k), 1.0f);
   }
 }
 
-// kPerLane: logits a lane holds at most; kWidth: those it sorts; kPlain: the logit is the key, and
-// there are no groups.
-template <int kPerLane, int kWidth, bool kPlain>
-__global__ void __launch_bounds__(kRouteLanes* kRouteMaxWarps)
-    RouteKernel(RouteParams params, RouteShape shape) {
-  __shared__ RouteScratch<kPerLane, kWidth, kPlain> scratches[kRouteMaxWarps];
+// Whether a token is padding. If so, writes what it gets.
+template <typename Sink>
+__device__ __forceinline__ bool WritePadding(
+    const RouteParams& params, const RouteShape& shape, int64_t token, int lane, const Sink& sink) {
+  if (params.num_valid == nullptr) return false;
+  int64_t entry = token / params.entry_tokens;
+  if (token - entry * params.entry_tokens < __ldcg(params.num_valid + entry)) return false;
+#pragma unroll 1
+  for (int k = lane; k < shape.columns; k += kRouteLanes) {
+    params.expert_ids[token * shape.columns + k] = -1;
+    params.weights[token * shape.columns + k] = 0.0f;
+    sink(k, -1);
+  }
+  return true;
+}
 
-  GridDependencyWait();
-  GridDependencyLaunch();
-
+// Routes one token, by one warp. kPerLane: logits a lane holds at most; kWidth: those it sorts;
+// kPlain: the logit is the key, and there are no groups.
+template <int kPerLane, int kWidth, bool kPlain, typename Sink>
+__device__ __forceinline__ void RouteToken(const RouteParams& params,
+                                           const RouteShape& shape,
+                                           int64_t token,
+                                           RouteScratch<kPerLane, kWidth, kPlain>& scratch,
+                                           const Sink& sink) {
+  if (WritePadding(params, shape, token, threadIdx.x % kRouteLanes, sink)) return;
   const RouteRule& rule = params.rule;
-  int warp = threadIdx.x / kRouteLanes;
-  int64_t token = static_cast<int64_t>(blockIdx.x) * (blockDim.x / kRouteLanes) + warp;
-  if (token >= params.num_tokens) return;
-  auto& scratch = scratches[warp];
   RouteLane lane;
   lane.index = threadIdx.x % kRouteLanes;
   lane.first = lane.index * shape.per_lane;
@@ -337,7 +434,22 @@ __global__ void __launch_bounds__(kRouteLanes* kRouteMaxWarps)
     }
   }
   SelectExperts(shape, lane.index, key, scratch);
-  WriteToken(params, shape, token, lane.index, softmax, scratch.expert, scratch.score);
+  constexpr bool kOnce = RouteScratch<kPerLane, kWidth, kPlain>::kMaxTopK <= kRouteLanes;
+  WriteToken<kOnce>(params, shape, token, lane.index, softmax, scratch.expert, scratch.score, sink);
+}
+
+template <int kPerLane, int kWidth, bool kPlain>
+__global__ void __launch_bounds__(kRouteLanes* kRouteMaxWarps, 1)
+    RouteKernel(RouteParams params, RouteShape shape) {
+  __shared__ RouteScratch<kPerLane, kWidth, kPlain> scratches[kRouteMaxWarps];
+
+  GridDependencyWait();
+  GridDependencyLaunch();
+
+  int warp = threadIdx.x / kRouteLanes;
+  int64_t token = static_cast<int64_t>(blockIdx.x) * (blockDim.x / kRouteLanes) + warp;
+  if (token >= params.num_tokens) return;
+  RouteToken(params, shape, token, scratches[warp], [](int, int) {});
 }
 
 }  // namespace jaxmoe

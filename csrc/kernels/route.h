@@ -29,16 +29,23 @@ struct RouteRule {
 };
 
 struct RouteParams {
-  const void* logits;   // [T,E], aligned to four elements
-  const void* bias;     // [E], aligned to four elements, or nullptr
-  int32_t* expert_ids;  // [T,K], falling keys, ties to the smaller id, -1 where none is left
-  float* weights;       // [T,K], 0 where the id is -1
+  const void* logits;  // [T,E], aligned to four elements
+  const void* bias;    // [E], aligned to four elements, or nullptr
+  // T tokens one after the other, S = num_shared_experts.
+  int32_t* expert_ids;  // [T,K+S], falling keys, ties to the smaller id, -1 where none is left
+  float* weights;       // [T,K+S], 0 where the id is -1
   DType dtype;          // of logits
   DType bias_dtype;
   RouteRule rule;
   int64_t num_tokens;   // T
   int64_t num_experts;  // 1 <= E <= kRouteMaxExperts, a multiple of num_groups
   int64_t top_k;        // 1 <= K <= E
+  // The last columns: ids E, E+1, ..., E+S-1 with weight 1.
+  int64_t num_shared_experts;
+  // Of every `entry_tokens` tokens, the i-th such entry, those from num_valid[i] on are padding:
+  // ids -1, weights 0. nullptr: none is.
+  const int32_t* num_valid;
+  int64_t entry_tokens;
   bool pdl;
 };
 

@@ -21,8 +21,10 @@ inline constexpr int kRouteNoKey = INT32_MIN;
 struct RouteShape {
   int num_experts;
   int top_k;
+  int columns;          // of ids and weights: those of shared experts too
   int per_lane;         // v
   bool quads;           // lanes and rows begin at multiples of four experts
+  bool full;            // every lane has per_lane of them
   int lanes_per_group;  // 0: groups do not consist of whole lanes, or there are none
 };
 
@@ -33,11 +35,18 @@ struct RouteLane {
   int end;
 };
 
-// Integer of the same order as a float; -0 and 0 are equal.
+// Integer of the same order as a float; -0 and 0 are equal, NaN is kRouteNoKey.
+// NOTE: the subtraction turns either zero into 0 and every NaN into 0x7fffffff, which as -x is the
+// last in order: neither costs a comparison. In assembler, because a compiler may fold 0 - NaN to
+// another NaN.
 __device__ __forceinline__ int OrderKey(float x) {
-  int bits = __float_as_int(x + 0.0f);
-  int key = bits ^ (bits >> 31 & 0x7fffffff);
-  return x != x ? kRouteNoKey : key;
+  int key;
+  float negative;
+  asm("sub.f32 %0, 0f00000000, %1;" : "=f"(negative) : "f"(x));
+  int bits = __float_as_int(negative);
+  // ~(bits ^ (sign & 0x7fffffff))
+  asm("lop3.b32 %0, %1, %2, 0x7fffffff, 0x87;" : "=r"(key) : "r"(bits), "r"(bits >> 31));
+  return key;
 }
 
 __device__ __forceinline__ float KeyValue(int key) {
@@ -81,12 +90,15 @@ struct alignas(4 * sizeof(T)) Quad {
   T at[4];
 };
 
-// The experts of a lane in a row of `num_experts`, NaN past them. No branches: all loads in flight.
+// The experts of a lane in a row, NaN past them. All loads are in flight at once.
 template <typename T, int kPerLane>
-__device__ __forceinline__ void LoadLane(
-    const T* row, RouteLane lane, int num_experts, bool quads, float (&x)[kPerLane]) {
+__device__ __forceinline__ void LoadLane(const T* row,
+                                         RouteLane lane,
+                                         const RouteShape& shape,
+                                         float (&x)[kPerLane]) {
+  int num_experts = shape.num_experts;
   if constexpr (kPerLane % 4 == 0) {
-    if (quads) {
+    if (shape.quads) {
       Quad<T> quad[kPerLane / 4];
 #pragma unroll
       for (int i = 0; i < kPerLane / 4; ++i) {
@@ -95,8 +107,9 @@ __device__ __forceinline__ void LoadLane(
       }
 #pragma unroll
       for (int i = 0; i < kPerLane; ++i) {
-        float value = static_cast<float>(quad[i / 4].at[i % 4]);
-        x[i] = lane.first + i / 4 * 4 < lane.end ? value : CUDART_NAN_F;
+        x[i] = static_cast<float>(quad[i / 4].at[i % 4]);
+        bool inside = lane.first + i / 4 * 4 < lane.end;
+        if (!shape.full && !inside) x[i] = CUDART_NAN_F;
       }
       return;
     }
@@ -119,13 +132,13 @@ __device__ __forceinline__ void LoadLane(const void* base,
                                          float (&x)[kPerLane]) {
   if (dtype == DType::kFloat32) {
     auto* row = static_cast<const float*>(base) + offset;
-    LoadLane(row, lane, shape.num_experts, shape.quads, x);
+    LoadLane(row, lane, shape, x);
   } else if (dtype == DType::kBFloat16) {
     auto* row = static_cast<const __nv_bfloat16*>(base) + offset;
-    LoadLane(row, lane, shape.num_experts, shape.quads, x);
+    LoadLane(row, lane, shape, x);
   } else {
     auto* row = static_cast<const __half*>(base) + offset;
-    LoadLane(row, lane, shape.num_experts, shape.quads, x);
+    LoadLane(row, lane, shape, x);
   }
 }
 

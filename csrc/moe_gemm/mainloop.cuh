@@ -104,7 +104,26 @@ __device__ __forceinline__ void Promote(const float* token_scales,
   }
 }
 
-// The k loop whose sums leave the tensor cores after every step.
+// Issues the products of a k step of one block.
+template <class T, int kN>
+__device__ __forceinline__ void IssueStep(uint32_t weights,
+                                          uint32_t tokens,
+                                          float (&part)[T::kWarpgroupTokens / 2]) {
+  ptx::FenceAccumulator(part);
+  cute::warpgroup_arrive();
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint64_t a = ptx::Swizzle128Descriptor(weights + i * kWeightAdvance<T>);
+    const uint64_t b = ptx::Swizzle128Descriptor(tokens + i * 32);
+    ptx::Wgmma<typename T::Weight, kN, T::kMajor>(a, b, part, i > 0);
+  }
+  cute::warpgroup_commit_batch();
+  ptx::FenceAccumulator(part);
+}
+
+// The k loop whose sums leave the tensor cores after every step. Where registers allow it, one
+// block is multiplied while the other is promoted; else the other warpgroup keeps the tensor cores
+// busy.
 template <class T, int kN>
 __device__ __forceinline__ void RunPromotedKSteps(const SharedStorage<T>& smem,
                                                   int num_k_steps,
@@ -113,54 +132,48 @@ __device__ __forceinline__ void RunPromotedKSteps(const SharedStorage<T>& smem,
                                                   const StepScales& scales,
                                                   PipelineState<T::kStages>& stage,
                                                   Accumulators<T>& acc) {
-  // Both blocks at once where registers allow it; else the other warpgroup keeps wgmma busy.
-  constexpr int kParts = T::kWarpgroupTokens <= 64 ? 2 : 1;
-  float part[kParts][T::kWarpgroupTokens / 2];
+  constexpr bool kTwoParts = T::kWarpgroupTokens <= 96;
+  float part[kTwoParts ? 2 : 1][T::kWarpgroupTokens / 2];
 #pragma unroll
   for (int i = 0; i < kN / 2; ++i) acc[0][i] = acc[1][i] = 0.0f;
   const bool by_step = scales.weight[0] != nullptr;
-  float next[2] = {1.0f, 1.0f};
+  const auto weights = [&](int index, int block) {
+    return ptx::SmemAddress(smem.weights(index)) + (share.first_block + block) * T::kBlockBytes;
+  };
+  const auto tokens = [&](int index) {
+    return ptx::SmemAddress(smem.tokens(index)) + share.first_token * T::kStepBytes;
+  };
+  const auto token_scales = [&](int index) {
+    return smem.step_scales(index) + share.first_token + 2 * (lane % 4);
+  };
+  // Of a step: 128 elements, so a block.
+  const auto weight_scale = [&](int block, int step) {
+    return by_step ? scales.weight[block][step] : 1.0f;
+  };
   for (int step = 0; step < num_k_steps; ++step) {
-    if (by_step) {  // of a step: 128 elements, so a block
-      next[0] = scales.weight[0][step];
-      next[1] = scales.weight[1][step];
-    }
-    ptx::BarrierWait(smem.full(stage.index), stage.parity);
-    const uint32_t weights =
-        ptx::SmemAddress(smem.weights(stage.index)) + share.first_block * T::kBlockBytes;
-    const uint32_t tokens =
-        ptx::SmemAddress(smem.tokens(stage.index)) + share.first_token * T::kStepBytes;
-    const float* token_scales = smem.step_scales(stage.index) + share.first_token + 2 * (lane % 4);
-#pragma unroll
-    for (int block = 0; block < 2; ++block) {
-      float (&sum)[T::kWarpgroupTokens / 2] = part[block % kParts];
-      ptx::FenceAccumulator(sum);
-      cute::warpgroup_arrive();
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const uint64_t a =
-            ptx::Swizzle128Descriptor(weights + block * T::kBlockBytes + i * kWeightAdvance<T>);
-        const uint64_t b = ptx::Swizzle128Descriptor(tokens + i * 32);
-        ptx::Wgmma<typename T::Weight, kN, T::kMajor>(a, b, sum, i > 0);
-      }
-      cute::warpgroup_commit_batch();
-      ptx::FenceAccumulator(sum);
-      if constexpr (kParts == 1) {
-        cute::warpgroup_wait<0>();
-        ptx::FenceAccumulator(sum);
-        Promote<T, kN>(token_scales, next[block], by_step, sum, acc[block]);
-      }
-    }
-    if constexpr (kParts == 2) {
+    const int index = stage.index;
+    const float scale[2] = {weight_scale(0, step), weight_scale(1, step)};
+    ptx::BarrierWait(smem.full(index), stage.parity);
+    if constexpr (kTwoParts) {
+      IssueStep<T, kN>(weights(index, 0), tokens(index), part[0]);
+      IssueStep<T, kN>(weights(index, 1), tokens(index), part[1]);
       cute::warpgroup_wait<1>();
       ptx::FenceAccumulator(part[0]);
-      Promote<T, kN>(token_scales, next[0], by_step, part[0], acc[0]);
+      Promote<T, kN>(token_scales(index), scale[0], by_step, part[0], acc[0]);
       cute::warpgroup_wait<0>();
       ptx::FenceAccumulator(part[1]);
-      Promote<T, kN>(token_scales, next[1], by_step, part[1], acc[1]);
+      Promote<T, kN>(token_scales(index), scale[1], by_step, part[1], acc[1]);
+    } else {
+#pragma unroll
+      for (int block = 0; block < 2; ++block) {
+        IssueStep<T, kN>(weights(index, block), tokens(index), part[0]);
+        cute::warpgroup_wait<0>();
+        ptx::FenceAccumulator(part[0]);
+        Promote<T, kN>(token_scales(index), scale[block], by_step, part[0], acc[block]);
+      }
     }
     __syncwarp();  // every lane has read its scales
-    ReleaseStage(smem, stage.index, lane);
+    ReleaseStage(smem, index, lane);
     stage.Advance();
   }
 }
