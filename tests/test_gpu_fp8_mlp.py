@@ -215,7 +215,7 @@ def test_quantized_tokens_give_the_bits_of_plain_ones(format, num_tokens):
     quantized = jax.device_put(quantize_tokens(on_cpu(inputs["x"]), format), jax.devices()[0])
     out = check(inputs)
     assert_equal(compiled(dict(inputs, x=quantized)), out)
-    tile = GemmConfig(256, 128)
+    tile = GemmConfig(128, 32)
     for gather in (True, False):
         config = dataclasses.replace(tile, gather=gather), None
         assert_equal(
@@ -345,6 +345,8 @@ def test_grouped_gemm(tile, format, accum):
         (272, 264, jnp.bfloat16, None),
         (400, 72, jnp.float16, jnp.float32),
     ):
+        if out_dtype is not None and tile in _heuristics.NOT_PROMOTED:
+            continue
         lhs = normal(rng, (530, k), dtype)
         w = normal(rng, (6, n, k), dtype, k**-0.5)
         rhs, bias = quantize(w, format, weight_layout="nk"), normal(rng, (6, n), dtype)

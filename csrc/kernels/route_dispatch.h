@@ -22,7 +22,6 @@ inline RouteShape MakeRouteShape(const RouteParams& p) {
   shape.columns = static_cast<int>(p.top_k + p.num_shared_experts);
   shape.per_lane = static_cast<int>(CeilDiv(p.num_experts, kRouteLanes));
   shape.quads = shape.per_lane % 4 == 0 && p.num_experts % 4 == 0;
-  shape.full = p.num_experts == shape.per_lane * kRouteLanes;
   bool whole = p.num_experts % kRouteLanes == 0 && kRouteLanes % p.rule.num_groups == 0;
   shape.lanes_per_group = whole ? kRouteLanes / p.rule.num_groups : 0;
   return shape;

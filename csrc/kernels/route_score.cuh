@@ -24,7 +24,6 @@ struct RouteShape {
   int columns;          // of ids and weights: those of shared experts too
   int per_lane;         // v
   bool quads;           // lanes and rows begin at multiples of four experts
-  bool full;            // every lane has per_lane of them
   int lanes_per_group;  // 0: groups do not consist of whole lanes, or there are none
 };
 
@@ -108,8 +107,8 @@ __device__ __forceinline__ void LoadLane(const T* row,
 #pragma unroll
       for (int i = 0; i < kPerLane; ++i) {
         x[i] = static_cast<float>(quad[i / 4].at[i % 4]);
-        bool inside = lane.first + i / 4 * 4 < lane.end;
-        if (!shape.full && !inside) x[i] = CUDART_NAN_F;
+        bool all_full = num_experts == kPerLane * kRouteLanes;
+        if (!all_full && lane.first + i / 4 * 4 >= lane.end) x[i] = CUDART_NAN_F;
       }
       return;
     }
