@@ -81,7 +81,7 @@ const char* Message(const char* format, Args... args) {
 const char* LaunchMoeGemm(const MoeGemmProblem& p, const TileConfig& tile, cudaStream_t stream) {
   const Variant* variant = FindVariant(p, tile);
   const bool fp8 = IsFloat8(p.dtype);
-  if (variant == nullptr || (fp8 && p.out_f32 && tile.token_tile * tile.cluster > 192)) {
+  if (variant == nullptr || (fp8 && p.out_f32 && tile.token_tile == 160)) {
     return Message("no kernel with weight_tile=%d token_tile=%d cluster=%d split_k=%d%s%s",
                    tile.weight_tile,
                    tile.token_tile,
