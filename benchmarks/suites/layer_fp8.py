@@ -51,7 +51,7 @@ def moe_mlp(
     )
 
 
-def _dequantized(model: Layer, x: Any, r: Routed, w: Any, y: Any) -> jax.Array:
+def _dequantized(model: Layer, x: Any, r: Routed, w: Quantized, y: Any) -> jax.Array:
     product = xla_ragged_dot.dequantized_product
     return composed.layer(product, model, x, r.expert_ids, r.weights, w, y)
 
