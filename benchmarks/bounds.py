@@ -55,12 +55,12 @@ def expected_hit(model: Layer, num_tokens: int, skew: str = "uniform") -> float:
     return used * (1 - missed)
 
 
-def layer(model: Layer, num_tokens: int, experts_hit: float) -> Work:
-    """The whole layer: x in, y out, everything between stays on the chip."""
+def layer(model: Layer, num_tokens: int, experts_hit: float, scheme: str = "bf16") -> Work:
+    """The whole layer: x in, y out, both in bf16; everything between stays on the chip."""
     rows = num_tokens * model.top_k
     return Work(
         flops=2.0 * rows * model.hidden * (model.width + model.intermediate),
-        weight_bytes=experts_hit * expert_bytes(model),
+        weight_bytes=experts_hit * expert_bytes(model, scheme),
         activation_bytes=2.0 * num_tokens * model.hidden * BYTES,
     )
 

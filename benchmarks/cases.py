@@ -38,6 +38,11 @@ class WeightSets(list[Weights]):
         """The same layers in checkpoint order, [E, 2I, H] and [E, H, I]."""
         return [_turned(w) for w in self]
 
+    @functools.cached_property
+    def quantized(self) -> dict[str, Any]:
+        """The first of the layers in FP8, by format; filled by `benchmarks.quantized`."""
+        return {}
+
 
 class Routed(NamedTuple):
     """Routing of one layer, and the logits it comes from."""

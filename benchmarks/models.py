@@ -5,6 +5,7 @@ from jaxmoe._testing import SMALL
 from jaxmoe._testing import Layer as Layer
 
 BYTES = 2  # of a bfloat16 or float16 element
+_WEIGHT_BYTES = {"fp8": 1}  # of an element of a weight, where it is another number
 
 MODELS: dict[str, Layer] = {**PUBLISHED, **SMALL}
 DEFAULT_MODELS = tuple(PUBLISHED)
@@ -27,14 +28,13 @@ def experts_used(model: Layer, skew: str) -> int:
     return model.num_experts
 
 
-def expert_bytes(model: Layer) -> int:
-    """Bytes of one expert's weights and biases."""
-    elements = model.hidden * model.width + model.intermediate * model.hidden
-    if model.bias:
-        elements += model.width + model.hidden
-    return elements * BYTES
+def expert_bytes(model: Layer, scheme: str = "bf16") -> int:
+    """Bytes of one expert's weights and biases; those of FP8 weights without their scales."""
+    weights = model.hidden * model.width + model.intermediate * model.hidden
+    biases = model.width + model.hidden if model.bias else 0
+    return weights * _WEIGHT_BYTES.get(scheme, BYTES) + biases * BYTES
 
 
-def layer_bytes(model: Layer) -> int:
+def layer_bytes(model: Layer, scheme: str = "bf16") -> int:
     """Bytes of all experts' weights and biases."""
-    return model.num_experts * expert_bytes(model)
+    return model.num_experts * expert_bytes(model, scheme)

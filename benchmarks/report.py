@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks import bounds
+from benchmarks import bounds, report_fp8
 from benchmarks.models import MODELS
 from benchmarks.rows import Row, remark
 from benchmarks.suites.stack import CHAIN
+from benchmarks.tables import filled, table, us
 
 ROOT = Path(__file__).resolve().parent
 BEGIN, END = "<!-- benchmarks:begin -->", "<!-- benchmarks:end -->"
@@ -22,8 +23,6 @@ _MEASURED = (
     ("tokamax", "tokamax"),
     ("torch", "torch_grouped_mm"),
 )
-# Columns set left.
-_TEXT = ("model", "skew", "impl", "regime", "note", "product", "heuristics", "best tile")
 _PEERS = ("FlashInfer", "SonicMoE")
 _DAGGER = "†"
 
@@ -38,8 +37,9 @@ class Report:
     commits: dict[tuple[Any, ...], str | None] = dataclasses.field(default_factory=dict)
 
     def older(self, row: Row) -> bool:
-        """Returns whether the row was measured at another commit than its suite's newest run."""
-        newest = [self.commits[_kind(r)] for r in self.rows if r.suite == row.suite][-1:]
+        """Returns whether its suite has newer rows of the same scheme, of another commit."""
+        same = [r for r in self.rows if (r.suite, r.scheme) == (row.suite, row.scheme)]
+        newest = [self.commits[_kind(r)] for r in same][-1:]
         return newest != [self.commits[_kind(row)]]
 
     def find(self, model: str, tokens: int, impl: str, **fields: Any) -> Row | None:
@@ -104,8 +104,7 @@ def summary(report: Report) -> str:
     head = ["model", "tokens", "floor", "jaxmoe", "of floor", "[E,K,N]", "sustained", "vs dense"]
     head += [heading for heading, _ in _MEASURED] + [f"{name}*" for name in _PEERS]
     body = [_summary_row(report, model, tokens) for model, tokens in report.points()]
-    filled = [i for i in range(len(head)) if any(cells[i] != "-" for cells in body)]
-    parts = [_table([head[i] for i in filled], [[cells[i] for i in filled] for cells in body])]
+    parts = [filled(head, body)]
     parts.append(
         "Microseconds per whole MoE layer, bf16, routing given, uniform; weights in checkpoint "
         'order (`weight_layout="nk"`), *[E,K,N]* with the contraction first. *floor*: the '
@@ -120,6 +119,8 @@ def summary(report: Report) -> str:
     if report.peers:
         names = "; ".join(f"{name} {how}" for name, how in report.peers["impls"].items())
         parts.append(f"\\* Not measured in these runs. {names}. {report.peers['conditions']}")
+    if fp8 := report_fp8.summary(report):
+        parts.append(fp8)
     parts.append(_origin(report.runs))
     return "\n\n".join(parts)
 
@@ -133,14 +134,14 @@ def _summary_row(report: Report, model: str, tokens: int) -> list[str]:
     return [
         model,
         str(tokens),
-        _us(floor and floor.us),
-        f"**{_us(ours and ours.us)}**" + (_DAGGER if ours and report.older(ours) else ""),
+        us(floor and floor.us),
+        f"**{us(ours and ours.us)}**" + (_DAGGER if ours and report.older(ours) else ""),
         f"{ours.floor_fraction:.0%}" if ours and ours.floor_fraction else "-",
-        _us(other_layout and other_layout.us),
-        _us(loaded and loaded.us),
+        us(other_layout and other_layout.us),
+        us(loaded and loaded.us),
         f"{ours.vs_dense:.2f}" if ours and ours.vs_dense else "-",
-        *(_us(row and row.us) for row in others),
-        *(_us(report.peer_us(model, tokens, name)) for name in _PEERS),
+        *(us(row and row.us) for row in others),
+        *(us(report.peer_us(model, tokens, name)) for name in _PEERS),
     ]
 
 
@@ -186,16 +187,16 @@ def details(report: Report) -> str:
     """Returns a table of every row, by suite and op."""
     parts = ["# Every row", _origin(report.runs)]
     if body := _tile_rows(report.rows):
-        parts += ["## tiles: the heuristics and the best tile", _TILES_NOTE, _table(_TILES, body)]
+        parts += ["## tiles: the heuristics and the best tile", _TILES_NOTE, table(_TILES, body)]
     head = ["model", "tokens", "skew", "impl", "regime", "us", "p10", "p90"]
     head += ["TFLOP/s", "TB/s", "TFLOP/J", "floor", "of floor", "vs dense", "error", "note"]
     if body := _stack_rows(report.rows):
-        parts += ["## stack: 48 layers in one program", _STACK_NOTE, _table(_STACK, body)]
+        parts += ["## stack: 48 layers in one program", _STACK_NOTE, table(_STACK, body)]
     for suite, op in dict.fromkeys((row.suite, row.op) for row in report.rows):
         rows = [row for row in report.rows if (row.suite, row.op) == (suite, op)]
         order = list(MODELS)
         rows.sort(key=lambda r: (order.index(r.model), r.skew, r.tokens))
-        parts += [f"## {suite}: {op}", _table(head, [_detail_row(row) for row in rows])]
+        parts += [f"## {suite}: {op}", table(head, [_detail_row(row) for row in rows])]
     return "\n\n".join(parts) + "\n"
 
 
@@ -217,7 +218,7 @@ def _tile_rows(rows: list[Row]) -> list[list[str]]:
         product = chosen.op.removeprefix("moe_mlp/")
         cells = [chosen.model, str(chosen.tokens), chosen.skew, product]
         for row in (chosen, best):
-            cells += [row.impl.removeprefix(f"{product} "), _us(row.us)]
+            cells += [row.impl.removeprefix(f"{product} "), us(row.us)]
         out.append([*cells, f"{100 * ((chosen.vs_best or math.inf) - 1):.1f} %"])
     return out
 
@@ -238,7 +239,7 @@ def _stack_rows(rows: list[Row]) -> list[list[str]]:
         other = chains.get(_kind(row)[:-1])
         counts = [str(value) for value in (row.tokens, row.skew, row.layers, row.weight_sets)]
         ratio = f"{row.us / other.us:.2f}" if row.us and other and other.us else "-"
-        out.append([row.model, *counts, _us(row.us), _us(other and other.us), ratio])
+        out.append([row.model, *counts, us(row.us), us(other and other.us), ratio])
     return out
 
 
@@ -252,27 +253,16 @@ def _detail_row(row: Row) -> list[str]:
         row.skew,
         row.impl,
         row.regime or "-",
-        *(_us(value) for value in (row.us, row.us_p10, row.us_p90)),
+        *(us(value) for value in (row.us, row.us_p10, row.us_p90)),
         cell(row.tflops, ".0f"),
         cell(row.weight_tbps, ".2f"),
         cell(row.tflop_per_joule, ".2f"),
-        _us(row.floor_us),
+        us(row.floor_us),
         cell(row.floor_fraction, ".0%"),
         cell(row.vs_dense, ".2f"),
         cell(row.rel_err, ".1e"),
         remark(row),
     ]
-
-
-def _us(value: float | None) -> str:
-    if not value:
-        return "-"
-    return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
-
-
-def _table(head: list[str], body: list[list[str]]) -> str:
-    rule = ["---" if name in _TEXT else "--:" for name in head]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, rule, *body])
 
 
 def replace_section(text: str, section: str) -> str:
@@ -301,10 +291,14 @@ def floors(report: Report) -> dict[tuple[str, int], float]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Writes README's section, the table of all rows, and the plot. Returns the exit status."""
+    """Writes the sections of README and performance.md, the table of all rows, and the plot.
+
+    Returns the exit status.
+    """
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
     parser.add_argument("--results", type=Path, default=ROOT / "results" / "h200")
     parser.add_argument("--readme", type=Path, default=ROOT.parent / "README.md")
+    parser.add_argument("--performance", type=Path, default=ROOT.parent / "docs" / "performance.md")
     parser.add_argument("--plot", type=Path, default=ROOT.parent / "docs" / "img" / "layer.svg")
     args = parser.parse_args(arguments)
     report = load(args.results)
@@ -314,10 +308,15 @@ def main(arguments: list[str] | None = None) -> int:
     text = args.readme.read_text(encoding="utf-8")
     args.readme.write_text(replace_section(text, summary(report)), encoding="utf-8")
     (args.results / "README.md").write_text(details(report), encoding="utf-8")
+    written = [args.readme, args.results / "README.md", args.plot]
+    if fp8 := report_fp8.details(report):
+        text = args.performance.read_text(encoding="utf-8")
+        args.performance.write_text(replace_section(text, fp8), encoding="utf-8")
+        written.append(args.performance)
     from benchmarks import plot
 
     plot.write(report, floors(report), args.plot)
-    print(f"wrote {args.readme}, {args.results / 'README.md'}, {args.plot}")
+    print("wrote", *written)
     return 0
 
 

@@ -204,7 +204,7 @@ class Results:
 
 
 TITLE = (
-    f"{'suite':5s} {'op':22s} {'model':13s} {'tokens':>6s} {'skew':10s} {'impl':16s} {'regime':9s} "
+    f"{'suite':5s} {'op':22s} {'model':13s} {'tokens':>6s} {'skew':10s} {'impl':27s} {'regime':9s} "
     f"{'us':>9s} {'p10':>9s} {'p90':>9s} {'TFLOP/s':>8s} {'TB/s':>6s} {'floor':>8s} {'of it':>6s} "
     f"{'dense':>6s} {'error':>8s}"
 )
@@ -212,7 +212,7 @@ TITLE = (
 
 def line(row: Row) -> str:
     """Returns a row of the table whose head is `TITLE`."""
-    width = 16 if row.chosen is None else 40  # tiles have long names
+    width = 27 if row.chosen is None else 40  # tiles have long names
     name = (
         f"{row.suite:5s} {row.op:22s} {row.model:13s} {row.tokens:6d} {row.skew:10s} "
         f"{row.impl:{width}s} {row.regime or '-':9s} "

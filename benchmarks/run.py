@@ -14,12 +14,16 @@ import jax
 from benchmarks import card, cases, rows, runner
 from benchmarks.baselines import dense, tokamax_gmm, torch_grouped_mm, xla_ragged_dot
 from benchmarks.models import DEFAULT_MODELS, DEFAULT_SKEWS, DEFAULT_TOKENS, MODELS, SKEWS
-from benchmarks.suites import GRIDS, SUITES, routing, stack
+from benchmarks.suites import GRIDS, SUITES, layer_fp8, routing, stack
 from jaxmoe import _targets
 
 _PEERS = (xla_ragged_dot, tokamax_gmm, torch_grouped_mm, dense)
 _PEER_NAMES = (routing.XLA, *(peer.NAME for peer in _PEERS))
-_IMPLS = ("jaxmoe", "jaxmoe[kn]", stack.CHAIN, routing.TWO_CALLS, *_PEER_NAMES, "floor")
+_OURS = ("jaxmoe", *layer_fp8.VARIANTS)
+_IMPLS = (
+    *(*_OURS, "jaxmoe[kn]", stack.CHAIN, routing.TWO_CALLS),
+    *(*_PEER_NAMES, layer_fp8.DEQUANTIZED, dense.FP8_NAME, *runner.FLOORS.values()),
+)
 _MEMORY = "0.92"  # part of the GPU's memory; JAX's own default leaves a quarter unused
 
 
@@ -69,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
         head["not_run"] = not_run
         out.save()
         print(f"not run, {args.budget_s} s were over:", *not_run, sep="\n  ")
-    broken = [r for r in out.rows if (r.impl == "jaxmoe" or r.chosen) and r.us is None]
+    broken = [r for r in out.rows if (r.impl in _OURS or r.chosen) and r.us is None]
     return 1 if broken else 0
 
 

@@ -6,12 +6,20 @@ from typing import Any
 import jax
 
 from benchmarks import cases, timing
+from benchmarks.baselines import dense
 from benchmarks.cases import Case
 from benchmarks.chain import Chain
 from benchmarks.rows import Results, Row, with_time
+from benchmarks.suites import layer_fp8
 from benchmarks.suites.entry import Entry
 
-MAX_ERROR = 1e-2  # bfloat16 outputs and intermediate are off by 2e-3 to 4e-3; a wrong row by 1
+# bfloat16 outputs and intermediate are off by 2e-3 to 4e-3, a wrong row by 1. A last bit of a sum
+# can move an FP8 intermediate by its own last bit, 6 to 12 %.
+MAX_ERROR = {"bf16": 1e-2, "fp8": 5e-2}
+# What is timed under load too, by scheme.
+_DENSE = {"bf16": dense.NAME, "fp8": dense.FP8_NAME}
+_SUSTAINED = ("jaxmoe", *layer_fp8.VARIANTS, *_DENSE.values())
+FLOORS = {"bf16": "floor", "fp8": "floor[fp8]"}
 _SHORT_US = 100.0
 
 
@@ -57,8 +65,12 @@ def measure(suite: str, case: Case, entries: list[Entry], settings: Settings, ou
             impl="floor",
             skew=case.skew,
         )
-        if settings.impls is None or "floor" in settings.impls:
-            out.add(_floor_row(base, case, chosen[0]))
+        firsts = {entry.scheme: entry for entry in reversed(chosen)}
+        for scheme in dict.fromkeys(entry.scheme for entry in chosen):
+            floor = FLOORS[scheme]
+            if settings.impls is None or floor in settings.impls:
+                row = dataclasses.replace(base, impl=floor, scheme=scheme)
+                out.add(_floor_row(row, case, firsts[scheme]))
         _measure_op(base, case, [e for e in chosen if settings.wants(e)], settings, out)
 
 
@@ -69,14 +81,14 @@ def _measure_op(
     chains: dict[str, Chain] = {}
     errors: dict[str, float | None] = {}
     for entry in entries:
-        row = dataclasses.replace(base, impl=entry.impl, chosen=entry.chosen)
+        row = _named(base, entry)
         if entry.refusal is not None:
             out.add(dataclasses.replace(row, reason=entry.refusal))
             continue
         # A peer that does not run here, or does not fit, must not end the others' run.
         try:
             error = entry.check() if entry.check else None
-            if error is not None and not error <= MAX_ERROR:
+            if error is not None and not error <= MAX_ERROR[entry.scheme]:
                 wrong = dataclasses.replace(row, rel_err=error, reason="not timed: wrong result")
                 out.add(wrong)
                 continue
@@ -89,13 +101,17 @@ def _measure_op(
         ready[entry.impl], errors[entry.impl] = entry, error
     if not ready:
         return
-    compute_heavy = next(iter(ready.values())).work.compute_heavy(case.ceiling)
+    first = next(iter(ready.values()))
+    compute_heavy = first.work.compute_heavy(case.ceiling, first.scheme)
     try:
         measured = timing.bursts(chains, settings.pace(compute_heavy))
     except Exception as failure:  # noqa: BLE001
         for impl in ready:
-            row = dataclasses.replace(base, impl=impl, chosen=ready[impl].chosen)
-            out.add(dataclasses.replace(row, reason=f"failed: {_first_line(failure)}"))
+            out.add(
+                dataclasses.replace(
+                    _named(base, ready[impl]), reason=f"failed: {_first_line(failure)}"
+                )
+            )
         return
     rows = {
         impl: _row(base, case, ready[impl], measured[impl], "burst", errors[impl]) for impl in ready
@@ -111,12 +127,16 @@ def _measure_op(
             impl: _row(
                 base, case, ready[impl], timing.sustained(chains[impl]), "sustained", errors[impl]
             )
-            for impl in ("jaxmoe", "dense")
+            for impl in _SUSTAINED
             if impl in ready
         }
         _compare_with_dense(rows)
         for row in rows.values():
             out.add(row)
+
+
+def _named(base: Row, entry: Entry) -> Row:
+    return dataclasses.replace(base, impl=entry.impl, chosen=entry.chosen, scheme=entry.scheme)
 
 
 def _half_chain_us(entry: Entry, settings: Settings) -> float | None:
@@ -136,9 +156,7 @@ def _row(
     error: float | None,
 ) -> Row:
     row = dataclasses.replace(
-        base,
-        impl=entry.impl,
-        chosen=entry.chosen,
+        _named(base, entry),
         regime=regime,
         rel_err=error,
         experts_hit=entry.experts_hit,
@@ -159,10 +177,10 @@ def _floor_row(base: Row, case: Case, entry: Entry) -> Row:
 
 
 def _compare_with_dense(rows: dict[str, Row]) -> None:
-    dense = rows.get("dense")
     for row in rows.values():
-        if dense is not None and row.tflops and dense.tflops:
-            row.vs_dense = row.tflops / dense.tflops
+        other = rows.get(_DENSE[row.scheme])
+        if other is not None and row.tflops and other.tflops:
+            row.vs_dense = row.tflops / other.tflops
 
 
 def _compare_with_best(rows: dict[str, Row]) -> None:

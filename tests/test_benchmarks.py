@@ -15,12 +15,13 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))  # behind everything: `jaxmoe` stays the installed one
 
-from benchmarks import bounds, card, report, rows, run, runner, timing  # noqa: E402
+from benchmarks import bounds, card, report, report_fp8, rows, run, runner, timing  # noqa: E402
 from benchmarks.baselines import xla_ragged_dot  # noqa: E402
 from benchmarks.cases import Case, WeightSets, weight_sets  # noqa: E402
 from benchmarks.models import DEFAULT_MODELS, DEFAULT_TOKENS, MODELS, expert_bytes  # noqa: E402
-from benchmarks.suites import SUITES  # noqa: E402
+from benchmarks.suites import SUITES, layer_fp8  # noqa: E402
 
+FP8 = (*layer_fp8.VARIANTS, layer_fp8.DEQUANTIZED)
 H200 = bounds.CEILINGS["NVIDIA H200"]
 
 # What DESIGN asks of a row; the runner adds fields about the measurement.
@@ -163,18 +164,19 @@ def test_a_run_writes_every_row(tmp_path: Path, capsys: pytest.CaptureFixture[st
     ops = "route plan permute finalize grouped_gemm/gate_up grouped_gemm/down".split()
     ops += [f"quantize/{kind}/{of}" for kind in ("channel", "block") for of in "xh"]
     assert {(op, "jaxmoe") for op in ("moe_mlp", "route+moe_mlp", *ops)} <= set(timed)
+    assert {("moe_mlp", impl) for impl in FP8} <= set(timed)
     assert {("moe_mlp", xla_ragged_dot.NAME), ("grouped_gemm/down", "xla_ragged_dot")} <= set(timed)
-    for row in timed.values():
+    for (_, impl), row in timed.items():
         assert 0 <= row["rel_err"] < 1e-2 and row["us_p10"] <= row["us"] <= row["us_p90"]
         assert (row["skew"], row["tokens"], row["scheme"], row["pass"]) == (
-            ("zipf", 3, "bf16", "forward")
+            ("zipf", 3, "fp8" if impl in FP8 else "bf16", "forward")
         )
     layer = timed["moe_mlp", "jaxmoe"]
     flops = 2 * 3 * 8 * (16 + 8)  # 3 rows, H 8, 2I 16, I 8
     assert layer["tflops"] == pytest.approx(flops / layer["us"] * 1e-6, rel=1e-3)
     assert layer["experts_hit"] == 1 and layer["layers"] == 2 and layer["weight_sets"] == 2
     absent = {row["impl"]: row["reason"] for row in content["rows"] if not row["us"]}
-    assert absent["floor"] == "no measured ceilings for this device"
+    assert absent["floor"] == absent["floor[fp8]"] == "no measured ceilings for this device"
     assert {"tokamax", "torch_grouped_mm"} <= set(absent)
     printed = capsys.readouterr().out
     assert all(f" {op} " in printed for op in ops) and "not run: tokamax" in printed
@@ -377,3 +379,6 @@ def test_published_numbers_come_from_committed_results() -> None:
         return
     section = report.summary(loaded) if loaded.points() else None
     assert section is None or report.replace_section(text, section) == text
+    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    tables = report_fp8.details(loaded)
+    assert not tables or report.replace_section(page, tables) == page

@@ -1,16 +1,18 @@
 """The layer a JAX user writes today: sort, two grouped products, weighted sum."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from benchmarks.cases import Weights
 from benchmarks.models import Layer
+from benchmarks.quantized import Quantized
 from jaxmoe.activation import resolve, split_gate_up
 
-# (lhs [R, K], rhs [E, K, N], group_sizes [E]) -> [R, N]
-GroupedProduct = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+# (lhs [R, K], rhs [E, K, N] or what stands for it, group_sizes [E]) -> [R, N]
+GroupedProduct = Callable[[jax.Array, Any, jax.Array], jax.Array]
 
 
 def layer(
@@ -19,7 +21,7 @@ def layer(
     x: jax.Array,
     expert_ids: jax.Array,
     weights: jax.Array,
-    w: Weights,
+    w: Weights | Quantized,
     residual: jax.Array,
 ) -> jax.Array:
     """Computes residual + MoE(x) around a given grouped product."""

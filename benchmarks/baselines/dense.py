@@ -12,6 +12,9 @@ from benchmarks.cases import DTYPE
 from benchmarks.models import Layer
 
 NAME = "dense"
+FP8_NAME = "dense[fp8]"
+
+_FP8 = jnp.float8_e4m3fn
 
 
 def layers(model: Layer, num_rows: int, count: int, seed: int) -> chain.Chain:
@@ -43,6 +46,37 @@ def _compiled() -> Callable[[Any, Any], Any]:
         return y
 
     return chain.compiled(run)
+
+
+def fp8_layers(model: Layer, num_rows: int, count: int, seed: int) -> chain.Chain:
+    """Builds `count` pairs of products of those FLOPs, e4m3 by e4m3 to bf16, for cuBLASLt.
+
+    Weights have the contraction last, the only order that the tensor cores read FP8 in: with any
+    other XLA would transpose them first. Both products read rows that are FP8 already: with the
+    first feeding the second, a kernel that converts would be timed as well.
+    """
+    width = (model.width + model.intermediate) // 2
+    keys = jax.random.split(jax.random.key(seed), 2 * count + 2)
+
+    def draw(key: jax.Array, *shape: int) -> jax.Array:
+        return jax.random.normal(key, shape, DTYPE).astype(_FP8)
+
+    rows = draw(keys[-1], num_rows, model.hidden), draw(keys[-2], num_rows, width)
+    arguments = [
+        (*rows, draw(keys[2 * i], width, model.hidden), draw(keys[2 * i + 1], model.hidden, width))
+        for i in range(count)
+    ]
+    return chain.independent(fp8_pair, arguments)
+
+
+def fp8_pair(x: jax.Array, h: jax.Array, a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Multiplies x [R, H] by a [N, H], and h [R, N] by b [H, N], scales being 1."""
+
+    def product(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        contracted = (((1,), (1,)), ((), ()))
+        return jax.lax.dot_general(lhs, rhs, contracted, preferred_element_type=DTYPE)
+
+    return product(x, a), product(h, b)
 
 
 def products(lhs: jax.Array, k: int, n: int, count: int, seed: int) -> chain.Chain:

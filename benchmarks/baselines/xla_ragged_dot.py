@@ -2,6 +2,7 @@
 
 import jax
 
+import jaxmoe
 from benchmarks import bounds
 from benchmarks.models import BYTES
 
@@ -15,6 +16,13 @@ _SECONDS = 2.0
 def product(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
     """Multiplies each group of rows by its matrix."""
     return jax.lax.ragged_dot(lhs, rhs, group_sizes)
+
+
+def dequantized_product(
+    lhs: jax.Array, rhs: jaxmoe.QuantizedArray, group_sizes: jax.Array
+) -> jax.Array:
+    """Multiplies by weights of layout "nk" that the program itself turns into bf16."""
+    return product(lhs, jaxmoe.dequantize(rhs).swapaxes(1, 2), group_sizes)
 
 
 def times_floor(work: bounds.Work, num_experts: int) -> float:

@@ -3,11 +3,16 @@
 from collections.abc import Callable
 
 from benchmarks.cases import Case
-from benchmarks.suites import layer, ops, routing, stack, tiles
+from benchmarks.suites import layer, layer_fp8, ops, routing, stack, tiles
 from benchmarks.suites.entry import Entry
 
+
+def _layer(case: Case) -> list[Entry]:
+    return [*layer.entries(case), *layer_fp8.entries(case)]
+
+
 SUITES: dict[str, Callable[[Case], list[Entry]]] = {
-    "layer": layer.entries,
+    "layer": _layer,
     "ops": ops.entries,
     "tiles": tiles.entries,
     "stack": stack.entries,

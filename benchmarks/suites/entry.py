@@ -25,6 +25,7 @@ class Entry:
       refusal: why it is not run, None if it is.
       weight_sets: distinct weights there are to cycle through.
       chosen: whether the heuristics choose this tile; None where tiles are not compared.
+      scheme: what it multiplies, "bf16" or "fp8".
     """
 
     op: str
@@ -37,9 +38,15 @@ class Entry:
     refusal: str | None = None
     weight_sets: int | None = None
     chosen: bool | None = None
+    scheme: str = "bf16"
 
 
-def chain_length(work: bounds.Work, output_bytes: float = 0.0, times_floor: float = 1.0) -> int:
+def chain_length(
+    work: bounds.Work,
+    output_bytes: float = 0.0,
+    times_floor: float = 1.0,
+    scheme: str = "bf16",
+) -> int:
     """Returns the layers of a chain on this machine.
 
     Args:
@@ -47,10 +54,11 @@ def chain_length(work: bounds.Work, output_bytes: float = 0.0, times_floor: floa
         that they share executables.
       output_bytes: what each layer leaves in memory while the chain runs.
       times_floor: about how much slower than its floor the implementation is.
+      scheme: what it multiplies.
     """
     if jax.default_backend() != "gpu":
         return 2
     ceiling = bounds.CEILINGS["NVIDIA H200"]  # elsewhere a guess will do
     fitting = int(_OUTPUT_BYTES // max(output_bytes, 1.0))
-    expected_us = (work.floor_us(ceiling) or 0.0) * times_floor
-    return timing.chain_length(expected_us, work.compute_heavy(ceiling), fitting)
+    expected_us = (work.floor_us(ceiling, scheme) or 0.0) * times_floor
+    return timing.chain_length(expected_us, work.compute_heavy(ceiling, scheme), fitting)

@@ -11,14 +11,14 @@ import jax.numpy as jnp
 import jaxmoe
 from benchmarks import bounds, chain
 from benchmarks.baselines import composed, dense, tokamax_gmm, xla_ragged_dot
-from benchmarks.cases import Case, Routed, Weights
+from benchmarks.cases import SCHEME, Case, Routed, Weights
 from benchmarks.models import Layer
 from benchmarks.suites.entry import Entry, chain_length
 
 KN = "jaxmoe[kn]"
 Step = Callable[..., jax.Array]
 Tiles = tuple[jaxmoe.GemmConfig | None, jaxmoe.GemmConfig | None]  # gate-up and down
-_MOST_LAYERS = 16  # of a layer made of many XLA ops, whose compilation takes long
+MOST_LAYERS = 16  # of a layer made of many XLA ops, whose compilation takes long
 
 
 def moe_mlp(
@@ -78,9 +78,9 @@ def step(layer: Step, model: Layer, **options: Any) -> Step:
     return functools.partial(layer, model, **options)
 
 
-def even_work(case: Case) -> bounds.Work:
+def even_work(case: Case, scheme: str = SCHEME) -> bounds.Work:
     """Returns the work of a layer with the experts that even routing hits."""
-    return bounds.layer(case.model, case.num_tokens, case.even_hit)
+    return bounds.layer(case.model, case.num_tokens, case.even_hit, scheme)
 
 
 def layer_entry(
@@ -90,7 +90,9 @@ def layer_entry(
     one: Step,
     *,
     layers: int | None = None,
-    sets: Callable[[], Sequence[Weights]] | None = None,
+    sets: Callable[[], Sequence[Any]] | None = None,
+    scheme: str = SCHEME,
+    error: Callable[[jax.Array], float] | None = None,
 ) -> Entry:
     """Returns a chain of whole layers.
 
@@ -98,8 +100,10 @@ def layer_entry(
       one: a layer as `step` returns it.
       layers: length of the chain; by default what `chain_length` says.
       sets: draws the weights to cycle through; by default the case's in checkpoint order.
+      scheme: what the layer multiplies.
+      error: of an output for `case.fresh` with the first weights; by default against the case's.
     """
-    longest = chain_length(even_work(case))
+    longest = chain_length(even_work(case, scheme), scheme=scheme)
     layers = longest if layers is None else layers
     # Experts hit vary from layer to layer; the mean over the longest chain stands for all.
     hit = case.hit(max(layers, longest))
@@ -112,10 +116,11 @@ def layer_entry(
     def check() -> float:
         x, r = case.fresh
         y = chain.single(one)(x, r, weights()[0], jnp.zeros_like(x))
-        return case.layer_error(y)
+        return (error or case.layer_error)(y)
 
-    work = bounds.layer(case.model, case.num_tokens, hit)
-    return Entry(op, impl, work, hit, layers, make, check, weight_sets=len(case.sets))
+    work = bounds.layer(case.model, case.num_tokens, hit, scheme)
+    held = len(case.sets)
+    return Entry(op, impl, work, hit, layers, make, check, weight_sets=held, scheme=scheme)
 
 
 def entries(case: Case) -> list[Entry]:
@@ -127,7 +132,7 @@ def entries(case: Case) -> list[Entry]:
         return layer_entry(case, op, impl, step(layer, model), sets=kn)
 
     def peer(impl: str, layer: Step, times_floor: float, refusal: str | None) -> Entry:
-        layers = min(chain_length(even, times_floor=times_floor), _MOST_LAYERS)
+        layers = min(chain_length(even, times_floor=times_floor), MOST_LAYERS)
         return dataclasses.replace(entry("moe_mlp", impl, layer), layers=layers, refusal=refusal)
 
     ours = entry("moe_mlp", "jaxmoe", moe_mlp)
