@@ -114,14 +114,16 @@ def gmm_config(
         return GemmConfig(128, 8, split_k=_split_k(row_bytes, hit * math.ceil(weight_rows / 128)))
     # Twice or four times as wide as usual groups need, which costs up to 3 % of an even routing:
     # groups past a tile read their weights again, up to 30 % of a skewed one.
-    if usual <= 16:
+    # Promoted sums always multiply as many rows as the tile can have.
+    if usual <= (32 if promoted else 16):
         return GemmConfig(128, 32)
-    if usual <= 128:
-        return GemmConfig(256, 128)
-    if usual <= 192 or promoted:
-        return GemmConfig(128, 192)
     # With very many token tiles a group, panels of weight tiles share X in L2.
-    return GemmConfig(256, 160, cluster=2, raster=8 if num_rows >= 2048 * num_groups else 1)
+    raster = 8 if num_rows >= 2048 * num_groups else 1
+    if usual <= 128 or promoted:
+        return GemmConfig(256, 128, raster=raster)
+    if usual <= 192:
+        return GemmConfig(128, 192)
+    return GemmConfig(256, 160, cluster=2, raster=raster)
 
 
 def _split_k(row_bytes: int, tiles: float) -> int:

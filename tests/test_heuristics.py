@@ -81,7 +81,7 @@ def test_tiles_of_fp8_products(promoted):
         assert configs[0].gather == (configs[0].token_tile <= 32)
         assert not configs[1].gather
     assert (configs[0].token_tile, configs[1].token_tile) == tuple(
-        192 if promotes else 160 for promotes in promoted
+        128 if promotes else 160 for promotes in promoted
     )
 
 
