@@ -9,8 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-# C7508: setmaxnreg ignored. C7510 to C7519: "Potential Performance Loss: wgmma.mma_async instructions
-# are serialized due to ...".
+# C7508: setmaxnreg ignored. C7510 to C7519: "Potential Performance Loss: wgmma.mma_async
+# instructions are serialized due to ...".
 _SLOW = re.compile(r"C75(08|1\d)\b|wgmma\.mma_async instructions are serialized")
 _KERNEL = re.compile(r"Compiling entry function '(\w+)'|Function properties for (\w+)")
 _SPILL = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
