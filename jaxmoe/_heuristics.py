@@ -109,7 +109,7 @@ def gmm_config(
     """
     usual = _usual_rows(num_rows, num_groups)
     row_bytes = k * (2 if promoted is None else 1)
-    if usual < 8:
+    if usual < (8 if promoted is None else 9):
         hit = local_share * num_groups * (1.0 - (1.0 - 1.0 / max(num_groups, 1)) ** num_rows)
         return GemmConfig(128, 8, split_k=_split_k(row_bytes, hit * math.ceil(weight_rows / 128)))
     # Twice or four times as wide as usual groups need, which costs up to 3 % of an even routing:
