@@ -26,7 +26,7 @@ from jaxmoe.quantize import FORMATS
 
 F8 = ml_dtypes.float8_e4m3fn
 SMALL = Layer("", "less than a block of 128", 48, 32, 5, 2, bias=True)
-BLOCKS = Layer("", "a block and a part of one", 144, 208, 4, 2, bias=True)
+BLOCKS = Layer("", "a block and a part of one", 144, 208, 3, 2, bias=True)
 
 
 def options(layer, layout="kn"):
@@ -179,7 +179,7 @@ def test_the_formulas(format, layer, layout):
     ids=str,
 )
 def test_activations(activation, gate_up, format, bias):
-    layer = Layer("", "", 144, 80, 4, 2, activation, gate_up, bias)
+    layer = Layer("", "", 144, 80, 2, 2, activation, gate_up, bias)
     rng = np.random.default_rng(3)
     inputs = quantized_inputs(layer, 11, "uniform", rng, jnp.float16, format)
     check_oracle(inputs, format, layer)
@@ -299,7 +299,7 @@ def local(inputs, first, count):
     return {n: cut(a) if n in split else a for n, a in inputs.items()}
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", FORMATS[:1])  # as a plan is made, whatever it is for
 def test_windows_and_maps(format):
     """Rows of experts elsewhere are in no scale of the intermediate, tokens always in that of x."""
     rng = np.random.default_rng(8)
@@ -312,7 +312,7 @@ def test_windows_and_maps(format):
         check(part, **options(SMALL), num_experts=5, expert_offset=2, intermediate_scale=scale)
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", FORMATS[1:2])
 def test_weight_on_input_and_residual(format):
     layer = Layer("", "", 48, 32, 5, 1)
     rng = np.random.default_rng(9)
@@ -347,7 +347,7 @@ def test_scan_over_layers_and_eager(format):
 
 
 @pytest.mark.parametrize(
-    ("format", "static"), (*((f, False) for f in FORMATS), ("fp8_tensor", True))
+    ("format", "static"), (("fp8_tensor", False), ("fp8_block", False), ("fp8_tensor", True))
 )
 def test_vmap_is_a_loop(format, static):
     """Over tokens, over weights, over both: one scale of fp8_tensor belongs to one example."""
