@@ -35,6 +35,9 @@ NOT_PROMOTED = {(256, 160, 2, 1)}
 
 MAX_FP8_GATHER = 32  # tokens of a tile that fetches FP8 rows by index
 
+# Rows of a half of a gate-up weight whose blocks of scales a tile of 256 can tell apart.
+BLOCK_ROWS = 64
+
 # Two CTAs on half of the k loop each come to an end together, and nothing is gained by that when a
 # tile has few steps, when there are so many tiles that the last ones hardly count, or when a second
 # round of clusters would leave most SMs without one.
@@ -140,22 +143,31 @@ def mlp_configs(
     intermediate: int,
     gated: bool,
     promoted: tuple[bool, bool] | None = None,
+    odd_blocks: bool = False,
 ) -> tuple[GemmConfig, GemmConfig]:
     """Tiles of the gate-up and down GEMMs of the fused layer.
 
     `num_experts` is the number of experts that the rows are routed over, local or not. `promoted`
-    as in `gmm_config`, for each product.
+    as in `gmm_config`, for each product. `odd_blocks`: see `odd_blocks`.
     """
     share = num_local_experts / max(num_experts, 1)
     weight_rows = intermediate * (2 if gated else 1)
     first, second = promoted or (None, None)
     gate_up = gmm_config(num_rows, num_experts, hidden, weight_rows, share, first)
+    if odd_blocks and gate_up.weight_tile == 256:
+        gate_up = GemmConfig(128, 192)
     down = gmm_config(num_rows, num_experts, intermediate, hidden, share, second)
     if promoted is None:
         gather = gate_up.token_tile != 192 or intermediate <= _MAX_GATHER_INTERMEDIATE
     else:  # the quantization of x can write its rows in expert order at no cost
         gather = gate_up.token_tile <= MAX_FP8_GATHER
     return dataclasses.replace(gate_up, gather=gather), down
+
+
+def odd_blocks(format: str | None, gated: bool, gate_up: str, intermediate: int) -> bool:
+    """Whether blocks of scales end inside the 64-row blocks of a gate-up product's halves."""
+    halves = gated and gate_up != "interleaved"
+    return format == "fp8_block" and halves and intermediate % BLOCK_ROWS != 0
 
 
 def _usual_rows(num_rows: int, num_groups: int) -> float:

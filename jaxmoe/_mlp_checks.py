@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmoe import _checks, _fp8_checks
-from jaxmoe._heuristics import MAX_FP8_GATHER
+from jaxmoe._heuristics import BLOCK_ROWS, MAX_FP8_GATHER
 from jaxmoe._mlp_fp8 import no_scale
 from jaxmoe.activation import Activation
 from jaxmoe.grouped_gemm import check_config, check_float
@@ -96,7 +96,11 @@ def check_bias(x: Any, name: str, bias: Any, w_name: str, w: Any, n_axis: int) -
 
 
 def check_configs(
-    config: Any, hidden: int, intermediate: int, promoted: tuple[bool, bool] | None
+    config: Any,
+    hidden: int,
+    intermediate: int,
+    promoted: tuple[bool, bool] | None,
+    odd_blocks: bool,
 ) -> None:
     """Checks the tiles against the products they are for."""
     if config is None:
@@ -113,6 +117,12 @@ def check_configs(
         rule = (
             f"config[0].gather must be False with token_tile={first.token_tile} and quantized "
             f"weights: only tiles of up to {MAX_FP8_GATHER} tokens fetch FP8 rows by index"
+        )
+        raise ValueError(_checks.message(_OP, rule, config=config))
+    if odd_blocks and first and first.weight_tile == 256:
+        rule = (
+            f"config[0].weight_tile must be 128 with fp8_block and an intermediate size of "
+            f"{intermediate}, not a multiple of {BLOCK_ROWS}"
         )
         raise ValueError(_checks.message(_OP, rule, config=config))
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jaxmoe import _gmm, _primitive
 from jaxmoe._gmm_fp8 import dtype_reason, grouped_products, refuse_derivative
-from jaxmoe._heuristics import mlp_configs, mlp_index_size
+from jaxmoe._heuristics import mlp_configs, mlp_index_size, odd_blocks
 from jaxmoe.activation import GATE_UP_ORDERS, Activation, split_gate_up
 from jaxmoe.finalize import finalize
 from jaxmoe.plan import plan
@@ -149,6 +149,9 @@ def _configs(avals: Any, params: dict[str, Any]) -> tuple[Any, Any]:
         intermediate=w_down.shape[2],
         gated=params["activation"].gated,
         promoted=params["promoted"],
+        odd_blocks=odd_blocks(
+            params["format"], params["activation"].gated, params["gate_up"], w_down.shape[2]
+        ),
     )
     first, second = params["config"] or (None, None)
     return first or chosen[0], second or chosen[1]

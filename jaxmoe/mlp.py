@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxmoe import _checks
 from jaxmoe._fp8_checks import check_accum
 from jaxmoe._gmm_fp8 import promotes
-from jaxmoe._heuristics import GemmConfig, mlp_configs
+from jaxmoe._heuristics import GemmConfig, mlp_configs, odd_blocks
 from jaxmoe._mlp import moe_mlp_p, moe_mlp_rows_p, no_bias
 from jaxmoe._mlp_checks import (
     check_batch_invariant_scales,
@@ -208,7 +208,8 @@ def moe_mlp(
     promoted = None
     if format is not None:
         promoted = promotes(format, accum, hidden), promotes(format, accum, intermediate)
-    check_configs(config, hidden, intermediate, promoted)
+    odd = odd_blocks(format, act.gated, gate_up, intermediate)
+    check_configs(config, hidden, intermediate, promoted, odd)
     scales = check_scales(x, format, x_scale, intermediate_scale, num_local)
     weights = routing.weights
     flags = {
@@ -233,6 +234,7 @@ def moe_mlp(
             intermediate=intermediate,
             gated=act.gated,
             promoted=promoted,
+            odd_blocks=odd,
         )
         first, second = config or (None, None)
         config = (

@@ -243,6 +243,12 @@ LAYER_ERRORS = (
         "accum='promoted', and by default more than 2048 elements do, or has float32 output. Got "
         "config[1]: a GemmConfig.",
     ),
+    (
+        layer("fp8_block") | {"config": (GemmConfig(256, 128), None)},
+        ValueError,
+        "config[0].weight_tile must be 128 with fp8_block and an intermediate size of 16, not a "
+        "multiple of 64. Got config: tuple.",
+    ),
 )
 
 

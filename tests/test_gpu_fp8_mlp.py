@@ -43,13 +43,14 @@ KERNELS = [
     and not (accum == "promoted" and tile in _heuristics.NOT_PROMOTED)
 ]
 # Each epilogue of the gate-up product, with H and I that end inside a block of 128 and inside a
-# tile, with a number of tokens of its own.
+# tile, with a number of tokens of its own; halves of a multiple of 64, as blocks of scales and
+# tiles of 256 need.
 CASES = (
-    (1, Layer("swiglu", "", 272, 208, 9, 2)),
+    (1, Layer("swiglu", "", 272, 192, 9, 2)),
     (3, Layer("clamped", "", 144, 144, 9, 2, GPT_OSS, "interleaved", True)),
-    (16, Layer("up_gate", "", 400, 176, 9, 3, "geglu", "up_gate", True)),
+    (16, Layer("up_gate", "", 400, 320, 9, 3, "geglu", "up_gate", True)),
     (100, Layer("ungated", "", 272, 336, 9, 2, "relu2", bias=True)),
-    (700, Layer("many", "", 256, 144, 9, 2)),
+    (700, Layer("many", "", 256, 192, 9, 2)),
 )
 
 

@@ -85,6 +85,21 @@ def test_tiles_of_fp8_products(promoted):
     )
 
 
+def test_blocks_that_end_inside_a_half():
+    odd = _heuristics.odd_blocks
+    assert odd("fp8_block", True, "gate_up", 400) and odd("fp8_block", True, "up_gate", 16)
+    assert not odd("fp8_block", True, "interleaved", 400)
+    assert not odd("fp8_block", False, "gate_up", 400)
+    assert not odd("fp8_block", True, "gate_up", 192)
+    assert not odd("fp8_channel", True, "gate_up", 400) and not odd(None, True, "gate_up", 400)
+    for exponent in range(19):
+        args = 2**exponent, 64, 64, 2048, 400, True, (True, True)
+        even, chosen = (_heuristics.mlp_configs(*args, odd_blocks=value) for value in (False, True))
+        assert chosen[0].weight_tile == 128
+        assert chosen[1] == even[1]
+        assert chosen[0] == even[0] or even[0].weight_tile == 256
+
+
 def test_fp8_products_are_split_from_twice_as_many_elements_on():
     def split(k, promoted):
         return _heuristics.gmm_config(8, 128, k, 1536, promoted=promoted).split_k

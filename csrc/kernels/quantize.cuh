@@ -28,6 +28,7 @@
 
 #include "csrc/common/launch.h"
 #include "csrc/common/piece.cuh"
+#include "csrc/common/quant_scale.cuh"
 #include "csrc/kernels/quantize.h"
 
 namespace jaxmoe {
@@ -38,8 +39,6 @@ inline constexpr int kQuantBlockPieces = 8;  // the same in a 128 x 128 block
 inline constexpr int kQuantMaxThreadsOfParts = 512;
 inline constexpr int kQuantMaxCluster = 8;
 inline constexpr unsigned kQuantNoRow = 0xffffffffu;
-inline constexpr float kMinQuantScale = 0x1p-126f;  // these and their reciprocals are normal
-inline constexpr float kMaxQuantScale = 0x1p126f;
 
 // Elements of a piece, and the lanes that hold 128 neighbours.
 template <typename T>
@@ -57,23 +56,19 @@ __device__ __forceinline__ int64_t ValidRows(const QuantizeParams& p) {
   return count < 0 ? 0 : count < p.rows ? count : p.rows;
 }
 
-// Largest finite |x| of a piece, as bits: those of non-negative floats are ordered as integers are.
+// Largest finite |x| of a piece, as bits.
 template <typename T>
 __device__ __forceinline__ unsigned LargestBits(uint4 bits) {
   float values[kPieceSize<T>];
   Piece<T, kPieceSize<T>>::Unpack(bits, values);
   unsigned largest = 0;
 #pragma unroll
-  for (int i = 0; i < kPieceSize<T>; ++i) {
-    unsigned magnitude = __float_as_uint(values[i]) & 0x7fffffffu;
-    largest = max(largest, magnitude < 0x7f800000u ? magnitude : 0u);
-  }
+  for (int i = 0; i < kPieceSize<T>; ++i) largest = max(largest, FiniteMagnitude(values[i]));
   return largest;
 }
 
 __device__ __forceinline__ float DynamicScale(const QuantizeParams& p, unsigned largest) {
-  const float limit = p.element == ElementType::kE4M3 ? 448.0f : 57344.0f;
-  float scale = fmaxf(__fdiv_rn(__uint_as_float(largest), limit), kMinQuantScale);
+  float scale = QuantScale(largest, p.element == ElementType::kE4M3 ? kLargestE4M3 : kLargestE5M2);
   if (p.e8m0) {  // any mantissa bit is carried into the exponent
     scale = __uint_as_float((__float_as_uint(scale) + 0x007fffffu) & 0x7f800000u);
   }

@@ -12,6 +12,7 @@ struct ScaleArgs {
   const float* w;
   const float* x;
   const float* out;    // null: the output is not quantized
+  float* out_groups;   // null, or where the scales go that the output's groups of 128 get
   const int* x_index;  // row -> row of x's scales; null: the same
   int64_t w_stride;    // from a weight to the next
   int w_row_stride;    // from a weight row (128 of them, if by_step) to the next

@@ -45,6 +45,7 @@ ScaleArgs MakeScales(const MoeGemmProblem& p) {
   s.w = p.scales.w;
   s.x = p.scales.x;
   s.out = p.scales.out;
+  s.out_groups = p.scales.out_groups;
   s.x_index = p.scales.x_index;
   s.num_x = 1;
   s.num_out = p.scales.num_out;
@@ -150,6 +151,15 @@ const char* LaunchMoeGemm(const MoeGemmProblem& p, const TileConfig& tile, cudaS
   args.writes_plan = p.writes_plan;
   if (args.plans) args.plan = *p.plan;
   if (fp8) args.scales = MakeScales(p);
+
+  // The scales of 128 weight rows are multiplied into those of X by 64-row blocks.
+  if (ByStep(p) && p.gated && !args.interleaved && tile.weight_tile == 256 &&
+      args.n_out % 64 != 0) {
+    return "block scales and weight_tile=256 need halves of a multiple of 64 rows";
+  }
+  if (p.scales.out_groups != nullptr && !QuantizesGroups(p.scales.format, tile)) {
+    return "this tile has no whole groups to quantize";
+  }
 
   int sm_count = 0;
   if (cudaError_t status = GetSmCount(&sm_count); status != cudaSuccess) {

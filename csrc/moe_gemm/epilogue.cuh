@@ -6,6 +6,7 @@
 // shared memory, then every thread stores 16 bytes of features.
 #pragma once
 
+#include "csrc/common/quant_scale.cuh"
 #include "csrc/moe_gemm/activation.cuh"
 #include "csrc/moe_gemm/scales.cuh"
 
@@ -62,6 +63,7 @@ class Epilogue {
         scales_(scales),
         staging_(smem.staging(site.consumer)),
         token_scales_(smem.token_scales(site.consumer)),
+        group_max_(smem.group_max()),
         warp_(site.thread / 32),
         lane_(site.thread % 32) {}
 
@@ -132,6 +134,7 @@ class Epilogue {
   }
 
   __device__ __forceinline__ void Sync() const { ptx::NamedBarrierSync(1 + site_.consumer, 128); }
+  __device__ __forceinline__ void SyncBoth() const { ptx::NamedBarrierSync(3, 256); }
 
   template <StageMode kMode, class Form>
   __device__ __forceinline__ void StageAll(Accumulators<T>& acc) {
@@ -144,11 +147,15 @@ class Epilogue {
           StageColumns<kMode, Form>(acc, t0 / 8 + j, j);
         }
         Sync();
-        CopyOut(t0);
+        Store(t0);
       }
     }
-    // The staging buffer and the scales are free for the next tile.
-    if (T::kFp8 || site_.rows > 0) Sync();
+    // The staging buffer, the scales and the largest values are free for the next tile.
+    if (by_groups()) {
+      SyncBoth();
+    } else if (T::kFp8 || site_.rows > 0) {
+      Sync();
+    }
   }
 
   // Eight tokens: accumulator columns group `group`, staging rows 8 * j ...
@@ -196,6 +203,17 @@ class Epilogue {
     return e == 0 ? v.x : e == 1 ? v.y : e == 2 ? v.z : v.w;
   }
 
+  __device__ __forceinline__ bool by_groups() const {
+    return T::kScalesByBlock && args_.scales.out_groups != nullptr;
+  }
+
+  __device__ __forceinline__ void Store(int t0) const {
+    if constexpr (T::kScalesByBlock) {
+      if (by_groups()) return StoreGroups(t0);
+    }
+    CopyOut(t0);
+  }
+
   // Rows past the group belong to the next expert and are not stored; neither are features past
   // n_out (a multiple of 8, so 16-byte chunks are all in or all out).
   __device__ __forceinline__ void CopyOut(int t0) const {
@@ -213,7 +231,8 @@ class Epilogue {
         const uint4 v =
             *reinterpret_cast<const uint4*>(staging_ + token * T::kStagingPitch + chunk * 16);
         if (quantizes) {
-          *reinterpret_cast<uint2*>(static_cast<uint8_t*>(args_.out) + at) = Quantize(v);
+          *reinterpret_cast<uint2*>(static_cast<uint8_t*>(args_.out) + at) =
+              Quantize(v, scales_.out_inverse());
         } else {
           *reinterpret_cast<uint4*>(static_cast<uint16_t*>(args_.out) + at) = v;
         }
@@ -221,9 +240,58 @@ class Epilogue {
     }
   }
 
-  __device__ __forceinline__ uint2 Quantize(const uint4& v) const {
+  // The same in e4m3, each token's 128 features by the scale that the largest of them asks for: as
+  // quantize does, of what was rounded to the output's type. When gated the other warpgroup has
+  // half of them.
+  __device__ __forceinline__ void StoreGroups(int t0) const {
+    constexpr int kGroup = 128;
+    constexpr int kChunksPerRow = T::kOutFeatures / 8;
+    constexpr int kRowsPerPass = 128 / kChunksPerRow;
+    constexpr int kPasses = T::kChunkTokens / kRowsPerPass;
+    constexpr bool kShared = T::kOutFeatures < kGroup;
+    const int chunk = site_.thread % kChunksPerRow;
+    const int feature = site_.feature + chunk * 8;
+    const bool exists = feature < args_.n_out;
+    unsigned* const maxima = group_max_ + t0 / T::kChunkTokens % 2 * 2 * T::kChunkTokens;
+    uint4 v[kPasses];
+    unsigned largest[kPasses];
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const int token = pass * kRowsPerPass + site_.thread / kChunksPerRow;
+      v[pass] = *reinterpret_cast<const uint4*>(staging_ + token * T::kStagingPitch + chunk * 16);
+      const uint32_t words[4] = {v[pass].x, v[pass].y, v[pass].z, v[pass].w};
+      largest[pass] = 0;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float2 pair = Out().Unpack2(words[i]);
+        largest[pass] = max(largest[pass], max(FiniteMagnitude(pair.x), FiniteMagnitude(pair.y)));
+      }
+      if (!exists) largest[pass] = 0;
+#pragma unroll
+      for (int offset = 1; offset < kChunksPerRow; offset *= 2) {
+        largest[pass] = max(largest[pass], __shfl_xor_sync(0xffffffffu, largest[pass], offset));
+      }
+      if (kShared && chunk == 0) maxima[site_.consumer * T::kChunkTokens + token] = largest[pass];
+    }
+    if constexpr (kShared) SyncBoth();
+    const int groups = (args_.n_out + kGroup - 1) / kGroup;
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const int token = pass * kRowsPerPass + site_.thread / kChunksPerRow;
+      if (kShared) {
+        largest[pass] = max(largest[pass], maxima[(1 - site_.consumer) * T::kChunkTokens + token]);
+      }
+      if (!exists || t0 + token >= site_.rows) continue;
+      const int64_t row = site_.row + t0 + token;
+      const float scale = QuantScale(largest[pass], kLargestE4M3);
+      *reinterpret_cast<uint2*>(static_cast<uint8_t*>(args_.out) + row * args_.n_out + feature) =
+          Quantize(v[pass], __frcp_rn(scale));
+      if (feature % kGroup == 0) args_.scales.out_groups[row * groups + feature / kGroup] = scale;
+    }
+  }
+
+  __device__ __forceinline__ uint2 Quantize(const uint4& v, float s) const {
     if constexpr (T::kFp8) {
-      const float s = scales_.out_inverse();
       const float2 a = Out().Unpack2(v.x);
       const float2 b = Out().Unpack2(v.y);
       const float2 c = Out().Unpack2(v.z);
@@ -261,6 +329,7 @@ class Epilogue {
   const Scales& scales_;
   uint8_t* const staging_;
   float* const token_scales_;
+  unsigned* const group_max_;
   const int warp_;
   const int lane_;
   float bias_[2][2];

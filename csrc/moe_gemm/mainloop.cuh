@@ -78,43 +78,69 @@ __device__ __forceinline__ void RunKSteps(const SharedStorage<T>& smem,
   ReleaseStage(smem, previous, lane);
 }
 
-// Scales of the steps of a promoted k loop; none: the epilogue scales.
+// Weight scales of the steps of a promoted k loop, where those of X do not hold them already.
 struct StepScales {
   const float* weight[2];  // of this thread's rows of each block, from the first step on; or null
 };
 
-// acc += part * scales. A thread's accumulators 4 j + e are of columns 8 j + 2 * (lane % 4) + e
-// % 2.
+// Where the scale of a token lies among those of its step. A thread's accumulators 4 j + e are of
+// tokens 8 j + 2 * (lane % 4) + e % 2: it reads those of two j at once.
+__device__ __forceinline__ int StepScaleAt(int token) {
+  return token / 16 * 16 + token % 8 / 2 * 4 + token / 8 % 2 * 2 + token % 2;
+}
+
+// The first scales of a promotion, read while its products are made: under wgmma's own reads shared
+// memory takes long to answer. The others follow into the registers of promoted sums.
+template <int kN>
+struct ScaleQueue {
+  static constexpr int kPairs = (kN + 15) / 16;
+  static constexpr int kAhead = kPairs < 4 ? kPairs : 4;
+
+  float4 ahead[kAhead];
+
+  __device__ __forceinline__ explicit ScaleQueue(const float4* scales) {
+#pragma unroll
+    for (int pair = 0; pair < kAhead; ++pair) ahead[pair] = scales[4 * pair];
+  }
+};
+
+// acc += part * scales.
 template <class T, int kN>
-__device__ __forceinline__ void Promote(const float* token_scales,
+__device__ __forceinline__ void Promote(const float4* scales,
+                                        ScaleQueue<kN> queue,
                                         float weight_scale,
-                                        bool by_step,
                                         const float (&part)[T::kWarpgroupTokens / 2],
                                         float (&acc)[T::kWarpgroupTokens / 2]) {
+  constexpr int kAhead = ScaleQueue<kN>::kAhead;
 #pragma unroll
-  for (int j = 0; j < kN / 8; ++j) {
-    float2 scale = make_float2(1.0f, 1.0f);
-    if (by_step) scale = *reinterpret_cast<const float2*>(token_scales + 8 * j);
-    scale.x *= weight_scale;
-    scale.y *= weight_scale;
+  for (int pair = 0; pair < ScaleQueue<kN>::kPairs; ++pair) {
+    const float4 x = queue.ahead[pair % kAhead];
+    if (pair + kAhead < ScaleQueue<kN>::kPairs) {
+      queue.ahead[pair % kAhead] = scales[4 * (pair + kAhead)];
+    }
+    float scale[4] = {x.x, x.y, x.z, x.w};
+    if constexpr (!T::kScalesByBlock) {
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      acc[4 * j + e] = fmaf(part[4 * j + e], e % 2 == 0 ? scale.x : scale.y, acc[4 * j + e]);
+      for (float& s : scale) s *= weight_scale;
+    }
+#pragma unroll
+    for (int i = 8 * pair; i < 8 * pair + 8 && i < kN / 2; ++i) {
+      acc[i] = fmaf(part[i], scale[i / 4 % 2 * 2 + i % 2], acc[i]);
     }
   }
 }
 
 // Issues the products of a k step of one block.
 template <class T, int kN>
-__device__ __forceinline__ void IssueStep(uint32_t weights,
-                                          uint32_t tokens,
+__device__ __forceinline__ void IssueStep(uint64_t weights,
+                                          uint64_t tokens,
                                           float (&part)[T::kWarpgroupTokens / 2]) {
   ptx::FenceAccumulator(part);
   cute::warpgroup_arrive();
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const uint64_t a = ptx::Swizzle128Descriptor(weights + i * kWeightAdvance<T>);
-    const uint64_t b = ptx::Swizzle128Descriptor(tokens + i * 32);
+    const uint64_t a = ptx::MoveDescriptor(weights, i * kWeightAdvance<T>);
+    const uint64_t b = ptx::MoveDescriptor(tokens, i * 32);
     ptx::Wgmma<typename T::Weight, kN, T::kMajor>(a, b, part, i > 0);
   }
   cute::warpgroup_commit_batch();
@@ -136,40 +162,51 @@ __device__ __forceinline__ void RunPromotedKSteps(const SharedStorage<T>& smem,
   float part[kTwoParts ? 2 : 1][T::kWarpgroupTokens / 2];
 #pragma unroll
   for (int i = 0; i < kN / 2; ++i) acc[0][i] = acc[1][i] = 0.0f;
-  const bool by_step = scales.weight[0] != nullptr;
-  const auto weights = [&](int index, int block) {
-    return ptx::SmemAddress(smem.weights(index)) + (share.first_block + block) * T::kBlockBytes;
+  // Made once: until the products are issued, nothing is multiplied here.
+  const uint64_t weights0 = ptx::Swizzle128Descriptor(ptx::SmemAddress(smem.weights(0)) +
+                                                      share.first_block * T::kBlockBytes);
+  const uint64_t tokens0 = ptx::Swizzle128Descriptor(ptx::SmemAddress(smem.tokens(0)) +
+                                                     share.first_token * T::kStepBytes);
+  const auto issue = [&](int index, int block, int to) {
+    const uint32_t at = index * T::kStageBytes;
+    IssueStep<T, kN>(ptx::MoveDescriptor(weights0, at + block * T::kBlockBytes),
+                     ptx::MoveDescriptor(tokens0, at),
+                     part[to]);
   };
-  const auto tokens = [&](int index) {
-    return ptx::SmemAddress(smem.tokens(index)) + share.first_token * T::kStepBytes;
-  };
-  const auto token_scales = [&](int index) {
-    return smem.step_scales(index) + share.first_token + 2 * (lane % 4);
+  const auto step_scales = [&](int index, int block) {
+    const int first = T::kScalesByBlock ? (share.first_block + block) * T::kBlockScales : 0;
+    return reinterpret_cast<const float4*>(smem.step_scales(index) + first + share.first_token) +
+           lane % 4;
   };
   // Of a step: 128 elements, so a block.
   const auto weight_scale = [&](int block, int step) {
-    return by_step ? scales.weight[block][step] : 1.0f;
+    if constexpr (T::kScalesByBlock) return 1.0f;
+    return scales.weight[block] != nullptr ? scales.weight[block][step] : 1.0f;
   };
   for (int step = 0; step < num_k_steps; ++step) {
     const int index = stage.index;
-    const float scale[2] = {weight_scale(0, step), weight_scale(1, step)};
+    const float weight[2] = {weight_scale(0, step), weight_scale(1, step)};
     ptx::BarrierWait(smem.full(index), stage.parity);
     if constexpr (kTwoParts) {
-      IssueStep<T, kN>(weights(index, 0), tokens(index), part[0]);
-      IssueStep<T, kN>(weights(index, 1), tokens(index), part[1]);
+      issue(index, 0, 0);
+      issue(index, 1, 1);
+      const float4* const x = step_scales(index, 0);
+      const ScaleQueue<kN> queue(x);
       cute::warpgroup_wait<1>();
       ptx::FenceAccumulator(part[0]);
-      Promote<T, kN>(token_scales(index), scale[0], by_step, part[0], acc[0]);
+      Promote<T, kN>(x, queue, weight[0], part[0], acc[0]);
       cute::warpgroup_wait<0>();
       ptx::FenceAccumulator(part[1]);
-      Promote<T, kN>(token_scales(index), scale[1], by_step, part[1], acc[1]);
+      Promote<T, kN>(x, ScaleQueue<kN>(x), weight[1], part[1], acc[1]);
     } else {
 #pragma unroll
       for (int block = 0; block < 2; ++block) {
-        IssueStep<T, kN>(weights(index, block), tokens(index), part[0]);
+        issue(index, block, 0);
+        const float4* const x = step_scales(index, block);
+        const ScaleQueue<kN> queue(x);
         cute::warpgroup_wait<0>();
         ptx::FenceAccumulator(part[0]);
-        Promote<T, kN>(token_scales(index), scale[block], by_step, part[0], acc[block]);
+        Promote<T, kN>(x, queue, weight[block], part[0], acc[block]);
       }
     }
     __syncwarp();  // every lane has read its scales

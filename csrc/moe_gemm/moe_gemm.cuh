@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
     MoeGemmKernel(const __grid_constant__ MoeGemmArgs args) {
   extern __shared__ uint8_t raw_smem[];
   const SharedStorage<T> smem(raw_smem);
-  const int warp = threadIdx.x / 32;
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // known to be the same
   const int lane = threadIdx.x % 32;
 
   if (warp == 0 && lane == 0) {
@@ -108,6 +108,11 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
       ptx::BarrierInit(smem.ring_empty(s), T::kCluster * warps);
     }
     ptx::BarrierInitFence();
+  }
+  if (T::kPromoted && !args.scales.by_step) {
+    for (int i = threadIdx.x; i < T::kStages * T::kStepScaleBytes / 4; i += T::kThreads) {
+      smem.step_scales(0)[i] = 1.0f;
+    }
   }
   if constexpr (T::kCluster > 1) {
     ptx::ClusterSyncInit();

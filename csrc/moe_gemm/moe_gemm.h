@@ -58,7 +58,15 @@ struct Fp8Scales {
   int num_x = 1;                 // kTensor: scales in x, weight w uses number w % num_x
   const float* out = nullptr;    // [num_out]: out is rounded to out_dtype and quantized to e4m3
   int num_out = 0;               // weight w uses number w % num_out
+  // [rows, ceil(n_out / 128)] for the scales of groups of 128 that are made of out, which is e4m3;
+  // only where QuantizesGroups.
+  float* out_groups = nullptr;
 };
+
+// Whether this tile holds whole groups of 128 output features.
+constexpr bool QuantizesGroups(ScaleFormat format, const TileConfig& tile) {
+  return format == ScaleFormat::kBlock && tile.weight_tile == 256;
+}
 
 // One grouped GEMM. Pointers are device pointers.
 struct MoeGemmProblem {

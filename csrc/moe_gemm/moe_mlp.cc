@@ -43,7 +43,7 @@ QuantizeParams QuantizeX(const MoeMlpParams& p, const MlpIndex& at) {
   return q;
 }
 
-// Of the intermediate, the rows in use.
+// Of the intermediate, the rows in use, unless the gate-up GEMM does it.
 QuantizeParams QuantizeAct(const MoeMlpParams& p, const MlpIndex& at) {
   QuantizeParams q{};
   q.x = p.act;
@@ -101,7 +101,9 @@ MoeGemmProblem GateUpProblem(const MoeMlpParams& p, const MlpIndex& at) {
     gemm.scales.x_index = p.index + at.row_to_token;
     gemm.scales.out = fp8.static_act;
     gemm.scales.num_out = static_cast<int>(fp8.num_static_act);
-    if (fp8.static_act != nullptr) gemm.out = fp8.act_q;
+    const bool by_groups = QuantizesGroups(fp8.format, p.gemm1);
+    if (by_groups) gemm.scales.out_groups = fp8.scratch + ActScales(p);
+    if (by_groups || fp8.static_act != nullptr) gemm.out = fp8.act_q;
   }
   return gemm;
 }
@@ -235,7 +237,7 @@ const char* LaunchMoeMlp(const MoeMlpParams& p, cudaStream_t stream) {
     if (const char* error = Reason(LaunchPermuteSlots(permute, stream))) return error;
   }
   if (const char* error = LaunchMoeGemm(gate_up, p.gemm1, stream)) return error;
-  if (p.fp8 != nullptr && p.fp8->static_act == nullptr) {
+  if (p.fp8 != nullptr && gate_up.out != p.fp8->act_q) {
     if (const char* error = Reason(LaunchQuantize(QuantizeAct(p, at), stream))) return error;
   }
   TileConfig down_tile = p.gemm2;

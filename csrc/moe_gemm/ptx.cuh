@@ -134,6 +134,12 @@ __device__ __forceinline__ uint64_t Swizzle128Descriptor(uint32_t smem_address) 
   return kSwizzle128 | kStride | kLeading | ((smem_address & 0x3FFFF) >> 4);
 }
 
+// A descriptor moved by bytes. Addresses of shared memory never carry into the fields above them.
+__device__ __forceinline__ uint64_t MoveDescriptor(uint64_t descriptor, uint32_t bytes) {
+  constexpr uint64_t kFields = 0xFFFFFFFF00000000u;
+  return (descriptor & kFields) | (static_cast<uint32_t>(descriptor) + (bytes >> 4));
+}
+
 template <class Atom, int kSize, int... kIs>
 __device__ __forceinline__ void WgmmaCall(uint64_t a,
                                           uint64_t b,

@@ -78,58 +78,126 @@ class TileScales {
   float out_inverse_;
 };
 
+// First of the 16 weight rows of a warp, or of a block's first warp, in rows that exist. They begin
+// at a multiple of 16, so lie in one block of 128.
+template <class T>
+__device__ __forceinline__ int ScaleRow(const MoeGemmArgs& args, int w_tile, int block, int warp) {
+  return min(WeightRow<T>(args, w_tile, block) + 16 * warp, args.n - 1) / 128 *
+         args.scales.w_row_stride;
+}
+
 template <class T>
 __device__ __forceinline__ StepScales FetchStepScales(const MoeGemmArgs& args,
                                                       const TileInfo& info,
                                                       const WarpgroupShare& share,
                                                       int thread) {
   const ScaleArgs& s = args.scales;
-  if (!s.by_step) return {nullptr, nullptr};
+  if (T::kScalesByBlock || !s.by_step) return {{nullptr, nullptr}};
   const float* w = s.w + info.weight * s.w_stride + StepsOf<T>(args.num_k_steps).first;
   StepScales scales;
 #pragma unroll
   for (int block = 0; block < 2; ++block) {
-    // Of all 16 rows of a warp: they begin at a multiple of 16, so in one block of 128.
-    const int row = WeightRow<T>(args, info.w_tile, share.first_block + block) + thread / 32 * 16;
-    scales.weight[block] = w + min(row, args.n - 1) / 128 * s.w_row_stride;
+    scales.weight[block] =
+        w + ScaleRow<T>(args, info.w_tile, share.first_block + block, thread / 32);
   }
   return scales;
 }
 
-// The whole life of the warp that copies the scales of X of every k step.
+// Copies the scales of a tile's rows of X, step by step.
 template <class T>
-__device__ void RunScaleProducer(const MoeGemmArgs& args, const SharedStorage<T>& smem, int lane) {
+__device__ __forceinline__ void CopyStepScales(const MoeGemmArgs& args,
+                                               const SharedStorage<T>& smem,
+                                               const TileInfo& info,
+                                               int token_of_row,
+                                               int lane,
+                                               PipelineState<T::kStages>& stage) {
   constexpr int kRowsPerLane = (T::kTokenTile + 31) / 32;
   const StepRange steps = StepsOf<T>(args.num_k_steps);
+  int source[kRowsPerLane];
+#pragma unroll
+  for (int i = 0; i < kRowsPerLane; ++i) {
+    const int r = lane + 32 * i;
+    int row = info.row + min(r, max(info.rows - 1, 0));
+    if (token_of_row >= 0) {
+      row = __shfl_sync(0xffffffffu, token_of_row, info.row + r);
+    } else if (args.scales.x_index != nullptr && r < info.rows) {
+      row = args.scales.x_index[row];
+    }
+    source[i] = row * args.scales.x_row_stride;
+  }
+  for (int step = steps.first; step < steps.last; ++step) {
+    ptx::BarrierWait(smem.empty(stage.index), stage.parity ^ 1);
+    const uint32_t dst = ptx::SmemAddress(smem.step_scales(stage.index));
+#pragma unroll
+    for (int i = 0; i < kRowsPerLane; ++i) {
+      const int r = lane + 32 * i;
+      if (r < info.rows)
+        ptx::CopyAsync4(dst + 4 * StepScaleAt(r), args.scales.x + source[i] + step);
+    }
+    ptx::CopyAsyncArrive(smem.full(stage.index));
+    stage.Advance();
+  }
+}
+
+// The same, multiplied with the weight scales of each 64-row block, which lies in one block of 128.
+// A lane has the tokens whose scales a thread of the consumers reads at
+// once, and those of the next step in registers while it waits for a stage.
+template <class T>
+__device__ __forceinline__ void MultiplyStepScales(const MoeGemmArgs& args,
+                                                   const SharedStorage<T>& smem,
+                                                   const TileInfo& info,
+                                                   int lane,
+                                                   PipelineState<T::kStages>& stage) {
+  static_assert(!T::kScalesByBlock || T::kBlockScales == 128, "a lane has four tokens");
+  const ScaleArgs& s = args.scales;
+  const StepRange steps = StepsOf<T>(args.num_k_steps);
+  const float* const weights = s.w + info.weight * s.w_stride;
+  int x_at[4];
+  int w_at[T::kWeightBlocks];
+  float4 x;
+  float w[T::kWeightBlocks];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int r = lane / 4 * 16 + lane % 4 * 2 + i / 2 * 8 + i % 2;
+    int row = info.row + min(r, max(info.rows - 1, 0));
+    if (s.x_index != nullptr) row = s.x_index[row];
+    x_at[i] = row * s.x_row_stride;
+  }
+#pragma unroll
+  for (int b = 0; b < T::kWeightBlocks; ++b) w_at[b] = ScaleRow<T>(args, info.w_tile, b, 0);
+  const auto fetch = [&](int step) {
+    x = make_float4(
+        s.x[x_at[0] + step], s.x[x_at[1] + step], s.x[x_at[2] + step], s.x[x_at[3] + step]);
+#pragma unroll
+    for (int b = 0; b < T::kWeightBlocks; ++b) w[b] = weights[w_at[b] + step];
+  };
+  fetch(steps.first);
+  for (int step = steps.first; step < steps.last; ++step) {
+    ptx::BarrierWait(smem.empty(stage.index), stage.parity ^ 1);
+    float4* const dst = reinterpret_cast<float4*>(smem.step_scales(stage.index)) + lane;
+#pragma unroll
+    for (int b = 0; b < T::kWeightBlocks; ++b) {
+      dst[b * (T::kBlockScales / 4)] = make_float4(x.x * w[b], x.y * w[b], x.z * w[b], x.w * w[b]);
+    }
+    ptx::BarrierArrive(smem.full(stage.index));
+    stage.Advance();
+    if (step + 1 < steps.last) fetch(step + 1);
+  }
+}
+
+// The whole life of the warp that brings the scales of X of every k step.
+template <class T>
+__device__ void RunScaleProducer(const MoeGemmArgs& args, const SharedStorage<T>& smem, int lane) {
   const int token_of_row = TileScales<T>::TokenOfRow(args, lane);
   PipelineState<T::kStages> stage;
   PipelineState<T::kRing> slot;
   while (true) {
     const TileInfo info = NextTile<T>(smem, slot, lane);
     if (info.end()) break;
-
-    int source[kRowsPerLane];
-#pragma unroll
-    for (int i = 0; i < kRowsPerLane; ++i) {
-      const int r = lane + 32 * i;
-      int row = info.row + min(r, max(info.rows - 1, 0));
-      if (token_of_row >= 0) {
-        row = __shfl_sync(0xffffffffu, token_of_row, info.row + r);
-      } else if (args.scales.x_index != nullptr && r < info.rows) {
-        row = args.scales.x_index[row];
-      }
-      source[i] = row * args.scales.x_row_stride;
-    }
-    for (int step = steps.first; step < steps.last; ++step) {
-      ptx::BarrierWait(smem.empty(stage.index), stage.parity ^ 1);
-      const uint32_t dst = ptx::SmemAddress(smem.step_scales(stage.index));
-#pragma unroll
-      for (int i = 0; i < kRowsPerLane; ++i) {
-        const int r = lane + 32 * i;
-        if (r < info.rows) ptx::CopyAsync4(dst + 4 * r, args.scales.x + source[i] + step);
-      }
-      ptx::CopyAsyncArrive(smem.full(stage.index));
-      stage.Advance();
+    if constexpr (T::kScalesByBlock) {
+      MultiplyStepScales<T>(args, smem, info, lane, stage);
+    } else {
+      CopyStepScales<T>(args, smem, info, token_of_row, lane, stage);
     }
     if (lane == 0) ReleaseRing<T>(smem.ring_empty(slot.index));
     slot.Advance();

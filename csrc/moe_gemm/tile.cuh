@@ -116,15 +116,24 @@ struct Tile {
   static constexpr bool kStoresFloat = !kFp8 || kWarpgroupTokens <= 128;
   static constexpr bool kLateScales = kWarpgroupTokens > (kPromoted ? 64 : 128);
 
-  // Scales of X: of a tile's tokens for the epilogue, of a step's for the promotion.
+  // Scales of X: of a tile's tokens for the epilogue, of a step's for the promotion. The latter,
+  // where the promotion rather than reading weights is the limit, once for each 64-row block,
+  // multiplied with its weight scale.
+  static constexpr bool kScalesByBlock = kPromoted && kSplit == Split::kWeights;
   static constexpr int kTokenScaleBytes = kFp8 ? kWarpgroupTokens * 4 : 0;  // of one warpgroup
-  static constexpr int kStepScaleBytes = kPromoted ? kTokenTile * 4 : 0;
+  static constexpr int kBlockScales = (kTokenTile + 15) / 16 * 16;          // see StepScaleAt
+  static constexpr int kStepScaleBytes =
+      kPromoted ? (kScalesByBlock ? kWeightBlocks : 1) * kBlockScales * 4 : 0;
 
   static constexpr int kStagingOffset = kStages * kStageBytes;
   static constexpr int kPartialOffset = kStagingOffset + kConsumers * kStagingBytes;
   static constexpr int kTokenScaleOffset = kPartialOffset + (kSplitK - 1) * kPartialBytes;
+  // Largest magnitudes of a chunk's tokens, [2][warpgroup], see Epilogue::StoreGroups.
+  static constexpr int kGroupMaxBytes = kScalesByBlock ? 2 * kConsumers * kChunkTokens * 4 : 0;
+
   static constexpr int kStepScaleOffset = kTokenScaleOffset + kConsumers * kTokenScaleBytes;
-  static constexpr int kRingOffset = kStepScaleOffset + kStages * kStepScaleBytes;
+  static constexpr int kGroupMaxOffset = kStepScaleOffset + kStages * kStepScaleBytes;
+  static constexpr int kRingOffset = kGroupMaxOffset + kGroupMaxBytes;
   static constexpr int kBarrierOffset = kRingOffset + kRing * static_cast<int>(sizeof(TileInfo));
   static constexpr int kSharedBytes = kBarrierOffset + (2 * kStages + 2 * kRing + 2) * 8;
   static constexpr int kAlignment = 1024;  // of the swizzle pattern
@@ -133,9 +142,9 @@ struct Tile {
                 "tile does not fit the shared memory of an SM");
 
   // setmaxnreg budgets: only where the launch bound leaves fewer registers than the accumulators
-  // need (65536 at 512 threads: 48 * 256 + 208 * 256; 64512 at 384: 48 * 128 + 224 * 256).
+  // need (65536 at 512 threads: 48 * 256 + 208 * 256; 64512 at 384: 56 * 128 + 224 * 256).
   static constexpr bool kReconfigureRegisters = kConsumers == 2;
-  static constexpr int kProducerRegisters = 48;
+  static constexpr int kProducerRegisters = kProducers == 2 ? 48 : 56;
   static constexpr int kConsumerRegisters = kProducers == 2 ? 208 : 224;
 };
 
@@ -158,6 +167,9 @@ struct SharedStorage {
   }
   __device__ float* step_scales(int stage) const {
     return reinterpret_cast<float*>(base + T::kStepScaleOffset + stage * T::kStepScaleBytes);
+  }
+  __device__ unsigned* group_max() const {
+    return reinterpret_cast<unsigned*>(base + T::kGroupMaxOffset);
   }
   // What CTA 1 + part of the cluster has accumulated.
   __device__ uint8_t* partial(int part) const {
