@@ -71,14 +71,11 @@ __global__ void __launch_bounds__(kPlanMaxThreads)
   extern __shared__ __align__(16) unsigned char plan_smem[];
 
   // NOTE: the table form waits inside, when it needs the counts. The ids that it reads first are
-  // older than the counting kernel, which lets this one start only after its own wait. Unless that
-  // kernel writes them.
-  if (kTotals == PlanTotals::kDirect || shape.fresh_ids) {
+  // older than the counting kernel, which lets this one start only after its own wait.
+  if constexpr (kTotals == PlanTotals::kDirect) {
     GridDependencyWait();
     GridDependencyLaunch();
-  }
-  if (kTotals == PlanTotals::kDirect && blockIdx.x == 0) {
-    ZeroCounters(params.zero_counters, params.num_zero_counters);
+    if (blockIdx.x == 0) ZeroCounters(params.zero_counters, params.num_zero_counters);
   }
   PlaceSlots<kTotals>(params, shape, MakePlanScratch(kTotals, shape, plan_smem), PlanCluster{});
 }

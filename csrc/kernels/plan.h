@@ -52,9 +52,4 @@ struct PlanParams {
 // Requires num_tokens * top_k < 2^31.
 cudaError_t LaunchPlan(const PlanParams& params, cudaStream_t stream);
 
-// The second half of LaunchPlan behind a kernel that writes the ids and has counted them: scratch
-// [B][ceil(T / table_tokens)][E_l] has the slots of every `table_tokens` tokens by local expert.
-// Requires B * T * K > 0. Leaves zero_counters alone.
-cudaError_t LaunchPlanPlace(const PlanParams& params, int64_t table_tokens, cudaStream_t stream);
-
 }  // namespace jaxmoe

@@ -22,7 +22,7 @@ static_assert(kPlanWindow <= kPlanMaxThreads, "one thread an expert");
 // Where a block learns what other chunks have of each expert.
 enum class PlanTotals {
   kDirect,   // it counts their ids
-  kTable,    // from params.scratch, [B][table_rows][E_l], which kernels before have filled
+  kTable,    // from params.scratch, [B][chunks][E_l], which the kernel before has filled
   kCluster,  // the other blocks of its cluster tell it
 };
 
@@ -30,13 +30,10 @@ enum class PlanTotals {
 struct PlanShape {
   int chunks;
   int chunk_rows;
-  int row_warps;             // warps that hold slots of a tile
-  int iters;                 // slots a lane holds, <= kPlanTileIters
-  int width;                 // experts in a window
-  int threads;               // of a placing block
-  int table_rows;            // of the table of counts
-  int table_rows_per_chunk;  // counted apart from each other
-  bool fresh_ids;            // written by the kernel before, not by an earlier one
+  int row_warps;  // warps that hold slots of a tile
+  int iters;      // slots a lane holds, <= kPlanTileIters
+  int width;      // experts in a window
+  int threads;    // of a placing block
 };
 
 // How many ints PlanScratch::sums has.
@@ -179,7 +176,6 @@ __device__ __forceinline__ void SumTable(const int32_t* table,
                                          int* before,
                                          int* total) {
   constexpr int kUnroll = 16;
-  int table_row = chunk * shape.table_rows_per_chunk;
   // A warp sums 32 columns over every `parts`-th chunk.
   int lane = threadIdx.x % kWarpSize;
   int warp = threadIdx.x / kWarpSize;
@@ -191,18 +187,18 @@ __device__ __forceinline__ void SumTable(const int32_t* table,
   if (part < parts && column < width) {
     int part_before = 0;
     int part_total = 0;
-    for (int first = part; first < shape.table_rows; first += kUnroll * parts) {
+    for (int first = part; first < shape.chunks; first += kUnroll * parts) {
       int count[kUnroll];
 #pragma unroll
       for (int i = 0; i < kUnroll; ++i) {
         int c = first + i * parts;
         const int32_t* address = table + static_cast<int64_t>(c) * v.local_experts;
-        count[i] = c < shape.table_rows ? __ldcg(address + window + column) : 0;
+        count[i] = c < shape.chunks ? __ldcg(address + window + column) : 0;
       }
 #pragma unroll
       for (int i = 0; i < kUnroll; ++i) {
         part_total += count[i];
-        if (first + i * parts < table_row) part_before += count[i];
+        if (first + i * parts < chunk) part_before += count[i];
       }
     }
     sums[part * columns + column] = part_before;
@@ -384,8 +380,7 @@ __device__ __forceinline__ void PlaceSlots(const PlanParams& params,
             GridDependencyWait();
             GridDependencyLaunch();
           }
-          const int32_t* table =
-              params.scratch + c.batch * shape.table_rows * params.num_local_experts;
+          const int32_t* table = params.scratch + c.batch * shape.chunks * params.num_local_experts;
           SumTable(table, shape, v, c.chunk, window, width, sums, &before, &total);
         } else if constexpr (kCluster) {
           TellCounts(shape, c.chunk, own, sums, cluster.told, &before, &total);
