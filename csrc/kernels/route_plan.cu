@@ -31,6 +31,7 @@ PlanShape MakeClusterShape(const PlanParams& plan, bool* fits) {
   PlanShape shape{};
   shape.chunks = static_cast<int>(blocks);
   shape.chunk_rows = static_cast<int>(rows);
+  shape.cluster = static_cast<int>(blocks);
   shape.row_warps = static_cast<int>(row_threads / kWarpSize);
   shape.iters = static_cast<int>(iters);
   shape.width = static_cast<int>(plan.num_local_experts);
@@ -55,7 +56,7 @@ struct LaunchCluster {
     return LaunchClusters(RoutePlanKernel<kPerLane, kWidth, kPlain>,
                           dim3(static_cast<unsigned>(plan.batch * shape.chunks)),
                           dim3(static_cast<unsigned>(shape.threads)),
-                          shape.chunks,
+                          shape.cluster,
                           smem_bytes,
                           stream,
                           route.pdl,

@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kRoutePlanThreads)
   int counts = (shape.row_warps * shape.width + 1) / 2 * 2;
   int* ids = reinterpret_cast<int*>(scratch.counts + counts);
 
-  BeginTelling(shape, &told);
+  BeginTelling<PlanTotals::kCluster>(shape, &told);
   GridDependencyWait();
   GridDependencyLaunch();
 
