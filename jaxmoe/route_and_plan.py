@@ -53,7 +53,7 @@ def route_and_plan(
 
     The bits of `routing = route(logits, ...)` and `plan(routing.expert_ids, E + S, ...)`, E experts
     of the logits and S = num_shared_experts; on CUDA by one call, which is a kernel for few tokens
-    and those of `route` and `plan` for more.
+    and two for more, except for the very largest plans.
 
     Args:
       logits: [T, E] bfloat16, float16 or float32.

@@ -100,17 +100,20 @@ __device__ __forceinline__ void KeepGroupsOfLanes(const RouteRule& rule,
     second = max(max(second, other_second), min(best, other));
     best = max(best, other);
   }
-  // A group's lanes share comparing it with the others: no round waits for the one before.
+  // A group's lanes share comparing it with the others, two at a time: no round waits for another.
   int value = GroupKey(rule, best, second);
   int first = lane & ~(lanes - 1);
   unsigned mine = ((1u << lanes) - 1) << first;
   int better = 0;
-#pragma unroll 2
-  for (int other = lane - first; other - (lane - first) < rule.num_groups; other += lanes) {
-    int theirs = __shfl_sync(kRouteFullMask, value, other * lanes);
-    bool wins = theirs > value || (theirs == value && other * lanes < first);
-    wins = wins && other < rule.num_groups;
-    better += __popc(__ballot_sync(kRouteFullMask, wins) & mine);
+  for (int step = 0; step < rule.num_groups; step += 2 * lanes) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      int other = step + i * lanes + (lane - first);
+      int theirs = __shfl_sync(kRouteFullMask, value, other * lanes);
+      bool wins = theirs > value || (theirs == value && other * lanes < first);
+      wins = wins && other < rule.num_groups;
+      better += __popc(__ballot_sync(kRouteFullMask, wins) & mine);
+    }
   }
   bool kept = better < rule.top_groups;
   if (rule.masked_value == -CUDART_INF_F) {
