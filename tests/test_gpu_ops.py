@@ -97,7 +97,7 @@ def test_plan_in_chunks_and_windows(kind, num_tokens, num_experts, top_k):
     _check_plan(expert_ids(kind, rng, num_tokens, num_experts, top_k), num_experts)
 
 
-@pytest.mark.parametrize("num_tokens", [40, 1400, 3000])
+@pytest.mark.parametrize("num_tokens", [40, 1400, 3000, 3001])
 def test_vmapped_plan_is_one_call(num_tokens):
     rng = np.random.default_rng(num_tokens)
     ids = np.stack([expert_ids("with_invalid", rng, num_tokens, 12, 3) for _ in range(5)])
@@ -274,7 +274,7 @@ def test_every_op_runs_its_kernel():
 
 @pytest.mark.sanitizer
 @pytest.mark.parametrize(
-    ("num_tokens", "num_experts"), [(11, 5), (700, 9), (3, 1030), (4200, 9), (4200, 1030)]
+    ("num_tokens", "num_experts"), [(11, 5), (700, 9), (3, 1030), (4203, 9), (4200, 1030)]
 )
 def test_sanitize_plan(num_tokens, num_experts):
     rng = np.random.default_rng(num_tokens)

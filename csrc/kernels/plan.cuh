@@ -12,11 +12,10 @@
 //   memory (uint16 [warps][experts]); the counts are scanned over warps, then over experts. What
 //   the block needs to know of other chunks is, per expert, the slots before its own and the total.
 // Direct (R <= 8192): one kernel; each block counts the ids of the other chunks itself, with
-//   shared-memory atomics: up to 8 ids a thread, all in flight at once.
-// Shared (R <= 262144, E_l <= 1024): one kernel; the chunks are 128 or fewer, 256 slots at least,
-// and
-//   each cluster of 8 counts all ids, a block an eighth of those outside the cluster. What a block
-//   has counted of an expert it tells the other seven by one 8-byte store into their memory.
+//   shared-memory atomics: up to 8 ids a thread, by 16-byte loads that are all in flight at once.
+// Shared (R <= 262144, E_l <= 1024): one kernel of at most 128 chunks, of 256 slots or more. Each
+//   cluster of 8 blocks counts all ids, a block an eighth of those outside the cluster. What it has
+//   counted of an expert it tells the other seven by one 8-byte store into their memory.
 // Table (larger): a first kernel counts each chunk into table[chunks][E_l]; the second loads and
 //   ranks its slots while the first still runs (programmatic dependent launch), then sums the
 //   table's columns, 128 KB from L2 at E = 256.

@@ -41,7 +41,7 @@ __device__ __forceinline__ void CountSlots(const PlanParams& p,
   }
 }
 
-// The same for the quads [begin, end) of slots, of one window; quads do not straddle the hole.
+// The same for the quads [begin, end) of slots; quads do not straddle the hole.
 template <bool kMapped>
 __device__ __forceinline__ void CountQuads(const PlanParams& p,
                                            const int4* quads,
@@ -49,9 +49,12 @@ __device__ __forceinline__ void CountQuads(const PlanParams& p,
                                            unsigned end,
                                            unsigned hole_begin,
                                            unsigned hole_end,
+                                           int window,
+                                           int width,
                                            int* low,
                                            int* high) {
   constexpr int kUnroll = 4;
+  __shared__ int nowhere;  // for slots of other experts: a branch costs more than counting them
   for (unsigned base = begin + threadIdx.x; base < end; base += kUnroll * blockDim.x) {
     int4 quad[kUnroll];
 #pragma unroll
@@ -68,42 +71,45 @@ __device__ __forceinline__ void CountQuads(const PlanParams& p,
       const int id[4] = {quad[i].x, quad[i].y, quad[i].z, quad[i].w};
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        int expert = LocalExpertOf<kMapped>(p, id[j]);
-        if (expert != kPlanNoExpert) atomicAdd(counts + expert, 1);
+        unsigned column = LocalExpertOf<kMapped>(p, id[j]) - window;
+        atomicAdd(column < static_cast<unsigned>(width) ? counts + column : &nowhere, 1);
       }
     }
   }
 }
 
-// Counts this block's share of the slots outside of the chunks of its cluster.
+// Counts this block's share, as one of kBlocks, of the slots outside of their chunks.
+template <unsigned kBlocks>
 __device__ __forceinline__ void CountShare(const PlanParams& p,
                                            const PlanView& v,
                                            const PlanShape& shape,
                                            int chunk,
                                            int member,
+                                           int window,
+                                           int width,
                                            int* low,
                                            int* high) {
   unsigned rows = v.rows;
   unsigned begin = static_cast<unsigned>(chunk - member) * shape.chunk_rows;
-  unsigned end = min(begin + shape.cluster * shape.chunk_rows, rows);
+  unsigned end = min(begin + kBlocks * shape.chunk_rows, rows);
   unsigned others = rows - (end - begin);
   // By fours if the entry begins at 16 bytes; chunks do, and only the last slots may not.
   bool aligned = reinterpret_cast<uintptr_t>(v.expert_ids) % sizeof(int4) == 0;
   unsigned quads = aligned ? others / 4 : 0;
-  unsigned share = (quads + shape.cluster - 1) / shape.cluster;
+  unsigned share = (quads + kBlocks - 1) / kBlocks;
   unsigned first = member * share;
   unsigned last = min(first + share, quads);
   auto* ids = reinterpret_cast<const int4*>(v.expert_ids);
   if (p.expert_map != nullptr) {
-    CountQuads<true>(p, ids, first, last, begin / 4, end / 4, low, high);
+    CountQuads<true>(p, ids, first, last, begin / 4, end / 4, window, width, low, high);
   } else {
-    CountQuads<false>(p, ids, first, last, begin / 4, end / 4, low, high);
+    CountQuads<false>(p, ids, first, last, begin / 4, end / 4, window, width, low, high);
   }
   unsigned rest = others - 4 * quads;
-  share = (rest + shape.cluster - 1) / shape.cluster;
+  share = (rest + kBlocks - 1) / kBlocks;
   first = others - rest + member * share;
   last = min(first + share, others);
-  CountSlots(p, v, first, last, begin, end, 0, shape.width, low, high);
+  CountSlots(p, v, first, last, begin, end, window, width, low, high);
 }
 
 // Thread e gets the sums of the column window + e of the table: of the rows before those of

@@ -197,11 +197,10 @@ __device__ __forceinline__ void PlaceSlots(const PlanParams& params,
         if (e < width) low[e] = high[e] = 0;
       }
       __syncthreads();
-      if (kDirect && shape.chunks > 1) {
-        unsigned others = v.rows - (c.end_row - c.first_row);
-        CountSlots(params, v, 0, others, c.first_row, c.end_row, window, width, low, high);
+      if (kShared || (kDirect && shape.chunks > 1)) {
+        constexpr unsigned kBlocks = kShared ? kPlanSharedBlocks : 1;
+        CountShare<kBlocks>(params, v, shape, c.chunk, member, window, width, low, high);
       }
-      if constexpr (kShared) CountShare(params, v, shape, c.chunk, member, low, high);
       if (has_rows) {
         int column[kPlanTileIters];
 #pragma unroll
