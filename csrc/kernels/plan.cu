@@ -30,7 +30,7 @@ PlanShape MakeShape(int64_t rows, int64_t local_experts) {
   return shape;
 }
 
-// Of problems counted by clusters. 512 threads where they suffice: with 64 registers each, such a
+// Of problems counted by clusters. 512 threads where they suffice: with few registers each, such a
 // block can start beside the last ones of the kernel before.
 PlanShape MakeSharedShape(int64_t rows, int64_t local_experts) {
   constexpr int64_t kChunks = 128;  // nearly an SM each
