@@ -138,9 +138,9 @@ def check_window(
 def plan_scratch_size(batch: int, num_rows: int, num_local_experts: int) -> int:
     """Returns how many int32 of scratch the CUDA kernel needs: `PlanScratchInts` of plan.h.
 
-    Small problems take one kernel and none; larger ones count every expert in every chunk of rows.
+    Most problems take one kernel and none; larger ones count every expert in every chunk of rows.
     """
-    if num_rows <= 8192:
+    if num_rows <= 8192 or (num_rows <= 2**18 and num_local_experts <= 1024):
         return 1
     of_64 = 512 * -(-num_rows // (512 * 64))
     of_128 = 2048 * -(-num_rows // (2048 * 128))

@@ -53,7 +53,7 @@ def route_and_plan(
 
     The bits of `routing = route(logits, ...)` and `plan(routing.expert_ids, E + S, ...)`, E experts
     of the logits and S = num_shared_experts; on CUDA by one call, which is a kernel for few tokens
-    and two for many.
+    and two for more, except for the very largest plans.
 
     Args:
       logits: [T, E] bfloat16, float16 or float32.
@@ -136,18 +136,6 @@ def route_and_plan(
         ones = jnp.ones((shared,), jnp.float32)
         weights = scaled(weights, ids, jnp.concatenate([given.expert_scale, ones]))
     return Routing(ids, weights), Plan(*(a[0] for a in arrays))
-
-
-def scratch_size(batch: int, num_tokens: int, columns: int, num_local_experts: int) -> int:
-    """Returns how many int32 of scratch the CUDA kernels need: `RoutePlanScratchInts`.
-
-    The formula is in csrc/kernels/route_plan.h: a table of at most 128 rows where plan has one, and
-    plan's own where the experts are too many for the kernel that counts.
-    """
-    rows = num_tokens * columns
-    if rows <= 8192 or num_local_experts > 1024:
-        return plan_scratch_size(batch, rows, num_local_experts)
-    return batch * -(-num_tokens // -(-num_tokens // 128)) * num_local_experts
 
 
 def _xla(
@@ -239,7 +227,8 @@ def _scratch(
     avals: Any, *, top_k: int, num_shared_experts: int, num_local_experts: int, **_params: Any
 ) -> list[_primitive.Spec]:
     batch, num_tokens, _ = avals[0].shape
-    size = scratch_size(batch, num_tokens, top_k + num_shared_experts, num_local_experts)
+    rows = num_tokens * (top_k + num_shared_experts)
+    size = plan_scratch_size(batch, rows, num_local_experts)
     return [((size,), jnp.int32)]
 
 

@@ -64,10 +64,15 @@ def _check_plan(ids, num_experts):
         512,  # the largest problem of one block
         513,  # a second block with one slot
         5000,  # ten blocks, the last not full
-        8192,  # the largest of one kernel
-        8193,  # the smallest of two kernels, the last chunk of one slot
-        32769,  # chunks of 1024, the last of one slot
-        65537,  # chunks of 1536: two slots a thread, a quarter of the warps empty
+        8192,  # the largest whose blocks count all
+        8193,  # the smallest that clusters count, the last chunk with one slot before seven of none
+        10240,  # every chunk full
+        32769,  # chunks of 288
+        65536,  # chunks of 512, the most with one slot a thread
+        65537,  # chunks of 544: two slots a thread, the last warp without any
+        131073,  # chunks of 1056: more than 512 threads
+        262144,  # the largest that clusters count
+        262145,  # a table, the last chunk of one slot
     ],
 )
 def test_plan_of_every_number_of_slots_per_thread(num_rows, num_experts):
@@ -79,7 +84,7 @@ def test_plan_of_every_number_of_slots_per_thread(num_rows, num_experts):
 @pytest.mark.parametrize(
     ("num_tokens", "num_experts", "top_k"),
     [
-        (16384, 256, 8),  # 64 chunks of 2048 rows, a full tile
+        (16384, 256, 8),  # chunks of 1024 rows, two slots a thread
         (2, 1025, 7),  # few rows, a window of one expert
         (700, 3000, 3),  # three windows, the last not full
         (4000, 3000, 3),  # the same with a table
@@ -92,7 +97,7 @@ def test_plan_in_chunks_and_windows(kind, num_tokens, num_experts, top_k):
     _check_plan(expert_ids(kind, rng, num_tokens, num_experts, top_k), num_experts)
 
 
-@pytest.mark.parametrize("num_tokens", [40, 1400, 3000])
+@pytest.mark.parametrize("num_tokens", [40, 1400, 3000, 3001])
 def test_vmapped_plan_is_one_call(num_tokens):
     rng = np.random.default_rng(num_tokens)
     ids = np.stack([expert_ids("with_invalid", rng, num_tokens, 12, 3) for _ in range(5)])
@@ -268,7 +273,9 @@ def test_every_op_runs_its_kernel():
 
 
 @pytest.mark.sanitizer
-@pytest.mark.parametrize(("num_tokens", "num_experts"), [(11, 5), (700, 9), (3, 1030), (4200, 9)])
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts"), [(11, 5), (700, 9), (3, 1030), (4203, 9), (4200, 1030)]
+)
 def test_sanitize_plan(num_tokens, num_experts):
     rng = np.random.default_rng(num_tokens)
     _check_plan(_garbage_indices(rng, (num_tokens, 2), num_experts), num_experts)

@@ -119,6 +119,7 @@ def test_models(name):
     [
         (32, 32, 9, 8),  # a group a lane, the smallest
         (256, 8, 4, 8),
+        (256, 4, 2, 8),
         (256, 2, 1, 40),
         (512, 16, 5, 20),
         (64, 32, 32, 7),  # every group is kept
@@ -135,6 +136,19 @@ def test_groups(num_experts, num_groups, top_groups, top_k, method, masked):
     bias = True if method == "deepseek_v3" else None
     options = case(method, top_k, bias=bias, **groups)
     _check(*oracle.draw(num_groups, 5, num_experts, options))
+
+
+@pytest.mark.parametrize("method", ["deepseek_v3", "deepseek_v2"])
+@pytest.mark.parametrize(
+    ("num_groups", "top_groups"), [(2, 1), (4, 3), (8, 4), (8, 8), (16, 5), (32, 7)]
+)
+def test_tied_groups(num_groups, top_groups, method):
+    """Of equal groups the first ones, and those without a number last."""
+    logits = np.random.default_rng(num_groups).integers(0, 2, (60, 64)).astype(np.float32)
+    logits[::3] = 0.0
+    logits[1::3, : 64 // num_groups] = NAN
+    logits[2::6, 64 // num_groups :] = NAN
+    _check(logits, case(method, 4, num_groups=num_groups, top_groups=top_groups))
 
 
 @pytest.mark.parametrize("name", sorted(set(GOLDEN) - {n for n in GOLDEN if "forced" in n}))

@@ -86,18 +86,22 @@ FORMS = [
     (131, 8),
     (255, 8),
     (256, 8),  # the most of one kernel
-    (257, 8),  # two kernels, the second counts
+    (257, 8),  # the kernels of both; every block of plan's counts all slots
     (256, 32),  # the most rows of one kernel: chunks of 1024
-    (200, 41),  # 1025 rows a chunk: two kernels
+    (200, 41),  # 1025 rows a chunk: the kernels of both, clusters count
     (128, 60),  # a chunk of 960 rows, half of the warps with two slots a lane
-    (1024, 8),  # the last of which the second kernel counts
-    (1025, 8),  # a table: 9 tokens a block, the last with fewer
-    (257, 32),  # a table: 3 tokens a block
-    (4096, 8),  # 32 tokens a block
-    (4097, 8),  # 33: a warp with a second token
+    (1024, 8),  # the last of that form
+    (1025, 8),  # clusters count: 33 chunks of 256 rows, the last with 8, and 7 with none
+    (257, 32),
+    (2733, 3),  # a last slot that is no quad
+    (4096, 8),  # every chunk full
+    (4097, 8),  # chunks of 288
+    (8192, 8),  # the most with one slot a lane
+    (8193, 8),  # two, half of the last warp's without any
     (16384, 8),
-    (16385, 3),
-    (40000, 8),  # chunks of two tiles
+    (16385, 8),  # more than 512 threads
+    (32768, 8),  # the most that clusters count
+    (32769, 8),  # a table, and chunks of two tiles
 ]
 
 
@@ -131,7 +135,7 @@ def test_options(name, num_tokens):
 @pytest.mark.parametrize("num_tokens", [3, 100, 300, 4000])
 @pytest.mark.parametrize("num_local", [1, 511, 512, 513, 1024, 1025, 2500])
 def test_local_experts(num_tokens, num_local):
-    """More local experts than threads of a cluster's block, than a window, than the table takes."""
+    """More local experts than threads of a cluster's block, than a window, than clusters count."""
     options = case("renormalize", 6, num_local_experts=num_local)
     expert_map = np.random.default_rng(num_local).permutation(max(num_local, 512))[:512]
     options["expert_map"] = jnp.asarray(expert_map, jnp.int32)

@@ -191,24 +191,26 @@ def test_no_work_for_each_expert():
 
 def test_scratch_size():
     assert plan_scratch_size(3, 8192, 3000) == 1
-    assert plan_scratch_size(2, 8193, 8) == 2 * 17 * 8  # chunks of 512 rows
-    assert plan_scratch_size(1, 32768, 128) == 64 * 128
-    assert plan_scratch_size(1, 32769, 128) == 33 * 128  # of 1024
-    assert plan_scratch_size(1, 131072, 256) == 64 * 256  # of 2048
-    assert plan_scratch_size(1, 131073, 256) == 65 * 256
+    assert plan_scratch_size(3, 8193, 1024) == 1
+    assert plan_scratch_size(2, 8193, 1025) == 2 * 17 * 1025  # chunks of 512 rows
+    assert plan_scratch_size(1, 32768, 1025) == 64 * 1025
+    assert plan_scratch_size(1, 32769, 1025) == 33 * 1025  # of 1024
+    assert plan_scratch_size(1, 131072, 1025) == 64 * 1025  # of 2048
+    assert plan_scratch_size(1, 131073, 1025) == 65 * 1025
+    assert plan_scratch_size(1, 2**18, 1024) == 1
     assert plan_scratch_size(1, 2**18, 1025) == 128 * 1025
     assert plan_scratch_size(1, 2**18 + 1, 4) == 65 * 4  # of 4096
     assert plan_scratch_size(1, 2**31 - 1, 4) == 128 * 4
 
 
 def test_lowers_for_cuda_with_scratch():
-    ids = jax.ShapeDtypeStruct((1100, 8), jnp.int32)
+    ids = jax.ShapeDtypeStruct((40000, 8), jnp.int32)
     fn = jax.jit(lambda i: plan(i, 16, expert_offset=4, num_local_experts=8))
     with _targets.force_cuda_lowering():
         text = fn.trace(ids).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@jaxmoe_plan_v1") == 1
     assert "num_experts = 16 : i64" in text and "expert_offset = 4 : i64" in text
-    assert f"tensor<{plan_scratch_size(1, 8800, 8)}xi32>" in text
+    assert f"tensor<{plan_scratch_size(1, 320000, 8)}xi32>" in text
 
 
 @pytest.mark.parametrize(
@@ -281,10 +283,15 @@ def test_refusals(call, error, message):
         (64, 8, 8),  # the largest problem of one thread block
         (513, 1, 1),  # the smallest of several
         (1024, 8, 8),  # the largest of one kernel
-        (2731, 8, 3),  # the smallest of two
+        (2731, 8, 3),  # the smallest that clusters count, in 33 chunks, of which 7 are empty
         (4096, 128, 8),
         (33, 1025, 3),  # more experts than threads of a block
-        (70001, 40, 8),  # chunks of several tiles
+        (2731, 1025, 3),  # more than clusters count: the smallest of two kernels
+        (65543, 11, 1),  # chunks of 544 rows, two a lane
+        (16384, 256, 8),
+        (16385, 600, 8),  # blocks of more than 512 threads, for rows and for experts
+        (32768, 300, 8),  # the most that clusters count
+        (87382, 40, 3),  # chunks of several tiles
     ],
 )
 def test_kernel(routing, num_tokens, num_experts, top_k):
@@ -306,7 +313,7 @@ def test_kernel(routing, num_tokens, num_experts, top_k):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_tokens", [5, 1500])
+@pytest.mark.parametrize("num_tokens", [5, 1500, 3001, 70000])
 def test_kernel_batched(num_tokens):
     rng = np.random.default_rng(16)
     ids = np.stack([expert_ids("with_invalid", rng, num_tokens, 24, 4) for _ in range(3)])

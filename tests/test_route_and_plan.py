@@ -9,8 +9,6 @@ import pytest
 
 from jaxmoe import _targets, plan, route, route_and_plan
 from jaxmoe._testing import assert_equal, assert_vmap_is_loop
-from jaxmoe.plan import plan_scratch_size
-from jaxmoe.route_and_plan import scratch_size
 from tests import routing_oracle as oracle
 from tests.routing_oracle import VARIANTS, case
 from tests.test_lowering import calls, cuda_text, struct
@@ -181,23 +179,6 @@ def test_forced_choices_are_one_call_for_the_plan():
 
     text = cuda_text(fn, struct(5, 8), struct(5, 2, dtype=jnp.int32))
     assert [c[0] for c in calls(text)] == ["jaxmoe_plan_v1"]
-
-
-@pytest.mark.parametrize(
-    ("shape", "size"),
-    [
-        ((1, 0, 8, 256), 1),
-        ((1, 1024, 8, 256), 1),
-        ((3, 1024, 8, 256), 1),
-        ((1, 1025, 8, 256), 114 * 256),  # 9 tokens a row, the last of 8
-        ((1, 4096, 8, 256), 128 * 256),
-        ((2, 16384, 8, 256), 2 * 128 * 256),
-        ((1, 257, 32, 40), 86 * 40),
-        ((1, 257, 32, 1025), plan_scratch_size(1, 257 * 32, 1025)),
-    ],
-)
-def test_scratch_size(shape, size):
-    assert scratch_size(*shape) == size
 
 
 REFUSED = [

@@ -131,4 +131,22 @@ __device__ __forceinline__ void StoreAsyncAt(int* address, uint64_t* bar, int ra
       : "memory");
 }
 
+// The same for 8 bytes.
+__device__ __forceinline__ void StoreAsyncAt(int2* address, uint64_t* bar, int rank, int2 value) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 remote;\n"
+      ".reg .b32 remote_bar;\n"
+      "mapa.shared::cluster.u32 remote, %0, %2;\n"
+      "mapa.shared::cluster.u32 remote_bar, %1, %2;\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [remote], {%3, %4}, "
+      "[remote_bar];\n"
+      "}\n" ::"r"(SmemAddress(address)),
+      "r"(SmemAddress(bar)),
+      "r"(rank),
+      "r"(value.x),
+      "r"(value.y)
+      : "memory");
+}
+
 }  // namespace jaxmoe::ptx

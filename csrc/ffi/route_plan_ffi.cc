@@ -22,7 +22,7 @@ ffi::Error RoutePlan(cudaStream_t stream,
                      ffi::ResultBufferR2<ffi::S32> expert_offsets,  // [B,E_l+1]
                      ffi::ResultBufferR2<ffi::S32> row_to_token,    // [B,R], R = T*C
                      ffi::ResultBufferR3<ffi::S32> slot_to_row,     // [B,T,C]
-                     ffi::ResultBufferR1<ffi::S32> scratch,         // [RoutePlanScratchInts]
+                     ffi::ResultBufferR1<ffi::S32> scratch,         // [PlanScratchInts]
                      int64_t num_shared_experts,
                      int64_t expert_offset,
                      RuleAttrs rule,
@@ -54,12 +54,11 @@ ffi::Error RoutePlan(cudaStream_t stream,
   JAXMOE_RETURN_IF_ERROR(CheckShape(kOp, "row_to_token", *row_to_token, {batch, rows}));
   JAXMOE_RETURN_IF_ERROR(
       CheckShape(kOp, "slot_to_row", *slot_to_row, {batch, num_tokens, columns}));
-  JAXMOE_RETURN_IF_ERROR(
-      CheckRange(kOp,
-                 "scratch.shape[0]",
-                 scratch->dimensions()[0],
-                 RoutePlanScratchInts(batch, num_tokens, columns, num_local_experts),
-                 INT64_MAX));
+  JAXMOE_RETURN_IF_ERROR(CheckRange(kOp,
+                                    "scratch.shape[0]",
+                                    scratch->dimensions()[0],
+                                    PlanScratchInts(batch, rows, num_local_experts),
+                                    INT64_MAX));
   route.expert_ids = expert_ids->typed_data();
   route.weights = weights->typed_data();
   route.num_shared_experts = num_shared_experts;

@@ -7,12 +7,20 @@ namespace jaxmoe {
 
 inline constexpr int kPlanNoExpert = -1;
 
-// Local expert of a global id, kPlanNoExpert if it has none here. Reads from L2: a kernel that
-// began early must not see what an SM has kept in L1 of the layer before.
+// Local expert of a global id, kPlanNoExpert if it has none here. kMapped: there is a map. Reads
+// from L2: a kernel that began early must not see what an SM has kept in L1 of the layer before.
+template <bool kMapped>
+__device__ __forceinline__ int LocalExpertOf(const PlanParams& p, int id) {
+  // Unsigned, so that one comparison sees both ends; without branches, so that several ids overlap.
+  bool known = static_cast<unsigned>(id) < static_cast<unsigned>(p.num_experts);
+  int local = id - static_cast<int>(p.expert_offset);
+  if (kMapped && known) local = __ldcg(p.expert_map + id);
+  bool here = known && static_cast<unsigned>(local) < static_cast<unsigned>(p.num_local_experts);
+  return here ? local : kPlanNoExpert;
+}
+
 __device__ __forceinline__ int LocalExpert(const PlanParams& p, int id) {
-  if (id < 0 || id >= p.num_experts) return kPlanNoExpert;
-  int64_t local = p.expert_map != nullptr ? __ldcg(p.expert_map + id) : id - p.expert_offset;
-  return local >= 0 && local < p.num_local_experts ? static_cast<int>(local) : kPlanNoExpert;
+  return p.expert_map != nullptr ? LocalExpertOf<true>(p, id) : LocalExpertOf<false>(p, id);
 }
 
 }  // namespace jaxmoe

@@ -1,4 +1,4 @@
-// Launches the plan kernels: one for small problems, two for large ones.
+// Launches the plan kernels: one for most problems, two for the largest.
 #include <algorithm>
 
 #include "csrc/kernels/plan.cuh"
@@ -9,14 +9,17 @@ namespace {
 
 constexpr int64_t kMaxGrid = 0x7fffffff;
 
-PlanShape MakeShape(int64_t rows, int64_t chunk_rows, int64_t local_experts) {
+// Of direct problems, and of those with a table.
+PlanShape MakeShape(int64_t rows, int64_t local_experts) {
+  int64_t chunk_rows = PlanChunkRows(rows);
   int64_t block_rows = std::min(rows, chunk_rows);
   int64_t tile_rows = std::min<int64_t>(block_rows, kPlanTileRows);
   int64_t iters = CeilDiv(tile_rows, kPlanMaxThreads);
   int64_t width = std::min<int64_t>(local_experts, kPlanWindow);
   PlanShape shape{};
-  shape.chunks = static_cast<int>(std::max<int64_t>(CeilDiv(rows, chunk_rows), 1));
+  shape.chunks = static_cast<int>(PlanChunks(rows));
   shape.chunk_rows = static_cast<int>(chunk_rows);
+  shape.cluster = 1;
   shape.iters = static_cast<int>(iters);
   shape.row_warps = iters > 0 ? static_cast<int>(CeilDiv(tile_rows, iters * kWarpSize)) : 0;
   shape.width = static_cast<int>(width);
@@ -24,24 +27,44 @@ PlanShape MakeShape(int64_t rows, int64_t chunk_rows, int64_t local_experts) {
   int64_t threads = std::max<int64_t>(shape.row_warps * kWarpSize, RoundUp(width, kWarpSize));
   shape.threads = static_cast<int>(
       shape.chunks > 1 ? kPlanMaxThreads : std::clamp<int64_t>(threads, 128, kPlanMaxThreads));
-  shape.table_rows = shape.chunks;
-  shape.table_rows_per_chunk = 1;
   return shape;
 }
 
-// Places behind the kernel that counts; the first of a pair of our own, so that they may overlap.
-cudaError_t LaunchPlaceByTable(const PlanParams& params,
-                               const PlanShape& shape,
-                               cudaStream_t stream) {
-  if (params.batch * shape.chunks > kMaxGrid) return cudaErrorInvalidConfiguration;
-  return LaunchKernel(PlanPlaceKernel<PlanTotals::kTable>,
-                      dim3(static_cast<unsigned>(params.batch * shape.chunks)),
-                      dim3(static_cast<unsigned>(shape.threads)),
-                      PlanScratchBytes(PlanTotals::kTable, shape),
-                      stream,
-                      true,
-                      params,
-                      shape);
+// Of problems counted by clusters. 512 threads where they suffice: with few registers each, such a
+// block can start beside the last ones of the kernel before.
+PlanShape MakeSharedShape(int64_t rows, int64_t local_experts) {
+  constexpr int64_t kChunks = 128;  // nearly an SM each
+  constexpr int64_t kMinRows = 256;
+  constexpr int64_t kThreads = 512;
+  int64_t chunk_rows = std::max(RoundUp(CeilDiv(rows, kChunks), kWarpSize), kMinRows);
+  int64_t iters = chunk_rows <= kThreads ? 1 : kPlanTileIters;
+  int64_t row_threads = RoundUp(CeilDiv(chunk_rows, iters), kWarpSize);
+  PlanShape shape{};
+  shape.chunks = static_cast<int>(RoundUp(CeilDiv(rows, chunk_rows), kPlanSharedBlocks));
+  shape.chunk_rows = static_cast<int>(chunk_rows);
+  shape.cluster = kPlanSharedBlocks;
+  shape.iters = static_cast<int>(iters);
+  shape.row_warps = static_cast<int>(row_threads / kWarpSize);
+  shape.width = static_cast<int>(local_experts);
+  shape.threads =
+      static_cast<int>(std::max({kThreads, row_threads, RoundUp(local_experts, kWarpSize)}));
+  return shape;
+}
+
+template <PlanTotals kTotals>
+cudaError_t LaunchPlace(const PlanParams& params,
+                        const PlanShape& shape,
+                        bool pdl,
+                        cudaStream_t stream) {
+  return LaunchClusters(PlanPlaceKernel<kTotals>,
+                        dim3(static_cast<unsigned>(params.batch * shape.chunks)),
+                        dim3(static_cast<unsigned>(shape.threads)),
+                        shape.cluster,
+                        PlanScratchBytes(kTotals, shape),
+                        stream,
+                        pdl,
+                        params,
+                        shape);
 }
 
 }  // namespace
@@ -50,35 +73,23 @@ cudaError_t LaunchPlan(const PlanParams& params, cudaStream_t stream) {
   int64_t rows = params.num_tokens * params.top_k;
   if (rows > kMaxGrid || params.batch > kMaxGrid) return cudaErrorInvalidValue;
   if (params.batch == 0) return cudaSuccess;
-  PlanShape shape = MakeShape(rows, PlanChunkRows(rows), params.num_local_experts);
+  bool direct = rows <= kPlanDirectRows;
+  bool table = PlanHasTable(rows, params.num_local_experts);
+  PlanShape shape = direct || table ? MakeShape(rows, params.num_local_experts)
+                                    : MakeSharedShape(rows, params.num_local_experts);
   if (params.batch * shape.chunks > kMaxGrid) return cudaErrorInvalidConfiguration;
-  dim3 grid(static_cast<unsigned>(params.batch * shape.chunks));
-  if (rows <= kPlanDirectRows) {
-    return LaunchKernel(PlanPlaceKernel<PlanTotals::kDirect>,
-                        grid,
-                        dim3(static_cast<unsigned>(shape.threads)),
-                        PlanScratchBytes(PlanTotals::kDirect, shape),
-                        stream,
-                        params.pdl,
-                        params,
-                        shape);
-  }
-  JAXMOE_RETURN_IF_CUDA_ERROR(LaunchKernel(
-      PlanCountKernel, grid, dim3(kPlanCountThreads), 0, stream, params.pdl, params, shape));
-  return LaunchPlaceByTable(params, shape, stream);
-}
-
-cudaError_t LaunchPlanPlace(const PlanParams& params, int64_t table_tokens, cudaStream_t stream) {
-  int64_t rows = params.num_tokens * params.top_k;
-  if (rows > kMaxGrid || params.batch > kMaxGrid) return cudaErrorInvalidValue;
-  if (params.batch == 0 || rows == 0) return cudaErrorInvalidValue;
-  int64_t table_slots = table_tokens * params.top_k;
-  int64_t per_chunk = CeilDiv(PlanChunkRows(rows), table_slots);
-  PlanShape shape = MakeShape(rows, per_chunk * table_slots, params.num_local_experts);
-  shape.table_rows = static_cast<int>(CeilDiv(params.num_tokens, table_tokens));
-  shape.table_rows_per_chunk = static_cast<int>(per_chunk);
-  shape.fresh_ids = true;
-  return LaunchPlaceByTable(params, shape, stream);
+  if (direct) return LaunchPlace<PlanTotals::kDirect>(params, shape, params.pdl, stream);
+  if (!table) return LaunchPlace<PlanTotals::kShared>(params, shape, params.pdl, stream);
+  JAXMOE_RETURN_IF_CUDA_ERROR(LaunchKernel(PlanCountKernel,
+                                           dim3(static_cast<unsigned>(params.batch * shape.chunks)),
+                                           dim3(kPlanCountThreads),
+                                           0,
+                                           stream,
+                                           params.pdl,
+                                           params,
+                                           shape));
+  // The second of our own, so that they may overlap.
+  return LaunchPlace<PlanTotals::kTable>(params, shape, true, stream);
 }
 
 }  // namespace jaxmoe

@@ -9,10 +9,20 @@
 
 namespace jaxmoe {
 
-// Problems of at most this many rows take one kernel and no scratch, larger ones two kernels.
+// Problems of at most this many rows take one kernel, whose blocks count all ids.
 inline constexpr int64_t kPlanDirectRows = 8192;
 
-// Rows handled by one thread block: 512, up to 2048 to keep to 64 blocks, more to keep to 128.
+// Those of at most this many take one too if the experts fit: clusters count the ids.
+inline constexpr int64_t kPlanSharedRows = 128 * 2048;
+inline constexpr int64_t kPlanSharedExperts = 1024;
+
+// Larger ones take two kernels and scratch.
+constexpr bool PlanHasTable(int64_t rows, int64_t local_experts) {
+  return rows > kPlanDirectRows && (rows > kPlanSharedRows || local_experts > kPlanSharedExperts);
+}
+
+// Rows handled by one thread block of these, or of a direct problem: 512, up to 2048 to keep to 64
+// blocks, more to keep to 128.
 constexpr int64_t PlanChunkRows(int64_t rows) {
   int64_t of_64 = 512 * CeilDiv(rows, 512 * 64);
   int64_t of_128 = 2048 * CeilDiv(rows, 2048 * 128);
@@ -27,10 +37,11 @@ constexpr int64_t PlanChunks(int64_t rows) {
 
 // int32 elements of scratch. The same formula is `plan_scratch_size` in jaxmoe/plan.py.
 constexpr int64_t PlanScratchInts(int64_t batch, int64_t rows, int64_t local_experts) {
-  return rows <= kPlanDirectRows ? 1 : batch * PlanChunks(rows) * local_experts;
+  return PlanHasTable(rows, local_experts) ? batch * PlanChunks(rows) * local_experts : 1;
 }
 
-// R = num_tokens * top_k rows per batch entry, E_l = num_local_experts.
+// R = num_tokens * top_k rows per batch entry, E_l = num_local_experts. Experts and their offset
+// are below 2^31.
 struct PlanParams {
   const int32_t* expert_ids;  // [B,T,K]
   const int32_t* expert_map;  // [E] global id -> local id, or nullptr: id - expert_offset
@@ -51,10 +62,5 @@ struct PlanParams {
 
 // Requires num_tokens * top_k < 2^31.
 cudaError_t LaunchPlan(const PlanParams& params, cudaStream_t stream);
-
-// The second half of LaunchPlan behind a kernel that writes the ids and has counted them: scratch
-// [B][ceil(T / table_tokens)][E_l] has the slots of every `table_tokens` tokens by local expert.
-// Requires B * T * K > 0. Leaves zero_counters alone.
-cudaError_t LaunchPlanPlace(const PlanParams& params, int64_t table_tokens, cudaStream_t stream);
 
 }  // namespace jaxmoe

@@ -6,92 +6,10 @@
 #include "csrc/common/launch.h"
 #include "csrc/common/mbarrier.cuh"
 #include "csrc/kernels/local_expert.cuh"
+#include "csrc/kernels/plan_count.cuh"
+#include "csrc/kernels/plan_shape.cuh"
 
 namespace jaxmoe {
-
-inline constexpr int kWarpSize = 32;
-inline constexpr unsigned kFullMask = 0xffffffffu;
-
-inline constexpr int kPlanMaxThreads = 1024;
-inline constexpr int kPlanMaxWarps = kPlanMaxThreads / kWarpSize;
-inline constexpr int kPlanTileIters = 2;  // slots a lane holds
-inline constexpr int kPlanTileRows = kPlanTileIters * kPlanMaxThreads;
-inline constexpr int kPlanWindow = 1024;  // experts at a time; thread e takes the e-th of them
-static_assert(kPlanWindow <= kPlanMaxThreads, "one thread an expert");
-
-// Where a block learns what other chunks have of each expert.
-enum class PlanTotals {
-  kDirect,   // it counts their ids
-  kTable,    // from params.scratch, [B][table_rows][E_l], which kernels before have filled
-  kCluster,  // the other blocks of its cluster tell it
-};
-
-// How a batch entry is cut. Grid: batch * chunks blocks, chunks fastest.
-struct PlanShape {
-  int chunks;
-  int chunk_rows;
-  int row_warps;             // warps that hold slots of a tile
-  int iters;                 // slots a lane holds, <= kPlanTileIters
-  int width;                 // experts in a window
-  int threads;               // of a placing block
-  int table_rows;            // of the table of counts
-  int table_rows_per_chunk;  // counted apart from each other
-  bool fresh_ids;            // written by the kernel before, not by an earlier one
-};
-
-// How many ints PlanScratch::sums has.
-inline constexpr int PlanSums(PlanTotals totals, const PlanShape& shape) {
-  return totals == PlanTotals::kCluster ? shape.chunks * shape.width : 2 * kPlanWindow;
-}
-
-// Shared memory of PlaceSlots, carved in this order from PlanScratchBytes bytes.
-struct PlanScratch {
-  int* base;         // [width], next row of each expert of the window
-  int* sums;         // [PlanSums]
-  uint16_t* counts;  // [row_warps][width]
-};
-
-inline int64_t PlanScratchBytes(PlanTotals totals, const PlanShape& shape) {
-  int64_t counts = int64_t{shape.row_warps} * shape.width;
-  return (shape.width + PlanSums(totals, shape)) * int64_t{sizeof(int)} +
-         RoundUp(counts * sizeof(uint16_t), sizeof(int));
-}
-
-__device__ __forceinline__ PlanScratch MakePlanScratch(PlanTotals totals,
-                                                       const PlanShape& shape,
-                                                       void* smem) {
-  PlanScratch scratch;
-  scratch.base = static_cast<int*>(smem);
-  scratch.sums = scratch.base + shape.width;
-  scratch.counts = reinterpret_cast<uint16_t*>(scratch.sums + PlanSums(totals, shape));
-  return scratch;
-}
-
-// One batch entry with 32-bit sizes; R < 2^31.
-struct PlanView {
-  const int32_t* expert_ids;  // [R]
-  const int32_t* expert_map;  // [E] or nullptr
-  int32_t* expert_offsets;    // [E_l+1]
-  int32_t* row_to_token;      // [R]
-  int32_t* slot_to_row;       // [R]
-  int rows;                   // R
-  int local_experts;          // E_l
-  unsigned top_k;             // K
-};
-
-__device__ __forceinline__ PlanView PlanBatchEntry(const PlanParams& p, int64_t b) {
-  int64_t rows = p.num_tokens * p.top_k;
-  PlanView v;
-  v.expert_ids = p.expert_ids + b * rows;
-  v.expert_map = p.expert_map;
-  v.expert_offsets = p.expert_offsets + b * (p.num_local_experts + 1);
-  v.row_to_token = p.row_to_token + b * rows;
-  v.slot_to_row = p.slot_to_row + b * rows;
-  v.rows = static_cast<int>(rows);
-  v.local_experts = static_cast<int>(p.num_local_experts);
-  v.top_k = static_cast<unsigned>(p.top_k);
-  return v;
-}
 
 __device__ __forceinline__ int WarpInclusiveScan(int value, int lane) {
 #pragma unroll
@@ -117,105 +35,6 @@ __device__ __forceinline__ int BlockExclusiveScan(int value, int* warp_sums, int
   *total = __shfl_sync(kFullMask, sums, kWarpSize - 1);
   int before = __shfl_sync(kFullMask, sums, warp > 0 ? warp - 1 : 0);
   return inclusive - value + (warp > 0 ? before : 0);
-}
-
-// The part of a batch entry that this block places.
-struct PlanChunk {
-  int64_t batch;  // b
-  int chunk;
-  unsigned first_row;
-  unsigned end_row;
-};
-
-__device__ __forceinline__ PlanChunk PlanBlockChunk(const PlanShape& shape, int rows) {
-  PlanChunk c;
-  c.batch = blockIdx.x / static_cast<unsigned>(shape.chunks);
-  c.chunk = static_cast<int>(blockIdx.x % static_cast<unsigned>(shape.chunks));
-  // Unsigned: the end of the last chunk may pass 2^31.
-  c.first_row = static_cast<unsigned>(c.chunk) * static_cast<unsigned>(shape.chunk_rows);
-  c.end_row = min(c.first_row + shape.chunk_rows, static_cast<unsigned>(rows));
-  return c;
-}
-
-// Adds the slots [begin, end) whose expert is in the window to `low`, those at or past `hole_end`
-// to `high`; those in [hole_begin, hole_end) are left out. All threads of the block call it.
-__device__ __forceinline__ void CountSlots(const PlanParams& p,
-                                           const PlanView& v,
-                                           unsigned begin,
-                                           unsigned end,
-                                           unsigned hole_begin,
-                                           unsigned hole_end,
-                                           int window,
-                                           int width,
-                                           int* low,
-                                           int* high) {
-  constexpr int kUnroll = 8;
-  for (unsigned base = begin + threadIdx.x; base < end; base += kUnroll * blockDim.x) {
-    int id[kUnroll];
-#pragma unroll
-    for (int i = 0; i < kUnroll; ++i) {
-      unsigned row = base + i * blockDim.x;
-      bool counted = row < end && (row < hole_begin || row >= hole_end);
-      id[i] = counted ? __ldcg(v.expert_ids + row) : kPlanNoExpert;
-    }
-#pragma unroll
-    for (int i = 0; i < kUnroll; ++i) {
-      int expert = LocalExpert(p, id[i]);
-      if (expert < window || expert - window >= width) continue;
-      atomicAdd((base + i * blockDim.x < hole_begin ? low : high) + (expert - window), 1);
-    }
-  }
-}
-
-// Thread e gets the sums of the column window + e of the table: of the rows before those of
-// `chunk`, and of all. `table` is this batch entry's, `sums` is shared [2][kPlanWindow].
-__device__ __forceinline__ void SumTable(const int32_t* table,
-                                         const PlanShape& shape,
-                                         const PlanView& v,
-                                         int chunk,
-                                         int window,
-                                         int width,
-                                         int* sums,
-                                         int* before,
-                                         int* total) {
-  constexpr int kUnroll = 16;
-  int table_row = chunk * shape.table_rows_per_chunk;
-  // A warp sums 32 columns over every `parts`-th chunk.
-  int lane = threadIdx.x % kWarpSize;
-  int warp = threadIdx.x / kWarpSize;
-  int column_groups = max(1, static_cast<int>(CeilDiv(width, kWarpSize)));
-  int columns = column_groups * kWarpSize;
-  int parts = static_cast<int>(blockDim.x / kWarpSize) / column_groups;
-  int part = warp / column_groups;
-  int column = warp % column_groups * kWarpSize + lane;
-  if (part < parts && column < width) {
-    int part_before = 0;
-    int part_total = 0;
-    for (int first = part; first < shape.table_rows; first += kUnroll * parts) {
-      int count[kUnroll];
-#pragma unroll
-      for (int i = 0; i < kUnroll; ++i) {
-        int c = first + i * parts;
-        const int32_t* address = table + static_cast<int64_t>(c) * v.local_experts;
-        count[i] = c < shape.table_rows ? __ldcg(address + window + column) : 0;
-      }
-#pragma unroll
-      for (int i = 0; i < kUnroll; ++i) {
-        part_total += count[i];
-        if (first + i * parts < table_row) part_before += count[i];
-      }
-    }
-    sums[part * columns + column] = part_before;
-    sums[kPlanWindow + part * columns + column] = part_total;
-  }
-  __syncthreads();
-  *before = 0;
-  *total = 0;
-  if (static_cast<int>(threadIdx.x) >= width) return;
-  for (int i = 0; i < parts; ++i) {
-    *before += sums[i * columns + threadIdx.x];
-    *total += sums[kPlanWindow + i * columns + threadIdx.x];
-  }
 }
 
 // Ranks the slots of a warp's run among those of the same column of the window, and counts them.
@@ -247,54 +66,80 @@ __device__ __forceinline__ void RankSlots(const int (&column)[kPlanTileIters],
 
 // What blocks of one cluster, a chunk each, tell each other.
 struct PlanCluster {
-  const int* ids;  // of the slots of this chunk, in shared memory
+  const int* ids;  // kCluster: of the slots of this chunk, in shared memory
   uint64_t* told;  // barrier in shared memory: phase 0 ends when all others have told this block
 };
 
-// All threads of all blocks of the cluster, before anything else. shape.chunks is a power of two.
+// All threads of all blocks of the cluster, before anything else.
+template <PlanTotals kTotals>
 __device__ __forceinline__ void BeginTelling(const PlanShape& shape, uint64_t* told) {
-  if (shape.chunks == 1) return;
+  if (shape.cluster == 1) return;
   if (threadIdx.x == 0) {
+    int bytes = shape.width * PlanToldInts(kTotals) * int{sizeof(int)};
     ptx::BarrierInit(told, 1);
     ptx::BarrierInitFence();
-    ptx::BarrierArriveExpectTx(told, (shape.chunks - 1) * shape.width * int{sizeof(int)});
+    ptx::BarrierArriveExpectTx(told, (shape.cluster - 1) * bytes);
   }
   ptx::ClusterArriveInit();
 }
 
-// After BeginTelling: thread e tells the other blocks how many slots of expert e its chunk has, and
-// gets the sums over the chunks before and over all. `sums` is shared, [chunks][width].
+// Slots of one expert, as a block knows them.
+struct PlanKnown {
+  int own;   // in its chunk
+  int low;   // kShared: of those before the chunks of the cluster, as many as it counted
+  int high;  // kShared: of those behind them
+};
+
+// After BeginTelling: thread e tells the other blocks what this one knows of expert e, and gets the
+// sums over the chunks before and over all. `sums` is shared, [cluster][width] of what is told.
 // NOTE: pushed, because the release that lets others read this block's memory costs a microsecond.
 // A block ends only after it was told everything, so nobody writes to one that is gone.
+template <PlanTotals kTotals>
 __device__ __forceinline__ void TellCounts(const PlanShape& shape,
-                                           int chunk,
-                                           int own,
+                                           int member,
+                                           const PlanKnown& known,
                                            int* sums,
                                            uint64_t* told,
                                            int* before,
                                            int* total) {
-  *before = 0;
-  *total = 0;
+  constexpr bool kShared = kTotals == PlanTotals::kShared;
+  auto* pairs = reinterpret_cast<int2*>(sums);  // kShared: of before and total
   int e = threadIdx.x;
-  if (shape.chunks > 1) {
+  int all = known.low + known.own + known.high;
+  if (shape.cluster > 1) {
     ptx::ClusterWait();
-    for (int i = 1; i < shape.chunks && e < shape.width; ++i) {
-      int to = (chunk + i) & (shape.chunks - 1);
-      ptx::StoreAsyncAt(sums + chunk * shape.width + e, told, to, own);
+    for (int i = 1; i < shape.cluster && e < shape.width; ++i) {
+      int to = (member + i) & (shape.cluster - 1);
+      int at = member * shape.width + e;
+      if constexpr (kShared) {
+        int2 pair{known.low + (member < to ? known.own : 0), all};
+        ptx::StoreAsyncAt(pairs + at, told, to, pair);
+      } else {
+        ptx::StoreAsyncAt(sums + at, told, to, known.own);
+      }
     }
     ptx::BarrierWait(told, 0);
   }
+  *before = known.low;
+  *total = all;
   if (e >= shape.width) return;
-  for (int c = 0; c < shape.chunks; ++c) {
-    int count = c == chunk ? own : sums[c * shape.width + e];
-    if (c < chunk) *before += count;
-    *total += count;
+  for (int c = 0; c < shape.cluster; ++c) {
+    if (c == member) continue;
+    if constexpr (kShared) {
+      int2 pair = pairs[c * shape.width + e];
+      *before += pair.x;
+      *total += pair.y;
+    } else {
+      int count = sums[c * shape.width + e];
+      if (c < member) *before += count;
+      *total += count;
+    }
   }
 }
 
 // Places the slots of this block's chunk, and writes the expert offsets if it is the first one. All
-// threads of the block call it, at least shape.width. kCluster: a chunk is one tile, and the
-// experts are one window; otherwise `cluster` is not read.
+// threads of the block call it, at least shape.width. kShared, kCluster: a chunk is one tile, and
+// the experts are one window; otherwise `cluster` is not read.
 template <PlanTotals kTotals>
 __device__ __forceinline__ void PlaceSlots(const PlanParams& params,
                                            const PlanShape& shape,
@@ -302,7 +147,9 @@ __device__ __forceinline__ void PlaceSlots(const PlanParams& params,
                                            PlanCluster cluster) {
   constexpr bool kDirect = kTotals == PlanTotals::kDirect;
   constexpr bool kTable = kTotals == PlanTotals::kTable;
+  constexpr bool kShared = kTotals == PlanTotals::kShared;
   constexpr bool kCluster = kTotals == PlanTotals::kCluster;
+  constexpr bool kOne = PlanTells(kTotals);  // tile, and window
   __shared__ int warp_sums[kWarpSize];
   int* base = scratch.base;
   int* sums = scratch.sums;
@@ -315,10 +162,14 @@ __device__ __forceinline__ void PlaceSlots(const PlanParams& params,
   int e = threadIdx.x;
   bool has_rows = warp < shape.row_warps;
   uint16_t* own_counts = counts + warp * shape.width;
+  // Where this block counts slots of other chunks: kShared: where it would tell itself.
+  int member = PlanTells(kTotals) ? c.chunk & (shape.cluster - 1) : 0;
+  int* low = kShared ? sums + member * PlanToldInts(kTotals) * shape.width : sums;
+  int* high = low + (kShared ? shape.width : kPlanWindow);
 
   int window_offset = 0;  // rows of all experts before the window
   // NOTE: one round even without experts or slots, for the slots of no group and the offsets.
-  for (int window = 0; window == 0 || window < v.local_experts; window += kPlanWindow) {
+  for (int window = 0; window == 0 || (!kOne && window < v.local_experts); window += kPlanWindow) {
     int width = min(shape.width, v.local_experts - window);
     int next = 0;  // of thread e: the next row of expert window + e
     unsigned tile = c.first_row;
@@ -342,13 +193,13 @@ __device__ __forceinline__ void PlaceSlots(const PlanParams& params,
       for (int i = threadIdx.x; i < count_words; i += blockDim.x) {
         reinterpret_cast<uint32_t*>(counts)[i] = 0;
       }
-      if constexpr (kDirect) {
-        if (e < width) sums[e] = sums[kPlanWindow + e] = 0;
+      if constexpr (kDirect || kShared) {
+        if (e < width) low[e] = high[e] = 0;
       }
       __syncthreads();
-      if (kDirect && shape.chunks > 1) {
-        CountSlots(
-            params, v, 0, v.rows, c.first_row, c.end_row, window, width, sums, sums + kPlanWindow);
+      if (kShared || (kDirect && shape.chunks > 1)) {
+        constexpr unsigned kBlocks = kShared ? kPlanSharedBlocks : 1;
+        CountShare<kBlocks>(params, v, shape, c.chunk, member, window, width, low, high);
       }
       if (has_rows) {
         int column[kPlanTileIters];
@@ -362,18 +213,20 @@ __device__ __forceinline__ void PlaceSlots(const PlanParams& params,
       }
       __syncthreads();
 
-      // Thread e scans the warps' counts of its expert.
+      // Thread e scans the warps' counts of its expert, some at a time: there may be one or 32.
       int own = 0;
-      if (e < width) {
-        int warp_rows[kPlanMaxWarps];
+      constexpr int kStep = 8;
+      for (int first = 0; first < shape.row_warps && e < width; first += kStep) {
+        int warp_rows[kStep];
 #pragma unroll
-        for (int w = 0; w < kPlanMaxWarps; ++w) {
-          warp_rows[w] = w < shape.row_warps ? counts[w * shape.width + e] : 0;
+        for (int i = 0; i < kStep; ++i) {
+          warp_rows[i] = first + i < shape.row_warps ? counts[(first + i) * shape.width + e] : 0;
         }
 #pragma unroll
-        for (int w = 0; w < kPlanMaxWarps; ++w) {
-          if (w < shape.row_warps) counts[w * shape.width + e] = static_cast<uint16_t>(own);
-          own += warp_rows[w];
+        for (int i = 0; i < kStep; ++i) {
+          if (first + i >= shape.row_warps) break;
+          counts[(first + i) * shape.width + e] = static_cast<uint16_t>(own);
+          own += warp_rows[i];
         }
       }
       if (tile == c.first_row) {
@@ -384,14 +237,16 @@ __device__ __forceinline__ void PlaceSlots(const PlanParams& params,
             GridDependencyWait();
             GridDependencyLaunch();
           }
-          const int32_t* table =
-              params.scratch + c.batch * shape.table_rows * params.num_local_experts;
+          const int32_t* table = params.scratch + c.batch * shape.chunks * params.num_local_experts;
           SumTable(table, shape, v, c.chunk, window, width, sums, &before, &total);
         } else if constexpr (kCluster) {
-          TellCounts(shape, c.chunk, own, sums, cluster.told, &before, &total);
+          TellCounts<kTotals>(shape, member, {own, 0, 0}, sums, cluster.told, &before, &total);
+        } else if constexpr (kShared) {
+          PlanKnown known{own, e < width ? low[e] : 0, e < width ? high[e] : 0};
+          TellCounts<kTotals>(shape, member, known, sums, cluster.told, &before, &total);
         } else if (e < width) {
-          before = sums[e];
-          total = before + own + sums[kPlanWindow + e];
+          before = low[e];
+          total = before + own + high[e];
         }
         int window_rows;
         int offset = window_offset + BlockExclusiveScan(total, warp_sums, &window_rows);
@@ -417,8 +272,8 @@ __device__ __forceinline__ void PlaceSlots(const PlanParams& params,
         }
       }
       tile += kPlanTileRows;
-      __syncthreads();  // before the next tile or window clears the counts
-    } while (tile < c.end_row);
+      if constexpr (!kOne) __syncthreads();  // before the next tile or window clears the counts
+    } while (!kOne && tile < c.end_row);
   }
 
   if (c.chunk == 0 && e == 0) v.expert_offsets[v.local_experts] = window_offset;

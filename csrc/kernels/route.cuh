@@ -100,11 +100,22 @@ __device__ __forceinline__ void KeepGroupsOfLanes(const RouteRule& rule,
     second = max(max(second, other_second), min(best, other));
     best = max(best, other);
   }
-  // The first lane of a group stands for it; the others have no key, which a group always has.
+  // A group's lanes share comparing it with the others, two at a time: no round waits for another.
+  int value = GroupKey(rule, best, second);
   int first = lane & ~(lanes - 1);
-  int value = lane == first ? GroupKey(rule, best, second) : kRouteNoKey;
-  int bound;
-  bool kept = (BestLanes(value, rule.top_groups, lane, &bound) >> first & 1) != 0;
+  unsigned mine = ((1u << lanes) - 1) << first;
+  int better = 0;
+  for (int step = 0; step < rule.num_groups; step += 2 * lanes) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      int other = step + i * lanes + (lane - first);
+      int theirs = __shfl_sync(kRouteFullMask, value, other * lanes);
+      bool wins = theirs > value || (theirs == value && other * lanes < first);
+      wins = wins && other < rule.num_groups;
+      better += __popc(__ballot_sync(kRouteFullMask, wins) & mine);
+    }
+  }
+  bool kept = better < rule.top_groups;
   if (rule.masked_value == -CUDART_INF_F) {
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) key[i] = kept ? key[i] : kRouteNoKey;
@@ -334,7 +345,7 @@ __device__ __forceinline__ void WriteToken(const RouteParams& params,
     float x[1];
     int64_t row = token * shape.num_experts;
     int id = expert[k];
-    LoadLane(params.logits, params.dtype, row, {lane, max(id, 0), id + 1}, shape, x);
+    LoadLane<true>(params.logits, params.dtype, row, {lane, max(id, 0), id + 1}, shape, x);
     ToScores(rule.score, softmax, x);
     own_id = id;
     score_of(k) = x[0];  // NaN where there is no expert
@@ -409,16 +420,18 @@ __device__ __forceinline__ void RouteToken(const RouteParams& params,
   lane.first = lane.index * shape.per_lane;
   lane.end = min(lane.first + shape.per_lane, shape.num_experts);
 
+  // First, as a use of the logits would wait for them.
+  bool biased = !kPlain && rule.by_score && params.bias != nullptr;
+  float bias[kPerLane];
+  if (biased) LoadLane<false>(params.bias, params.bias_dtype, 0, lane, shape, bias);
   float x[kPerLane];
-  LoadLane(params.logits, params.dtype, token * shape.num_experts, lane, shape, x);
+  LoadLane<true>(params.logits, params.dtype, token * shape.num_experts, lane, shape, x);
   SoftmaxScale softmax{0.0f, 0.0f};
   if (rule.score == RouteScore::kSoftmax) softmax = SoftmaxOver(x);
 
   if (!kPlain && rule.by_score) {
     ToScores(rule.score, softmax, x);
-    if (params.bias != nullptr) {
-      float bias[kPerLane];
-      LoadLane(params.bias, params.bias_dtype, 0, lane, shape, bias);
+    if (biased) {
 #pragma unroll
       for (int i = 0; i < kPerLane; ++i) x[i] += bias[i];
     }

@@ -1,4 +1,4 @@
-// Launches route and plan: one kernel for few tokens, two for most, three for thousands of experts.
+// Launches route and plan: one kernel for few tokens, those of route and of plan for more.
 #include <algorithm>
 
 #include "csrc/kernels/route_dispatch.h"
@@ -10,10 +10,11 @@ namespace jaxmoe {
 namespace {
 
 constexpr int64_t kMaxGrid = 0x7fffffff;
+constexpr int64_t kMaxClusterBlocks = 8;
 
 // Blocks of the cluster of an entry: one takes 8 tokens as fast as several.
 int64_t ClusterBlocks(int64_t num_tokens) {
-  return num_tokens <= 8 ? 1 : num_tokens <= 16 ? 2 : num_tokens <= 32 ? 4 : 8;
+  return num_tokens <= 8 ? 1 : num_tokens <= 16 ? 2 : num_tokens <= 32 ? 4 : kMaxClusterBlocks;
 }
 
 // One chunk a block. `fits` is false if a chunk is more than a tile, or the experts more than the
@@ -30,6 +31,7 @@ PlanShape MakeClusterShape(const PlanParams& plan, bool* fits) {
   PlanShape shape{};
   shape.chunks = static_cast<int>(blocks);
   shape.chunk_rows = static_cast<int>(rows);
+  shape.cluster = static_cast<int>(blocks);
   shape.row_warps = static_cast<int>(row_threads / kWarpSize);
   shape.iters = static_cast<int>(iters);
   shape.width = static_cast<int>(plan.num_local_experts);
@@ -54,7 +56,7 @@ struct LaunchCluster {
     return LaunchClusters(RoutePlanKernel<kPerLane, kWidth, kPlain>,
                           dim3(static_cast<unsigned>(plan.batch * shape.chunks)),
                           dim3(static_cast<unsigned>(shape.threads)),
-                          shape.chunks,
+                          shape.cluster,
                           smem_bytes,
                           stream,
                           route.pdl,
@@ -65,59 +67,26 @@ struct LaunchCluster {
   }
 };
 
-struct LaunchCount {
-  const RouteParams& route;
-  const RouteShape& route_shape;
-  const PlanParams& plan;
-  RouteCountShape shape;
-  cudaStream_t stream;
-
-  template <int kPerLane, int kWidth, bool kPlain>
-  cudaError_t Run() const {
-    int64_t warps = std::min<int64_t>(shape.block_tokens, kRouteCountWarps<kPerLane, kWidth>);
-    int64_t smem_bytes = warps * sizeof(RouteScratch<kPerLane, kWidth, kPlain>) +
-                         plan.num_local_experts * sizeof(int);
-    return LaunchKernel(RouteCountKernel<kPerLane, kWidth, kPlain>,
-                        dim3(static_cast<unsigned>(plan.batch * shape.blocks)),
-                        dim3(static_cast<unsigned>(warps * kRouteLanes)),
-                        smem_bytes,
-                        stream,
-                        route.pdl,
-                        route,
-                        route_shape,
-                        plan,
-                        shape);
-  }
-};
-
 }  // namespace
 
 cudaError_t LaunchRoutePlan(const RouteParams& route, const PlanParams& plan, cudaStream_t stream) {
   int64_t rows = plan.num_tokens * plan.top_k;
   bool known = RouteIsKnown(route) && plan.top_k == route.top_k + route.num_shared_experts &&
                route.num_tokens == plan.batch * plan.num_tokens && rows <= kMaxGrid &&
-               plan.batch <= kMaxGrid / kRoutePlanTableRows;
+               plan.batch <= kMaxGrid / kMaxClusterBlocks;
   if (!known) return cudaErrorInvalidValue;
   if (route.num_tokens == 0) return LaunchPlan(plan, stream);
-  RouteShape route_shape = MakeRouteShape(route);
   bool fits = false;
-  PlanShape cluster = MakeClusterShape(plan, &fits);
+  PlanShape shape = MakeClusterShape(plan, &fits);
   if (fits) {
+    RouteShape route_shape = MakeRouteShape(route);
     return DispatchRoute(
-        route, route_shape, LaunchCluster{route, route_shape, plan, cluster, stream});
+        route, route_shape, LaunchCluster{route, route_shape, plan, shape, stream});
   }
-  if (!RoutePlanHasTable(rows, plan.num_local_experts)) {
-    JAXMOE_RETURN_IF_CUDA_ERROR(LaunchRoute(route, stream));
-    PlanParams behind = plan;
-    behind.pdl = true;
-    return LaunchPlan(behind, stream);
-  }
-  int64_t block_tokens = RoutePlanTableTokens(plan.num_tokens);
-  RouteCountShape shape{static_cast<int>(CeilDiv(plan.num_tokens, block_tokens)),
-                        static_cast<int>(block_tokens)};
-  JAXMOE_RETURN_IF_CUDA_ERROR(
-      DispatchRoute(route, route_shape, LaunchCount{route, route_shape, plan, shape, stream}));
-  return LaunchPlanPlace(plan, block_tokens, stream);
+  JAXMOE_RETURN_IF_CUDA_ERROR(LaunchRoute(route, stream));
+  PlanParams behind = plan;
+  behind.pdl = true;
+  return LaunchPlan(behind, stream);
 }
 
 }  // namespace jaxmoe

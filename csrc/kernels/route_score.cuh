@@ -89,8 +89,9 @@ struct alignas(4 * sizeof(T)) Quad {
   T at[4];
 };
 
-// The experts of a lane in a row, NaN past them. All loads are in flight at once.
-template <typename T, int kPerLane>
+// The experts of a lane in a row; kMasked: NaN past them, otherwise anything. All loads are in
+// flight at once; where nothing is masked nor converted, they still are at the end.
+template <bool kMasked, typename T, int kPerLane>
 __device__ __forceinline__ void LoadLane(const T* row,
                                          RouteLane lane,
                                          const RouteShape& shape,
@@ -107,7 +108,7 @@ __device__ __forceinline__ void LoadLane(const T* row,
 #pragma unroll
       for (int i = 0; i < kPerLane; ++i) {
         x[i] = static_cast<float>(quad[i / 4].at[i % 4]);
-        bool all_full = num_experts == kPerLane * kRouteLanes;
+        bool all_full = !kMasked || num_experts == kPerLane * kRouteLanes;
         if (!all_full && lane.first + i / 4 * 4 >= lane.end) x[i] = CUDART_NAN_F;
       }
       return;
@@ -118,11 +119,12 @@ __device__ __forceinline__ void LoadLane(const T* row,
   for (int i = 0; i < kPerLane; ++i) value[i] = row[min(lane.first + i, num_experts - 1)];
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) {
-    x[i] = lane.first + i < lane.end ? static_cast<float>(value[i]) : CUDART_NAN_F;
+    bool here = !kMasked || lane.first + i < lane.end;
+    x[i] = here ? static_cast<float>(value[i]) : CUDART_NAN_F;
   }
 }
 
-template <int kPerLane>
+template <bool kMasked, int kPerLane>
 __device__ __forceinline__ void LoadLane(const void* base,
                                          DType dtype,
                                          int64_t offset,
@@ -131,13 +133,13 @@ __device__ __forceinline__ void LoadLane(const void* base,
                                          float (&x)[kPerLane]) {
   if (dtype == DType::kFloat32) {
     auto* row = static_cast<const float*>(base) + offset;
-    LoadLane(row, lane, shape, x);
+    LoadLane<kMasked>(row, lane, shape, x);
   } else if (dtype == DType::kBFloat16) {
     auto* row = static_cast<const __nv_bfloat16*>(base) + offset;
-    LoadLane(row, lane, shape, x);
+    LoadLane<kMasked>(row, lane, shape, x);
   } else {
     auto* row = static_cast<const __half*>(base) + offset;
-    LoadLane(row, lane, shape, x);
+    LoadLane<kMasked>(row, lane, shape, x);
   }
 }
 
