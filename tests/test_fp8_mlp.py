@@ -150,9 +150,10 @@ def check_oracle(inputs, format, layer, layout="kn", **static):
 
 
 @pytest.mark.parametrize(
-    ("layer", "layout"), ((SMALL, "kn"), (BLOCKS, "nk")), ids=("small-kn", "blocks-nk")
+    ("format", "layer", "layout"),
+    [*((f, BLOCKS, "nk") for f in FORMATS), ("fp8_block", SMALL, "kn")],
+    ids=[*FORMATS, "fp8_block-small-kn"],
 )
-@pytest.mark.parametrize("format", FORMATS)
 def test_the_formulas(format, layer, layout):
     rng = np.random.default_rng(len(format))
     inputs = quantized_inputs(layer, 9, "with_invalid", rng, jnp.bfloat16, format, layout)
@@ -164,11 +165,9 @@ def test_the_formulas(format, layer, layout):
     ("activation", "gate_up", "format", "bias"),
     (
         ("swiglu", "up_gate", "fp8_tensor", False),
-        ("swiglu", "interleaved", "fp8_block", True),
         ("geglu", "gate_up", "fp8_channel", True),
-        ("geglu_tanh", "interleaved", "fp8_tensor", True),
+        ("geglu_tanh", "interleaved", "fp8_block", True),
         (GPT_OSS, "interleaved", "fp8_channel", True),
-        (GPT_OSS, "up_gate", "fp8_block", False),
         ("gelu", "gate_up", "fp8_block", True),
         ("gelu_tanh", "gate_up", "fp8_channel", False),
         ("silu", "gate_up", "fp8_tensor", True),
@@ -215,10 +214,8 @@ def test_e5m2_weights():
 def test_static_scales(num_scales):
     rng = np.random.default_rng(2)
     inputs = quantized_inputs(SMALL, 30, "uniform", rng, jnp.bfloat16, "fp8_tensor")
-    h_scale = jnp.asarray(rng.uniform(0.004, 0.02, num_scales), jnp.float32)  # some saturate
+    h_scale = np.float32(rng.uniform(0.004, 0.02, num_scales))  # some saturate; NumPy's, too
     static = {"x_scale": jnp.float32(0.003), "intermediate_scale": h_scale}
-    check_oracle(inputs, "fp8_tensor", SMALL, **static)
-    static = {"intermediate_scale": np.float32(0.01)}  # NumPy's scalars are arrays too
     check_oracle(inputs, "fp8_tensor", SMALL, **static)
 
 
@@ -281,15 +278,14 @@ def test_nan_and_infinity_stay_in_their_tokens(format):
     assert jnp.isfinite(run(inputs | {"x": x.at[5, 3].set(jnp.inf)})).all()
 
 
-@pytest.mark.parametrize("format", FORMATS[1:])
-def test_a_token_does_not_depend_on_its_batch(format):
+@pytest.mark.parametrize(("format", "count"), (("fp8_channel", 1), ("fp8_block", 7)))
+def test_a_token_does_not_depend_on_its_batch(format, count):
     rng = np.random.default_rng(7)
     inputs = quantized_inputs(BLOCKS, 40, "uniform", rng, jnp.bfloat16, format)
     whole = run(inputs, batch_invariant=True)
-    for count in (1, 7):
-        part = {n: a[:count] if n in ("x", "expert_ids", "weights") else a
-                for n, a in inputs.items()}  # fmt: skip
-        assert_close(run(part, batch_invariant=True), whole[:count], whole[:count])
+    part = {n: a[:count] if n in ("x", "expert_ids", "weights") else a
+            for n, a in inputs.items()}  # fmt: skip
+    assert_close(run(part, batch_invariant=True), whole[:count], whole[:count])
 
 
 def local(inputs, first, count):

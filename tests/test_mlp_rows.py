@@ -51,11 +51,12 @@ def check_rows(out, inputs, window=None, **kwargs):
     alone = dict(inputs, x=jnp.repeat(inputs["x"], top_k, axis=0), expert_ids=ids.reshape(-1, 1))
     alone["weights"] = jnp.ones((ids.size, 1), jnp.float32)
     host = jax.device_put(alone, jax.devices("cpu")[0])
-    want, naive = (
-        np.asarray(reference.moe_mlp(**host, **window, **kwargs, dtype=d))[slots >= 0]
-        for d in (jnp.float32, dtype)
-    )
-    assert_close(out.rows[slots[slots >= 0]], want, naive)
+    given = window | kwargs
+    want, naive = jax.jit(
+        lambda i: [reference.moe_mlp(**i, **given, dtype=d) for d in (jnp.float32, dtype)]
+    )(host)
+    named = slots >= 0
+    assert_close(out.rows[slots[named]], np.asarray(want)[named], np.asarray(naive)[named])
 
 
 @pytest.mark.parametrize(
@@ -76,15 +77,13 @@ def test_rows_and_finalize(name, routing, dtype, layout, num_tokens):
     assert isinstance(out, ExpertRows)
     check_rows(out, inputs, **kwargs)
     assert_equal(out.weights, inputs["weights"])
-    assert_equal(
-        jax.jit(lambda i: in_two_steps(i, **kwargs))(inputs),
-        jax.jit(lambda i: run(i, **kwargs))(inputs),
-    )
     residual = normal(rng, inputs["x"].shape, dtype)
-    assert_equal(
-        jax.jit(finalize)(out.rows, out, out.weights, residual=residual),
-        jax.jit(lambda i, r: run(i, residual=r, **kwargs))(inputs, residual),
+    fused, with_residual = jax.jit(lambda i, r: (run(i, **kwargs), run(i, residual=r, **kwargs)))(
+        inputs, residual
     )
+    in_steps = jax.jit(finalize)
+    assert_equal(in_steps(out.rows, out, out.weights), fused)
+    assert_equal(in_steps(out.rows, out, out.weights, residual=residual), with_residual)
 
 
 def test_window_of_experts():
@@ -167,7 +166,8 @@ def test_vmap(name):
         assert_equal(got.rows == 0, want.rows == 0)
         assert_equal(got.weights, want.weights)
     fused = jax.jit(jax.vmap(run, (axes,)))(stacked)
-    assert_equal(jax.jit(jax.vmap(in_two_steps, (axes,)))(stacked), fused)
+    in_steps = jax.jit(jax.vmap(lambda out: finalize(out.rows, out, out.weights)))
+    assert_equal(in_steps(mapped), fused)
 
 
 def test_nested_vmap():
@@ -219,7 +219,8 @@ def test_forward_mode():
     fn = lambda x, w: in_two_steps(dict(inputs, x=x, w_down=w))  # noqa: E731
     fused = lambda x, w: run(dict(inputs, x=x, w_down=w))  # noqa: E731
     point = inputs["x"], inputs["w_down"]
-    close(jax.jvp(fn, point, point), jax.jvp(fused, point, point))
+    along = lambda f: jax.jit(lambda *a: jax.jvp(f, a, a))(*point)  # noqa: E731
+    close(along(fn), along(fused))
     out, tangent = jax.jvp(lambda x: unfused(dict(inputs, x=x)), point[:1], point[:1])
     assert tangent.rows.dtype == jnp.float32 and tangent.rows.any()
     assert tangent.slot_to_row.dtype == jax.dtypes.float0
@@ -238,12 +239,31 @@ def test_scan_over_layers():
     assert_equal(network(in_two_steps), network(run))
 
 
+DEVICES = Layer("", "experts divide over 4 devices", 16, 8, 8, 3, bias=True)
+
+
+def value_and_gradients(fn, inputs):
+    ids, seed = inputs["expert_ids"], normal(np.random.default_rng(7), inputs["x"].shape)
+
+    def loss(arrays):
+        y = fn({**arrays, "expert_ids": ids})
+        return jnp.sum(jnp.sin(y) * seed), y
+
+    arrays = {n: a for n, a in inputs.items() if n not in INTEGERS}
+    return jax.jit(jax.grad(loss, has_aux=True))(arrays)
+
+
+@functools.cache
+def whole_layer():
+    """On one device."""
+    return value_and_gradients(run, *trees(DEVICES, 1, num_tokens=12))
+
+
 @pytest.mark.parametrize("check_vma", (True, False))
 @pytest.mark.parametrize("mapped", (False, True), ids=("", "vmap"))
 def test_shard_map(check_vma, mapped):
     """Each device's experts for all tokens: rows here, finalize here, a sum over devices."""
-    layer = Layer("", "experts divide over 4 devices", 16, 8, 8, 3, bias=True)
-    (inputs,) = trees(layer, 1, num_tokens=12)
+    (inputs,) = trees(DEVICES, 1, num_tokens=12)
 
     def local(inputs, fn=in_two_steps):
         first = jax.lax.axis_index("expert") * 2
@@ -256,9 +276,7 @@ def test_shard_map(check_vma, mapped):
     mesh = jax.make_mesh((4,), ("expert",), axis_types=(AxisType.Auto,))
     specs = {n: P("expert") if n.startswith(("w_", "b_")) else P() for n in inputs}
     split = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=P(), check_vma=check_vma)
-    seed = normal(np.random.default_rng(7), inputs["x"].shape)
-    close(jax.jit(split)(inputs), run(inputs))
-    close(gradients(split, inputs, seed), gradients(run, inputs, seed))
+    close(value_and_gradients(split, inputs), whole_layer())
 
 
 X = jnp.zeros((5, 8), jnp.bfloat16)
