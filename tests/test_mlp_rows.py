@@ -73,14 +73,18 @@ def test_rows_and_finalize(name, routing, dtype, layout, num_tokens):
     rng = np.random.default_rng(num_tokens)
     inputs = layer_inputs(layer, num_tokens, routing, rng, jnp.dtype(dtype), layout)
     kwargs = options(layer, layout)
-    out = jax.jit(lambda i: unfused(i, **kwargs))(inputs)
+    residual = normal(rng, inputs["x"].shape, dtype)
+
+    @jax.jit
+    def every(inputs, residual):
+        outs = (fn(inputs, **kwargs) for fn in (unfused, run, in_two_steps))
+        return *outs, run(inputs, residual=residual, **kwargs)
+
+    out, fused, together, with_residual = every(inputs, residual)
     assert isinstance(out, ExpertRows)
     check_rows(out, inputs, **kwargs)
     assert_equal(out.weights, inputs["weights"])
-    residual = normal(rng, inputs["x"].shape, dtype)
-    fused, with_residual = jax.jit(lambda i, r: (run(i, **kwargs), run(i, residual=r, **kwargs)))(
-        inputs, residual
-    )
+    assert_equal(together, fused)
     in_steps = jax.jit(finalize)
     assert_equal(in_steps(out.rows, out, out.weights), fused)
     assert_equal(in_steps(out.rows, out, out.weights, residual=residual), with_residual)
@@ -157,7 +161,8 @@ def batch(names, layer=SMALL["odd"]):
 @pytest.mark.parametrize("name", BATCHES)
 def test_vmap(name):
     stacked, axes, singles = batch(BATCHES[name])
-    mapped = jax.jit(jax.vmap(unfused, (axes,)))(stacked)
+    fns = (unfused, run, in_two_steps)
+    mapped, fused, together = jax.jit(lambda s: [jax.vmap(f, (axes,))(s) for f in fns])(stacked)
     for v, single in enumerate(singles):
         want = unfused(single)
         got = jax.tree.map(lambda a, v=v: a[v], mapped)
@@ -165,7 +170,7 @@ def test_vmap(name):
         np.testing.assert_allclose(got.rows, want.rows, rtol=2e-4, atol=2e-5)
         assert_equal(got.rows == 0, want.rows == 0)
         assert_equal(got.weights, want.weights)
-    fused = jax.jit(jax.vmap(run, (axes,)))(stacked)
+    assert_equal(together, fused)
     in_steps = jax.jit(jax.vmap(lambda out: finalize(out.rows, out, out.weights)))
     assert_equal(in_steps(mapped), fused)
 
@@ -181,14 +186,15 @@ def test_nested_vmap():
         np.testing.assert_allclose(mapped.rows[1, 2 - v], want.rows, rtol=2e-4, atol=2e-5)
 
 
-def gradients(fn, inputs, seed):
+def gradients(fns, inputs, seed):
+    """Of several functions, in one program."""
     ids = inputs["expert_ids"]
 
-    def loss(arrays):
+    def loss(arrays, fn):
         return jnp.sum(jnp.sin(fn({**arrays, "expert_ids": ids})) * seed)
 
     arrays = {n: a for n, a in inputs.items() if n not in INTEGERS}
-    return jax.jit(jax.grad(loss))(arrays)
+    return jax.jit(lambda a: [jax.grad(loss)(a, fn) for fn in fns])(arrays)
 
 
 def close(got, want):
@@ -200,9 +206,8 @@ def test_gradient_is_that_of_the_fused_layer(name):
     layer = SMALL[name]
     (inputs,) = trees(layer, 1)
     seed = normal(np.random.default_rng(5), inputs["x"].shape)
-    grads = [
-        gradients(lambda i, f=f: f(i, **options(layer)), inputs, seed) for f in (in_two_steps, run)
-    ]
+    fns = [functools.partial(f, **options(layer)) for f in (in_two_steps, run)]
+    grads = gradients(fns, inputs, seed)
     close(*grads)
     assert grads[0]["w_gate_up"].any() and grads[0]["weights"].any()
 
@@ -211,7 +216,7 @@ def test_gradient_is_that_of_the_fused_layer(name):
 def test_gradient_of_vmap(name):
     stacked, axes, _ = batch(BATCHES[name])
     seed = normal(np.random.default_rng(6), (3, *stacked["x"].shape[-2:]))
-    close(*(gradients(jax.vmap(f, (axes,)), stacked, seed) for f in (in_two_steps, run)))
+    close(*gradients([jax.vmap(f, (axes,)) for f in (in_two_steps, run)], stacked, seed))
 
 
 def test_forward_mode():
@@ -219,8 +224,7 @@ def test_forward_mode():
     fn = lambda x, w: in_two_steps(dict(inputs, x=x, w_down=w))  # noqa: E731
     fused = lambda x, w: run(dict(inputs, x=x, w_down=w))  # noqa: E731
     point = inputs["x"], inputs["w_down"]
-    along = lambda f: jax.jit(lambda *a: jax.jvp(f, a, a))(*point)  # noqa: E731
-    close(along(fn), along(fused))
+    close(*jax.jit(lambda *a: [jax.jvp(f, a, a) for f in (fn, fused)])(*point))
     out, tangent = jax.jvp(lambda x: unfused(dict(inputs, x=x)), point[:1], point[:1])
     assert tangent.rows.dtype == jnp.float32 and tangent.rows.any()
     assert tangent.slot_to_row.dtype == jax.dtypes.float0
