@@ -184,10 +184,9 @@ def grouped_gemm(
     ends = jnp.cumsum(jnp.maximum(group_sizes, 0))
     row = jnp.arange(lhs.shape[0])
     group = (row[:, None] >= ends[None, :]).sum(axis=1)
-    exists, matrix = group < group_sizes.shape[0], group
-    if group_offset is not None:
-        matrix = group - group_offset.reshape(()).astype(group.dtype)
-    exists = exists & (matrix >= 0) & (matrix < rhs.shape[0])
+    offset = 0 if group_offset is None else group_offset.reshape(()).astype(group.dtype)
+    matrix = group - offset
+    exists = (group < group_sizes.shape[0]) & (matrix >= 0) & (matrix < rhs.shape[0])
     every = matmul(lhs, rhs, dtype)  # each row times each matrix: [G, R, N]
     if bias is not None:
         every = every + bias[:, None, :].astype(dtype)
