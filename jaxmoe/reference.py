@@ -182,19 +182,15 @@ def grouped_gemm(
     if weight_layout == "nk":
         rhs = rhs.swapaxes(1, 2)
     ends = jnp.cumsum(jnp.maximum(group_sizes, 0))
-    starts = ends - jnp.maximum(group_sizes, 0)
-    first = 0 if group_offset is None else group_offset.reshape(())
     row = jnp.arange(lhs.shape[0])
-    out = jnp.zeros((lhs.shape[0], rhs.shape[2]), dtype)
-    for g in range(rhs.shape[0]):
-        exists = (first + g >= 0) & (first + g < group_sizes.shape[0])
-        group = jnp.where(exists, first + g, 0)
-        mine = exists & (row >= starts[group]) & (row < ends[group])
-        y = matmul(lhs, rhs[g], dtype)
-        if bias is not None:
-            y = y + bias[g][None, :].astype(dtype)
-        out = jnp.where(mine[:, None], y, out)
-    return out
+    group = (row[:, None] >= ends[None, :]).sum(axis=1)
+    offset = 0 if group_offset is None else group_offset.reshape(()).astype(group.dtype)
+    matrix = group - offset
+    exists = (group < group_sizes.shape[0]) & (matrix >= 0) & (matrix < rhs.shape[0])
+    every = matmul(lhs, rhs, dtype)  # each row times each matrix: [G, R, N]
+    if bias is not None:
+        every = every + bias[:, None, :].astype(dtype)
+    return jnp.where(exists[:, None], every[jnp.where(exists, matrix, 0), row], 0)
 
 
 def finalize(
@@ -207,10 +203,14 @@ def finalize(
 ) -> jax.Array:
     """Adds rows up: y[t] = sum_k weights[t,k] * rows[slot_to_row[t,k]] + residual[t]."""
     exists = (slot_to_row >= 0) & (slot_to_row < rows.shape[0])
+
+    def add(y: jax.Array, kth: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        exists, slot, weight = kth
+        row = permute(rows, jnp.where(exists, slot, -1)).astype(dtype)
+        return y + jnp.where(exists[:, None], weight[:, None].astype(dtype) * row, 0), None
+
     y = jnp.zeros((slot_to_row.shape[0], rows.shape[1]), dtype)
-    for k in range(slot_to_row.shape[1]):
-        row = permute(rows, jnp.where(exists[:, k], slot_to_row[:, k], -1)).astype(dtype)
-        y = y + jnp.where(exists[:, k, None], weights[:, k, None].astype(dtype) * row, 0)
+    y, _ = jax.lax.scan(add, y, (exists.T, slot_to_row.T, weights.T))
     return y if residual is None else y + residual.astype(dtype)
 
 
@@ -250,30 +250,26 @@ def moe_mlp(
     if num_experts is None:
         num_experts = expert_offset + num_local if expert_map is None else expert_map.shape[0]
     local = local_ids(expert_ids, num_experts, expert_offset, num_local, expert_map)
-    routed = (local[None, :, :] == jnp.arange(num_local, dtype=local.dtype)[:, None, None]).any(
-        axis=2
-    )  # [E, T]
     format = w_gate_up.format if isinstance(w_gate_up, QuantizedArray) else None
     tokens, layer_dtype = round_tokens(x, format, dtype, x_scale), x.dtype
     w1, w2 = plain(w_gate_up, dtype), plain(w_down, dtype)
     if weight_layout == "nk":
         w1, w2 = w1.swapaxes(1, 2), w2.swapaxes(1, 2)
-    hs: list[jax.Array] = []
-    for e in range(num_local):
-        h = matmul(tokens, w1[e], dtype)
-        if b_gate_up is not None:
-            h = h + b_gate_up[e][None, :].astype(dtype)
-        hs.append(act(*split_gate_up(h, gate_up)) if act.gated else act(h))
+    here = local[None, :, :] == jnp.arange(num_local, dtype=local.dtype)[:, None, None]
+    routed = here.any(axis=2)[:, :, None]  # [E, T, 1]
+    h = matmul(tokens, w1, dtype)  # each expert on each token: [E, T, N]
+    if b_gate_up is not None:
+        h = h + b_gate_up[:, None, :].astype(dtype)
+    h = act(*split_gate_up(h, gate_up)) if act.gated else act(h)
     if format is not None:
-        hs = [jnp.where(routed[e, :, None], h, 0) for e, h in enumerate(hs)]
-        hs = round_intermediate(hs, format, layer_dtype, dtype, intermediate_scale)
-    y = jnp.zeros(x.shape, dtype)
-    for e in range(num_local):
-        rows = matmul(hs[e], w2[e], dtype)
-        if b_down is not None:
-            rows = rows + b_down[e][None, :].astype(dtype)
-        weight = jnp.where(local == e, weights.astype(dtype), 0).sum(axis=1)
-        y = y + jnp.where(routed[e, :, None], weight[:, None] * rows, 0)
+        h = jnp.where(routed, h, 0)
+        h = round_intermediate(h, format, layer_dtype, dtype, intermediate_scale)
+    rows = matmul(h, w2, dtype)
+    if b_down is not None:
+        rows = rows + b_down[:, None, :].astype(dtype)
+    weight = jnp.where(here, weights.astype(dtype)[None], 0).sum(axis=2)
+    parts = jnp.where(routed, weight[:, :, None] * rows, 0)
+    y, _ = jax.lax.scan(lambda y, part: (y + part, None), jnp.zeros(x.shape, dtype), parts)
     return y if residual is None else y + residual.astype(dtype)
 
 
@@ -295,22 +291,21 @@ def round_tokens(
 
 
 def round_intermediate(
-    hs: list[jax.Array],
+    h: jax.Array,
     format: str,
     layer_dtype: jax.typing.DTypeLike,
     dtype: jax.typing.DTypeLike,
     scale: jax.Array | None,
-) -> list[jax.Array]:
-    """Rounds the rows of each expert, [T,I], to the layer's dtype and quantizes them.
+) -> jax.Array:
+    """Rounds the rows of the experts, [E,T,I], to the layer's dtype and quantizes them.
 
     Without `scale` fp8_tensor shares one over all experts; a `scale` is [] or [E].
     """
-    h = jnp.stack(hs).astype(layer_dtype)
+    h = h.astype(layer_dtype)
     if scale is None:
-        rows = round_tokens(h.reshape(-1, h.shape[2]), format, dtype)
-        return list(rows.reshape(h.shape))
-    scales = jnp.broadcast_to(scale, len(hs))
-    return [round_tokens(rows, format, dtype, s) for rows, s in zip(h, scales, strict=True)]
+        return round_tokens(h.reshape(-1, h.shape[2]), format, dtype).reshape(h.shape)
+    scales = jnp.broadcast_to(scale, h.shape[0])
+    return jax.vmap(lambda rows, s: round_tokens(rows, format, dtype, s))(h, scales)
 
 
 def matmul(a: jax.Array, b: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:

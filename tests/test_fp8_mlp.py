@@ -1,11 +1,9 @@
 """moe_mlp with FP8 weights: values against the reference and against the formulas in float64."""
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -23,8 +21,8 @@ from jaxmoe._testing import (
 from jaxmoe.activation import ACTIVATIONS as NAMED
 from jaxmoe.activation import resolve
 from jaxmoe.quantize import FORMATS
+from tests.fp8_oracle import oracle
 
-F8 = ml_dtypes.float8_e4m3fn
 SMALL = Layer("", "less than a block of 128", 48, 32, 5, 2, bias=True)
 BLOCKS = Layer("", "a block and a part of one", 144, 208, 3, 2, bias=True)
 
@@ -40,119 +38,38 @@ def run(inputs, **kwargs):
     return moe_mlp(x, routing, w1, w2, **rest, **kwargs)
 
 
-def check(inputs, **kwargs):
+@functools.cache
+def programs(dtype, **options):
+    """The layer, and the reference in float32 and in `dtype`; compiled once for each shape."""
+    dtypes = (jnp.float32, dtype)
+    both = lambda i: [reference.moe_mlp(**i, **options, dtype=d) for d in dtypes]  # noqa: E731
+    return jax.jit(lambda i: run(i, **options)), jax.jit(both)
+
+
+def check(inputs, static=None, **options):
     """Compares with the reference. Returns the result and the naive one."""
-    out = jax.jit(lambda i: run(i, **kwargs))(inputs)
-    assert out.dtype == inputs["x"].dtype
-    want, naive = jax.jit(
-        lambda i: tuple(
-            reference.moe_mlp(**i, **kwargs, dtype=dtype) for dtype in (jnp.float32, out.dtype)
-        )
-    )(inputs)
+    dtype = inputs["x"].dtype
+    # static scales are constants of a program of their own, so that NumPy's stay what they are
+    fresh = programs.__wrapped__(dtype, **options, **static) if static else None
+    fn, both = fresh or programs(dtype, **options)
+    out = fn(inputs)
+    assert out.dtype == dtype
+    want, naive = both(inputs)
     assert_close(out, want, naive)
     return out, naive
 
 
-# The formulas of the layer in NumPy: products and sums in float64, quantization in float32.
-
-
-def scales_of(x, format, static):
-    """Scale of every element of x [R,K]."""
-    finite = np.where(np.isfinite(x), np.abs(x), 0).astype(np.float32)
-    if static is not None:
-        return np.broadcast_to(np.asarray(static, np.float32), x.shape)
-    if format == "fp8_tensor":
-        largest = np.full(x.shape, finite.max(initial=0))
-    elif format == "fp8_channel":
-        largest = np.broadcast_to(finite.max(axis=1, keepdims=True), x.shape)
-    else:
-        starts = np.arange(0, x.shape[1], 128)
-        largest = np.maximum.reduceat(finite, starts, axis=1)
-        largest = np.repeat(largest, 128, axis=1)[:, : x.shape[1]]
-    return np.maximum(largest.astype(np.float32) / np.float32(448), np.float32(2**-126))
-
-
-def requantized(x, format, static=None):
-    """What is left of x [R,K] after quantization, float64."""
-    x = np.asarray(x, np.float32)
-    scales = scales_of(x, format, static)
-    with np.errstate(invalid="ignore"):
-        values = np.clip(x * (np.float32(1) / scales), -448, 448).astype(F8)
-    return values.astype(np.float64) * scales
-
-
-def dequantized(q: QuantizedArray):
-    """Weights [E,N,K], float64."""
-    values, scales = np.asarray(q.values).astype(np.float64), np.asarray(q.scales, np.float64)
-    if q.format == "fp8_block":
-        scales = scales.repeat(128, axis=1)[:, : values.shape[1]]
-        return values * scales.repeat(128, axis=2)[:, :, : values.shape[2]]
-    return values * scales.reshape(*scales.shape, *[1] * (3 - scales.ndim))
-
-
-def sigmoid(z):
-    return 1 / (1 + np.exp(-z))
-
-
-PHI = np.vectorize(lambda z: 0.5 * math.erfc(-z / math.sqrt(2)))
-GELU_TANH = lambda g: g * sigmoid(math.sqrt(8 / math.pi) * (g + 0.044715 * g**3))  # noqa: E731
-ACTIVATIONS = {
-    "swiglu": lambda g, u: g * sigmoid(g) * u,
-    "geglu": lambda g, u: g * PHI(g) * u,
-    "geglu_tanh": lambda g, u: GELU_TANH(g) * u,
-    "gelu": lambda g: g * PHI(g),
-    "gelu_tanh": GELU_TANH,
-    "silu": lambda g: g * sigmoid(g),
-    "relu": lambda g: np.maximum(g, 0),
-    "relu2": lambda g: np.maximum(g, 0) ** 2,
-    "identity": lambda g: g,
-    GPT_OSS: lambda g, u: np.minimum(g, 7) * sigmoid(1.702 * np.minimum(g, 7))
-    * (np.clip(u, -7, 7) + 1),
-}  # fmt: skip
-
-
-def oracle(inputs, format, activation="swiglu", gate_up="gate_up", **static):
-    """y in float64. Every expert is local."""
-    dtype = inputs["x"].dtype
-    ids, weights = np.asarray(inputs["expert_ids"]), np.asarray(inputs["weights"], np.float64)
-    w1, w2 = dequantized(inputs["w_gate_up"]), dequantized(inputs["w_down"])
-    x = requantized(inputs["x"], format, static.get("x_scale"))
-    slots = [(t, k) for t, k in np.ndindex(ids.shape) if 0 <= ids[t, k] < len(w1)]
-    h = np.zeros((len(slots), w2.shape[2]))
-    for r, (t, k) in enumerate(slots):
-        e = ids[t, k]
-        z = w1[e] @ x[t]
-        if "b_gate_up" in inputs:
-            z = z + np.asarray(inputs["b_gate_up"][e], np.float64)
-        if not resolve(activation).gated:
-            h[r] = ACTIVATIONS[activation](z)
-            continue
-        halves = (z[0::2], z[1::2]) if gate_up == "interleaved" else np.split(z, 2)
-        gate, up = halves[::-1] if gate_up == "up_gate" else halves
-        h[r] = ACTIVATIONS[activation](gate, up)
-    scale = static.get("intermediate_scale")
-    if scale is not None:
-        scale = np.broadcast_to(scale, len(w1))[[ids[slot] for slot in slots]][:, None]
-    h = requantized(h.astype(dtype), format, scale)
-    y = np.zeros(x.shape)
-    for r, (t, k) in enumerate(slots):
-        row = w2[ids[t, k]] @ h[r]
-        if "b_down" in inputs:
-            row = row + np.asarray(inputs["b_down"][ids[t, k]], np.float64)
-        y[t] += weights[t, k] * row
-    return y
-
-
 def check_oracle(inputs, format, layer, layout="kn", **static):
     """Compares with the reference and with the formulas in float64."""
-    out, naive = check(inputs, **options(layer, layout), **static)
+    out, naive = check(inputs, static, **options(layer, layout))
     assert_close(out, oracle(inputs, format, layer.activation, layer.gate_up, **static), naive)
 
 
 @pytest.mark.parametrize(
-    ("layer", "layout"), ((SMALL, "kn"), (BLOCKS, "nk")), ids=("small-kn", "blocks-nk")
+    ("format", "layer", "layout"),
+    [*((f, BLOCKS, "nk") for f in FORMATS), ("fp8_block", SMALL, "kn")],
+    ids=[*FORMATS, "fp8_block-small-kn"],
 )
-@pytest.mark.parametrize("format", FORMATS)
 def test_the_formulas(format, layer, layout):
     rng = np.random.default_rng(len(format))
     inputs = quantized_inputs(layer, 9, "with_invalid", rng, jnp.bfloat16, format, layout)
@@ -164,11 +81,9 @@ def test_the_formulas(format, layer, layout):
     ("activation", "gate_up", "format", "bias"),
     (
         ("swiglu", "up_gate", "fp8_tensor", False),
-        ("swiglu", "interleaved", "fp8_block", True),
         ("geglu", "gate_up", "fp8_channel", True),
-        ("geglu_tanh", "interleaved", "fp8_tensor", True),
+        ("geglu_tanh", "interleaved", "fp8_block", True),
         (GPT_OSS, "interleaved", "fp8_channel", True),
-        (GPT_OSS, "up_gate", "fp8_block", False),
         ("gelu", "gate_up", "fp8_block", True),
         ("gelu_tanh", "gate_up", "fp8_channel", False),
         ("silu", "gate_up", "fp8_tensor", True),
@@ -215,10 +130,8 @@ def test_e5m2_weights():
 def test_static_scales(num_scales):
     rng = np.random.default_rng(2)
     inputs = quantized_inputs(SMALL, 30, "uniform", rng, jnp.bfloat16, "fp8_tensor")
-    h_scale = jnp.asarray(rng.uniform(0.004, 0.02, num_scales), jnp.float32)  # some saturate
+    h_scale = np.float32(rng.uniform(0.004, 0.02, num_scales))  # some saturate; NumPy's, too
     static = {"x_scale": jnp.float32(0.003), "intermediate_scale": h_scale}
-    check_oracle(inputs, "fp8_tensor", SMALL, **static)
-    static = {"intermediate_scale": np.float32(0.01)}  # NumPy's scalars are arrays too
     check_oracle(inputs, "fp8_tensor", SMALL, **static)
 
 
@@ -250,15 +163,15 @@ def test_quantized_tokens_give_the_bits_of_plain_ones(format):
 
 def test_zeros_and_blocks_of_zeros():
     rng = np.random.default_rng(5)
-    inputs = layer_inputs(BLOCKS, 8, "uniform", rng, jnp.bfloat16)
+    inputs = layer_inputs(BLOCKS, 9, "uniform", rng, jnp.bfloat16, "nk")
     inputs["x"] = inputs["x"].at[:, :128].set(0).at[3].set(0)
-    inputs["w_down"] = inputs["w_down"].at[1, :128].set(0)
+    inputs["w_down"] = inputs["w_down"].at[1, :, :128].set(0)
     inputs["w_gate_up"] = inputs["w_gate_up"].at[0].set(0)
     for format in FORMATS:
         quantized = {
-            n: quantize(inputs[n], format, weight_layout="kn") for n in ("w_gate_up", "w_down")
+            n: quantize(inputs[n], format, weight_layout="nk") for n in ("w_gate_up", "w_down")
         }
-        check_oracle(inputs | quantized, format, BLOCKS)
+        check_oracle(inputs | quantized, format, BLOCKS, "nk")
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -281,15 +194,14 @@ def test_nan_and_infinity_stay_in_their_tokens(format):
     assert jnp.isfinite(run(inputs | {"x": x.at[5, 3].set(jnp.inf)})).all()
 
 
-@pytest.mark.parametrize("format", FORMATS[1:])
-def test_a_token_does_not_depend_on_its_batch(format):
+@pytest.mark.parametrize(("format", "count"), (("fp8_channel", 1), ("fp8_block", 7)))
+def test_a_token_does_not_depend_on_its_batch(format, count):
     rng = np.random.default_rng(7)
     inputs = quantized_inputs(BLOCKS, 40, "uniform", rng, jnp.bfloat16, format)
     whole = run(inputs, batch_invariant=True)
-    for count in (1, 7):
-        part = {n: a[:count] if n in ("x", "expert_ids", "weights") else a
-                for n, a in inputs.items()}  # fmt: skip
-        assert_close(run(part, batch_invariant=True), whole[:count], whole[:count])
+    part = {n: a[:count] if n in ("x", "expert_ids", "weights") else a
+            for n, a in inputs.items()}  # fmt: skip
+    assert_close(run(part, batch_invariant=True), whole[:count], whole[:count])
 
 
 def local(inputs, first, count):
@@ -309,7 +221,8 @@ def test_windows_and_maps(format):
     check(part | {"expert_map": jnp.array([2, -1, 0, 9, 1], jnp.int32)}, **options(SMALL))
     if format == "fp8_tensor":
         scale = jnp.array([0.01, 0.02, 0.005])
-        check(part, **options(SMALL), num_experts=5, expert_offset=2, intermediate_scale=scale)
+        static = {"intermediate_scale": scale}
+        check(part, static, **options(SMALL), num_experts=5, expert_offset=2)
 
 
 @pytest.mark.parametrize("format", FORMATS[1:2])

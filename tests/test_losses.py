@@ -213,8 +213,9 @@ def test_what_is_masked_has_no_influence():
         )[0],
         lambda x, m=None, i=ids: router_z_loss(x, m),
     ):
-        value, grad = jax.value_and_grad(loss)(dirty, mask)
-        want, want_grad = jax.value_and_grad(lambda x, f=loss: f(x, i=ids[at]))(logits[at])
+        value, grad = jax.jit(jax.value_and_grad(loss))(dirty, mask)
+        some = jax.jit(jax.value_and_grad(lambda x, f=loss: f(x, i=ids[at])))
+        want, want_grad = some(logits[at])
         np.testing.assert_allclose(value, want, rtol=RTOL)
         np.testing.assert_allclose(grad[at], want_grad, rtol=1e-5, atol=1e-8)
         np.testing.assert_array_equal(grad[~at], 0.0)
@@ -232,7 +233,7 @@ def test_without_tokens_the_losses_are_zero():
         lambda x: load_balancing_loss(x, jnp.ones((5, 2), jnp.int32), nothing),
         lambda x: router_z_loss(x, nothing),
     ):
-        value, grad = jax.value_and_grad(loss)(full)
+        value, grad = jax.jit(jax.value_and_grad(loss))(full)
         assert float(value) == 0
         np.testing.assert_array_equal(grad, np.zeros((5, 4)))
 
@@ -280,12 +281,14 @@ def test_sums_are_float32_whatever_the_dtype():
 
 def test_derivatives():
     logits, ids, mask = _case(6, 5, 2, "with_invalid", jnp.float32)
-    for loss in (
-        lambda x: load_balancing_loss(jax.nn.softmax(x), ids, mask),
-        lambda x: sequence_balance_loss(jax.nn.sigmoid(x)[None], ids[None], mask[None])[0],
-        lambda x: router_z_loss(x, mask),
-    ):
-        check_grads(jax.jit(loss), (logits,), order=2, atol=2e-2, rtol=2e-2, eps=1e-2)
+
+    @jax.jit
+    def losses(x):
+        sequence = sequence_balance_loss(jax.nn.sigmoid(x)[None], ids[None], mask[None])[0]
+        switch = load_balancing_loss(jax.nn.softmax(x), ids, mask)
+        return switch, sequence, router_z_loss(x, mask)
+
+    check_grads(losses, (logits,), order=2, atol=2e-2, rtol=2e-2, eps=1e-2)
 
 
 def test_gradients_by_hand():
@@ -314,7 +317,7 @@ def test_gradients_have_the_dtype_of_the_scores_and_stay_finite():
         lambda x: sequence_balance_loss(x[None], ids[None])[0],
         router_z_loss,
     ):
-        grad = jax.grad(fn)(scores)
+        grad = jax.jit(jax.grad(fn))(scores)
         assert grad.dtype == jnp.bfloat16
         assert np.isfinite(np.asarray(grad, np.float32)).all()
 
@@ -324,8 +327,8 @@ def test_vmap():
     scores = jax.nn.sigmoid(scores)
     by_sequence = lambda x, i, m: sequence_balance_loss(x[None], i[None], m[None])[0]  # noqa: E731
     for loss in (load_balancing_loss, by_sequence, lambda x, _, m: router_z_loss(x, m)):
-        value_and_grad = jax.value_and_grad(loss)
-        got = jax.vmap(value_and_grad)(scores, ids, mask)
+        value_and_grad = jax.jit(jax.value_and_grad(loss))
+        got = jax.jit(jax.vmap(value_and_grad))(scores, ids, mask)
         want = [value_and_grad(*one) for one in zip(scores, ids, mask, strict=True)]
         # sums in another order
         close = functools.partial(np.testing.assert_allclose, rtol=RTOL, atol=1e-8)
@@ -450,7 +453,7 @@ def test_updates_even_out_a_skewed_router():
 def test_x64_changes_nothing():
     logits, ids, mask = _case(9, 4, 2, "uniform", jnp.float32)
 
-    def every():
+    def every(logits, ids, mask):
         scores = jax.nn.softmax(logits)
         load = expert_load(ids, 4)
         return (
@@ -461,9 +464,9 @@ def test_x64_changes_nothing():
             update_selection_bias(jnp.zeros(4, jnp.float32), load, rate=0.1),
         )
 
-    want = every()
+    want = jax.jit(every)(logits, ids, mask)
     with jax.enable_x64(True):
-        got = every()
+        got = jax.jit(every)(logits, ids, mask)
     jax.tree.map(assert_equal, got, want)
 
 

@@ -1,5 +1,8 @@
 """moe_mlp: values and gradients of the whole layer against the reference."""
 
+import dataclasses
+import functools
+
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -9,6 +12,7 @@ import pytest
 
 from jaxmoe import Routing, moe_mlp, reference
 from jaxmoe._testing import (
+    GPT_OSS,
     ROUTINGS,
     SMALL,
     Layer,
@@ -17,6 +21,7 @@ from jaxmoe._testing import (
     layer_inputs,
     normal,
 )
+from jaxmoe.activation import ACTIVATIONS, resolve
 
 
 def options(layer, layout="kn"):
@@ -31,72 +36,64 @@ def run(inputs, **kwargs):
     return moe_mlp(x, routing, w1, w2, **rest, **kwargs)
 
 
-def expected(inputs, dtype, **kwargs):
-    """The reference computed in `dtype`, as one program unless its loop over experts is long."""
-    compiled = jax.jit if inputs["w_down"].shape[0] <= 8 else lambda f: f
-    return compiled(lambda i: reference.moe_mlp(**i, **kwargs, dtype=dtype))(inputs)
+def expected(inputs, *dtypes, **kwargs):
+    """The reference computed in each of `dtypes`, all in one program."""
+    return jax.jit(lambda i: tuple(reference.moe_mlp(**i, **kwargs, dtype=d) for d in dtypes))(
+        inputs
+    )
 
 
 def check(inputs, **kwargs):
-    out = jax.jit(lambda i: run(i, **kwargs))(inputs)
+    """Compares with the reference, and with a second run bit by bit. Returns the result."""
+    fn = jax.jit(lambda i: run(i, **kwargs))
+    out = fn(inputs)
     dtype = inputs["x"].dtype
     assert out.dtype == dtype
-    want = expected(inputs, jnp.float32, **kwargs)
     if dtype == jnp.float32:
-        naive = want
         with jax.enable_x64(True):
             wide = {n: a if n == "expert_ids" else a.astype("float64") for n, a in inputs.items()}
-            want = np.asarray(expected(wide, jnp.float64, **kwargs))
+            want, naive = map(np.asarray, expected(wide, jnp.float64, jnp.float32, **kwargs))
     else:
-        naive = expected(inputs, dtype, **kwargs)
+        want, naive = expected(inputs, jnp.float32, dtype, **kwargs)
     assert_close(out, want, naive)
+    assert_equal(fn(inputs), out)
+    return out
 
 
-# Every layer, every routing, every dtype, both layouts and the token counts that matter, each at
-# least once; not all against all.
+# Every layer, routing, dtype, layout and activation, and the token counts that matter, each at
+# least once; not all against all. Where activation and order are given, they replace the layer's.
 @pytest.mark.parametrize(
-    "name, routing, dtype, layout, num_tokens",
+    "name, routing, dtype, layout, num_tokens, activation, gate_up",
     (
-        ("one", "uniform", "bfloat16", "kn", 1),
-        ("one", "with_invalid", "float32", "nk", 37),
-        ("odd", "uniform", "bfloat16", "nk", 37),
-        ("odd", "with_invalid", "float16", "kn", 9),
-        ("odd", "one_expert", "float32", "kn", 130),
-        ("all", "zipf", "float32", "kn", 5),
-        ("all", "uniform", "bfloat16", "nk", 1),
-        ("wide", "zipf", "bfloat16", "kn", 8),
-        ("wide", "with_empty", "float16", "nk", 33),
-        ("clamped", "with_empty", "bfloat16", "kn", 64),
-        ("clamped", "one_expert", "float16", "nk", 17),
-        ("k22", "uniform", "bfloat16", "kn", 3),
-        ("k22", "with_invalid", "float32", "nk", 12),
+        ("one", "uniform", "bfloat16", "kn", 1, "swiglu", "up_gate"),
+        ("one", "with_invalid", "float32", "nk", 37, "geglu", "interleaved"),
+        ("odd", "uniform", "bfloat16", "nk", 37, None, None),
+        ("odd", "with_invalid", "float16", "kn", 9, "gelu", None),
+        ("odd", "one_expert", "float32", "kn", 130, "silu", None),
+        ("all", "zipf", "float32", "kn", 5, "geglu_tanh", "gate_up"),
+        ("all", "uniform", "bfloat16", "nk", 1, "gelu_tanh", None),
+        ("wide", "zipf", "bfloat16", "kn", 8, None, None),
+        ("wide", "with_empty", "float16", "nk", 33, "relu", None),
+        ("clamped", "with_empty", "bfloat16", "kn", 64, None, None),
+        ("clamped", "one_expert", "float16", "nk", 17, None, None),
+        ("k22", "uniform", "bfloat16", "kn", 3, None, None),
+        ("k22", "with_invalid", "float32", "nk", 12, None, None),
     ),
 )
-def test_value(name, routing, dtype, layout, num_tokens):
+def test_value(name, routing, dtype, layout, num_tokens, activation, gate_up):
     assert routing in ROUTINGS
     layer = SMALL[name]
+    given = {"activation": activation, "gate_up": gate_up}
+    layer = dataclasses.replace(layer, **{n: v for n, v in given.items() if v is not None})
     rng = np.random.default_rng(num_tokens)
     inputs = layer_inputs(layer, num_tokens, routing, rng, jnp.dtype(dtype), layout)
     check(inputs, **options(layer, layout))
 
 
-@pytest.mark.parametrize(
-    "activation, gate_up",
-    (
-        ("swiglu", "up_gate"),
-        ("geglu", "interleaved"),
-        ("geglu_tanh", "gate_up"),
-        ("gelu", "gate_up"),
-        ("gelu_tanh", "gate_up"),
-        ("silu", "gate_up"),
-        ("relu", "gate_up"),
-        ("relu2", "gate_up"),
-    ),
-)
-def test_activation(activation, gate_up):
-    layer = Layer("", "", 16, 24, 4, 2, activation, gate_up, bias=True)
-    inputs = layer_inputs(layer, 11, "uniform", np.random.default_rng(5), jnp.bfloat16)
-    check(inputs, **options(layer))
+def test_every_activation_is_tested():
+    (cases,) = (m.args[1] for m in test_value.pytestmark if m.name == "parametrize")
+    tested = {resolve(case[5] or SMALL[case[0]].activation).name for case in cases}
+    assert tested == {*ACTIVATIONS, GPT_OSS.name} - {"identity"}  # which is tested below
 
 
 def test_identity_of_identity_experts_weighs_the_tokens():
@@ -117,13 +114,22 @@ def test_weight_on_input(dtype):
     inputs["weights"] = jnp.asarray(rng.uniform(0.2, 0.8, (9, 1)), jnp.float32)
     weighed = (inputs["x"].astype(jnp.float32) * inputs["weights"]).astype(dtype)
     alone = inputs | {"x": weighed, "weights": jnp.ones_like(inputs["weights"])}
-    out = jax.jit(lambda i: run(i, apply_weight_on_input=True))(inputs)
-    assert_equal(out, jax.jit(run)(alone))
-    assert not np.array_equal(out, jax.jit(run)(inputs))
+
+    def value_and_gradient(name, arrays, **kwargs):
+        """Of the sum of squares, with respect to one of the arrays."""
+
+        def loss(a):
+            y = run(arrays | {name: a}, **kwargs)
+            return (y.astype(jnp.float32) ** 2).sum(), y
+
+        grad, y = jax.jit(jax.grad(loss, has_aux=True))(arrays[name])
+        return y, grad
+
     # the gradient reaches the weights through the input
-    loss = lambda i: (run(i, apply_weight_on_input=True).astype(jnp.float32) ** 2).sum()  # noqa: E731
-    on_input = jax.grad(lambda w: loss(inputs | {"weights": w}))(inputs["weights"])
-    of_x = jax.grad(lambda x: (run(alone | {"x": x}).astype(jnp.float32) ** 2).sum())(weighed)
+    out, on_input = value_and_gradient("weights", inputs, apply_weight_on_input=True)
+    want, of_x = value_and_gradient("x", alone)
+    assert_equal(out, want)
+    assert not np.array_equal(out, run(inputs))
     want = (of_x.astype(jnp.float32) * inputs["x"].astype(jnp.float32)).sum(axis=1, keepdims=True)
     np.testing.assert_allclose(on_input, want, rtol=1e-2 if dtype == jnp.bfloat16 else 1e-5)
 
@@ -135,8 +141,7 @@ def test_residual():
     inputs = layer_inputs(layer, 21, "with_invalid", rng, jnp.bfloat16)
     inputs["expert_ids"] = inputs["expert_ids"].at[4].set(-1)
     inputs["residual"] = normal(rng, (21, layer.hidden), jnp.bfloat16)
-    check(inputs, **options(layer))
-    out = run(inputs, **options(layer))
+    out = check(inputs, **options(layer))
     assert_equal(out[4], inputs["residual"][4])
 
 
@@ -150,7 +155,7 @@ def test_few_tokens(num_tokens):
     def loss(w_down):
         return jnp.sum(run(inputs | {"w_down": w_down}, **options(layer)).astype(jnp.float32))
 
-    grads = jax.grad(loss)(inputs["w_down"])
+    grads = jax.jit(jax.grad(loss))(inputs["w_down"])
     assert bool(jnp.any(grads != 0)) == (num_tokens > 0)
 
 
@@ -168,8 +173,7 @@ def test_windows_of_experts_add_up():
     for first, count in ((0, 2), (2, 1), (3, 2)):
         window = {"num_experts": 5, "expert_offset": first, **options(layer)}
         part = shard(inputs, first, count)
-        parts.append(jax.jit(lambda i, w=window: run(i, **w))(part))
-        assert_close(parts[-1], *[expected(part, jnp.float32, **window)] * 2)
+        parts.append(check(part, **window))
     whole = run(inputs, **options(layer))
     # Three roundings to f32 instead of one, of sums of the size of `whole`.
     np.testing.assert_allclose(sum(parts), whole, rtol=0, atol=4e-6 * np.abs(whole).max())
@@ -214,13 +218,6 @@ def test_relabelling_experts_changes_nothing():
     moved = {n: a[order] if n.startswith(("w_", "b_")) else a for n, a in inputs.items()}
     moved["expert_ids"] = jnp.array(np.argsort(order), jnp.int32)[inputs["expert_ids"]]
     assert_equal(run(moved, **options(layer)), run(inputs, **options(layer)))
-
-
-def test_repeats_bitwise():
-    layer = SMALL["clamped"]
-    inputs = layer_inputs(layer, 40, "zipf", np.random.default_rng(7), jnp.bfloat16)
-    f = jax.jit(lambda i: run(i, **options(layer)))
-    assert_equal(f(inputs), f(inputs))
 
 
 @pytest.mark.parametrize("name, layout", (("odd", "kn"), ("clamped", "nk"), ("all", "kn")))
@@ -271,24 +268,32 @@ def test_gradient_in_bf16_is_near_that_in_f32():
     jax.tree.map(assert_close, ours, want, naive)
 
 
-@hypothesis.settings(max_examples=8, deadline=None)
+# What is compiled once: tokens, hidden, intermediate, experts, choices, activation, layout.
+PROGRAMS = (
+    (1, 8, 16, 8, 4, "relu2", "kn"),
+    (6, 24, 1, 3, 2, "swiglu", "nk"),
+    (40, 8, 16, 3, 3, "geglu_tanh", "kn"),
+)
+
+
+@functools.cache
+def compiled(program):
+    """The layer of one of PROGRAMS, and jitted functions for it: the result, and `expected`."""
+    num_tokens, *sizes, activation, layout = program
+    layer = Layer("", "", *sizes, activation)
+    kwargs, dtypes = options(layer, layout), (jnp.float32, jnp.bfloat16)
+    both = jax.jit(lambda i: tuple(reference.moe_mlp(**i, **kwargs, dtype=d) for d in dtypes))
+    return layer, num_tokens, layout, jax.jit(lambda i: run(i, **kwargs)), both
+
+
+@hypothesis.settings(max_examples=20, deadline=None)
 @hypothesis.given(
-    num_tokens=st.sampled_from((1, 6, 40)),
-    hidden=st.sampled_from((8, 24)),
-    intermediate=st.sampled_from((1, 16)),
-    num_experts=st.sampled_from((1, 3, 8)),
-    top_k=st.integers(1, 4),
-    activation=st.sampled_from(("swiglu", "geglu_tanh", "relu2")),
+    program=st.sampled_from(PROGRAMS),
     routing=st.sampled_from(ROUTINGS),
-    layout=st.sampled_from(("kn", "nk")),
     seed=st.integers(0, 2**31),
 )
-def test_random_layers(
-    num_tokens, hidden, intermediate, num_experts, top_k, activation, routing, layout, seed
-):
-    layer = Layer("", "", hidden, intermediate, num_experts, min(top_k, num_experts), activation)
+def test_random_data(program, routing, seed):
+    layer, num_tokens, layout, fn, both = compiled(program)
     rng = np.random.default_rng(seed)
-    check(
-        layer_inputs(layer, num_tokens, routing, rng, jnp.bfloat16, layout),
-        **options(layer, layout),
-    )
+    inputs = layer_inputs(layer, num_tokens, routing, rng, jnp.bfloat16, layout)
+    assert_close(fn(inputs), *both(inputs))

@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxmoe
-from jaxmoe import ExpertRows, GemmConfig, Routing, _targets, explain, finalize, moe_mlp, reference
+from jaxmoe import ExpertRows, Routing, _targets, explain, finalize, moe_mlp, reference
 from jaxmoe._testing import (
     SMALL,
     Layer,
@@ -19,7 +19,6 @@ from jaxmoe._testing import (
     assert_equal,
     layer_inputs,
     normal,
-    poison,
 )
 from tests.test_mlp import options, run
 
@@ -51,11 +50,12 @@ def check_rows(out, inputs, window=None, **kwargs):
     alone = dict(inputs, x=jnp.repeat(inputs["x"], top_k, axis=0), expert_ids=ids.reshape(-1, 1))
     alone["weights"] = jnp.ones((ids.size, 1), jnp.float32)
     host = jax.device_put(alone, jax.devices("cpu")[0])
-    want, naive = (
-        np.asarray(reference.moe_mlp(**host, **window, **kwargs, dtype=d))[slots >= 0]
-        for d in (jnp.float32, dtype)
-    )
-    assert_close(out.rows[slots[slots >= 0]], want, naive)
+    given = window | kwargs
+    want, naive = jax.jit(
+        lambda i: [reference.moe_mlp(**i, **given, dtype=d) for d in (jnp.float32, dtype)]
+    )(host)
+    named = slots >= 0
+    assert_close(out.rows[slots[named]], np.asarray(want)[named], np.asarray(naive)[named])
 
 
 @pytest.mark.parametrize(
@@ -72,19 +72,21 @@ def test_rows_and_finalize(name, routing, dtype, layout, num_tokens):
     rng = np.random.default_rng(num_tokens)
     inputs = layer_inputs(layer, num_tokens, routing, rng, jnp.dtype(dtype), layout)
     kwargs = options(layer, layout)
-    out = jax.jit(lambda i: unfused(i, **kwargs))(inputs)
+    residual = normal(rng, inputs["x"].shape, dtype)
+
+    @jax.jit
+    def every(inputs, residual):
+        outs = (fn(inputs, **kwargs) for fn in (unfused, run, in_two_steps))
+        return *outs, run(inputs, residual=residual, **kwargs)
+
+    out, fused, together, with_residual = every(inputs, residual)
     assert isinstance(out, ExpertRows)
     check_rows(out, inputs, **kwargs)
     assert_equal(out.weights, inputs["weights"])
-    assert_equal(
-        jax.jit(lambda i: in_two_steps(i, **kwargs))(inputs),
-        jax.jit(lambda i: run(i, **kwargs))(inputs),
-    )
-    residual = normal(rng, inputs["x"].shape, dtype)
-    assert_equal(
-        jax.jit(finalize)(out.rows, out, out.weights, residual=residual),
-        jax.jit(lambda i, r: run(i, residual=r, **kwargs))(inputs, residual),
-    )
+    assert_equal(together, fused)
+    in_steps = jax.jit(finalize)
+    assert_equal(in_steps(out.rows, out, out.weights), fused)
+    assert_equal(in_steps(out.rows, out, out.weights, residual=residual), with_residual)
 
 
 def test_window_of_experts():
@@ -158,7 +160,8 @@ def batch(names, layer=SMALL["odd"]):
 @pytest.mark.parametrize("name", BATCHES)
 def test_vmap(name):
     stacked, axes, singles = batch(BATCHES[name])
-    mapped = jax.jit(jax.vmap(unfused, (axes,)))(stacked)
+    fns = (unfused, run, in_two_steps)
+    mapped, fused, together = jax.jit(lambda s: [jax.vmap(f, (axes,))(s) for f in fns])(stacked)
     for v, single in enumerate(singles):
         want = unfused(single)
         got = jax.tree.map(lambda a, v=v: a[v], mapped)
@@ -166,8 +169,9 @@ def test_vmap(name):
         np.testing.assert_allclose(got.rows, want.rows, rtol=2e-4, atol=2e-5)
         assert_equal(got.rows == 0, want.rows == 0)
         assert_equal(got.weights, want.weights)
-    fused = jax.jit(jax.vmap(run, (axes,)))(stacked)
-    assert_equal(jax.jit(jax.vmap(in_two_steps, (axes,)))(stacked), fused)
+    assert_equal(together, fused)
+    in_steps = jax.jit(jax.vmap(lambda out: finalize(out.rows, out, out.weights)))
+    assert_equal(in_steps(mapped), fused)
 
 
 def test_nested_vmap():
@@ -181,14 +185,15 @@ def test_nested_vmap():
         np.testing.assert_allclose(mapped.rows[1, 2 - v], want.rows, rtol=2e-4, atol=2e-5)
 
 
-def gradients(fn, inputs, seed):
+def gradients(fns, inputs, seed):
+    """Of several functions, in one program."""
     ids = inputs["expert_ids"]
 
-    def loss(arrays):
+    def loss(arrays, fn):
         return jnp.sum(jnp.sin(fn({**arrays, "expert_ids": ids})) * seed)
 
     arrays = {n: a for n, a in inputs.items() if n not in INTEGERS}
-    return jax.jit(jax.grad(loss))(arrays)
+    return jax.jit(lambda a: [jax.grad(loss)(a, fn) for fn in fns])(arrays)
 
 
 def close(got, want):
@@ -200,9 +205,8 @@ def test_gradient_is_that_of_the_fused_layer(name):
     layer = SMALL[name]
     (inputs,) = trees(layer, 1)
     seed = normal(np.random.default_rng(5), inputs["x"].shape)
-    grads = [
-        gradients(lambda i, f=f: f(i, **options(layer)), inputs, seed) for f in (in_two_steps, run)
-    ]
+    fns = [functools.partial(f, **options(layer)) for f in (in_two_steps, run)]
+    grads = gradients(fns, inputs, seed)
     close(*grads)
     assert grads[0]["w_gate_up"].any() and grads[0]["weights"].any()
 
@@ -211,7 +215,7 @@ def test_gradient_is_that_of_the_fused_layer(name):
 def test_gradient_of_vmap(name):
     stacked, axes, _ = batch(BATCHES[name])
     seed = normal(np.random.default_rng(6), (3, *stacked["x"].shape[-2:]))
-    close(*(gradients(jax.vmap(f, (axes,)), stacked, seed) for f in (in_two_steps, run)))
+    close(*gradients([jax.vmap(f, (axes,)) for f in (in_two_steps, run)], stacked, seed))
 
 
 def test_forward_mode():
@@ -219,7 +223,7 @@ def test_forward_mode():
     fn = lambda x, w: in_two_steps(dict(inputs, x=x, w_down=w))  # noqa: E731
     fused = lambda x, w: run(dict(inputs, x=x, w_down=w))  # noqa: E731
     point = inputs["x"], inputs["w_down"]
-    close(jax.jvp(fn, point, point), jax.jvp(fused, point, point))
+    close(*jax.jit(lambda *a: [jax.jvp(f, a, a) for f in (fn, fused)])(*point))
     out, tangent = jax.jvp(lambda x: unfused(dict(inputs, x=x)), point[:1], point[:1])
     assert tangent.rows.dtype == jnp.float32 and tangent.rows.any()
     assert tangent.slot_to_row.dtype == jax.dtypes.float0
@@ -238,12 +242,31 @@ def test_scan_over_layers():
     assert_equal(network(in_two_steps), network(run))
 
 
+DEVICES = Layer("", "experts divide over 4 devices", 16, 8, 8, 3, bias=True)
+
+
+def value_and_gradients(fn, inputs):
+    ids, seed = inputs["expert_ids"], normal(np.random.default_rng(7), inputs["x"].shape)
+
+    def loss(arrays):
+        y = fn({**arrays, "expert_ids": ids})
+        return jnp.sum(jnp.sin(y) * seed), y
+
+    arrays = {n: a for n, a in inputs.items() if n not in INTEGERS}
+    return jax.jit(jax.grad(loss, has_aux=True))(arrays)
+
+
+@functools.cache
+def whole_layer():
+    """On one device."""
+    return value_and_gradients(run, *trees(DEVICES, 1, num_tokens=12))
+
+
 @pytest.mark.parametrize("check_vma", (True, False))
 @pytest.mark.parametrize("mapped", (False, True), ids=("", "vmap"))
 def test_shard_map(check_vma, mapped):
     """Each device's experts for all tokens: rows here, finalize here, a sum over devices."""
-    layer = Layer("", "experts divide over 4 devices", 16, 8, 8, 3, bias=True)
-    (inputs,) = trees(layer, 1, num_tokens=12)
+    (inputs,) = trees(DEVICES, 1, num_tokens=12)
 
     def local(inputs, fn=in_two_steps):
         first = jax.lax.axis_index("expert") * 2
@@ -256,9 +279,7 @@ def test_shard_map(check_vma, mapped):
     mesh = jax.make_mesh((4,), ("expert",), axis_types=(AxisType.Auto,))
     specs = {n: P("expert") if n.startswith(("w_", "b_")) else P() for n in inputs}
     split = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=P(), check_vma=check_vma)
-    seed = normal(np.random.default_rng(7), inputs["x"].shape)
-    close(jax.jit(split)(inputs), run(inputs))
-    close(gradients(split, inputs, seed), gradients(run, inputs, seed))
+    close(value_and_gradients(split, inputs), whole_layer())
 
 
 X = jnp.zeros((5, 8), jnp.bfloat16)
@@ -349,68 +370,3 @@ def test_explain():
     narrow = (X[:, :4], LAYER[1], LAYER[2][:, :4], LAYER[3][..., :4])
     (op,) = explain(lambda *a: moe_mlp(*a, do_finalize=False), *narrow).ops
     assert "moe_mlp: x.shape[1]=4 must be a positive multiple of 8" in op.cuda_reason
-
-
-def check_on_gpu(inputs, window=None, **kwargs):
-    poison((inputs["expert_ids"].size, inputs["x"].shape[1]), inputs["x"].dtype)
-    fn = jax.jit(functools.partial(unfused, **(window or {}), **kwargs))
-    out = fn(inputs)
-    kwargs.pop("config", None)
-    check_rows(out, inputs, window, **kwargs)
-    jax.tree.map(assert_equal, fn(inputs), out)
-    return out
-
-
-@pytest.mark.gpu
-@pytest.mark.sanitizer
-@pytest.mark.parametrize("num_tokens", (0, 1, 2, 9, 70, 700))
-@pytest.mark.parametrize("name", SMALL)
-def test_rows_on_gpu(name, num_tokens):
-    """Both plan paths of the fused call give the bits of the one here."""
-    layer = SMALL[name]
-    for routing in ("uniform", "one_expert", "with_invalid"):
-        rng = np.random.default_rng([num_tokens, len(routing)])
-        inputs = layer_inputs(layer, num_tokens, routing, rng, jnp.bfloat16)
-        kwargs = options(layer)
-        out = check_on_gpu(inputs, **kwargs)
-        fused = jax.jit(functools.partial(run, **kwargs))(inputs)
-        assert_equal(jax.jit(finalize)(out.rows, out, out.weights), fused)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("num_tokens", (1, 300))
-@pytest.mark.parametrize("gather", (False, True))
-@pytest.mark.parametrize("tile", ((128, 8, 1, 2), (128, 32), (256, 160, 2)), ids=str)
-def test_tiles_on_gpu(tile, gather, num_tokens):
-    """Without gather the tokens lie in the result first: nothing of them may stay."""
-    layer = Layer("", "", 72, 136, 9, 2, bias=True)
-    rng = np.random.default_rng([*tile, gather])
-    inputs = layer_inputs(layer, num_tokens, "with_invalid", rng, jnp.float16)
-    local = {n: a[2:6] if n.startswith(("w_", "b_")) else a for n, a in inputs.items()}
-    window = {"num_experts": 9, "expert_offset": 2}
-    config = GemmConfig(*tile, gather=gather), GemmConfig(*tile)
-    out = check_on_gpu(local, window, config=config)
-    fused = jax.jit(functools.partial(run, config=config, **window))(local)
-    assert_equal(jax.jit(finalize)(out.rows, out, out.weights), fused)
-
-
-@pytest.mark.gpu
-def test_vmap_and_scan_on_gpu():
-    layer = Layer("", "", 64, 64, 4, 2)
-    inputs = trees(layer, 3, num_tokens=20, dtype=jnp.bfloat16)
-    stacked = jax.tree.map(lambda *a: jnp.stack(a), *inputs)
-    mapped = jax.jit(jax.vmap(unfused))(stacked)
-    _, scanned = jax.jit(lambda s: jax.lax.scan(lambda c, i: (c, unfused(i)), 0, s))(stacked)
-    for v, one in enumerate(inputs):
-        want = unfused(one)
-        for got in (mapped, scanned):
-            jax.tree.map(lambda g, w, v=v: assert_equal(g[v], w), got, want)
-
-
-@pytest.mark.gpu
-def test_call_is_counted_on_gpu():
-    layer = SMALL["odd"]
-    inputs = layer_inputs(layer, 7, "uniform", np.random.default_rng(8), jnp.bfloat16)
-    before = _targets.execute_count(TARGET)
-    jax.block_until_ready(unfused(inputs, **options(layer)))
-    assert _targets.execute_count(TARGET) == before + 1

@@ -101,7 +101,7 @@ def test_local_experts(options):
 def test_windows_of_all_devices_cover_every_row():
     ids = _i32(expert_ids("uniform", np.random.default_rng(9), 21, 12, 3))
     whole = _check(ids, 12)
-    windows = [_check(ids, 12, expert_offset=o, num_local_experts=4) for o in (0, 4, 8)]
+    windows = [_plan(ids, num_experts=12, expert_offset=o, num_local_experts=4) for o in (0, 4, 8)]
     assert_equal(jnp.concatenate([w.group_sizes for w in windows]), whole.group_sizes)
     rows = [w.row_to_token[: int(w.expert_offsets[-1])] for w in windows]
     assert_equal(jnp.concatenate(rows), whole.row_to_token)

@@ -57,6 +57,12 @@ def value_and_gradients(fn, ids, arrays):
     return jax.jit(lambda a: (fn(ids, a), jax.grad(loss)(a)))(arrays)
 
 
+@functools.cache
+def expected():
+    """The result and the gradients of the reference for `arguments()`."""
+    return value_and_gradients(whole_layer, *arguments())
+
+
 @both_checks
 def test_tokens_split_weights_replicated(check_vma):
     """The gradient of a replicated weight is summed over the devices, once."""
@@ -67,8 +73,7 @@ def test_tokens_split_weights_replicated(check_vma):
         out_specs=P("expert"),
         check_vma=check_vma,
     )
-    ids, arrays = arguments()
-    close(value_and_gradients(split, ids, arrays), value_and_gradients(whole_layer, ids, arrays))
+    close(value_and_gradients(split, *arguments()), expected())
 
 
 def local_experts(ids, arrays):
@@ -88,8 +93,7 @@ def test_experts_split_tokens_replicated(check_vma):
         out_specs=P(),
         check_vma=check_vma,
     )
-    ids, arrays = arguments()
-    close(value_and_gradients(split, ids, arrays), value_and_gradients(whole_layer, ids, arrays))
+    close(value_and_gradients(split, *arguments()), expected())
 
 
 @both_checks
@@ -101,8 +105,7 @@ def test_tokens_and_experts_split(check_vma):
         out_specs=P("data"),
         check_vma=check_vma,
     )
-    ids, arrays = arguments()
-    close(value_and_gradients(split, ids, arrays), value_and_gradients(whole_layer, ids, arrays))
+    close(value_and_gradients(split, *arguments()), expected())
 
 
 @both_checks
@@ -154,7 +157,7 @@ def test_a_result_that_varies_is_not_taken_for_replicated():
         lambda lhs: grouped_gemm(lhs, rhs, sizes), mesh=mesh(4), in_specs=P("expert"), out_specs=P()
     )
     with pytest.raises(ValueError, match="out_specs"):
-        wrong(lhs)
+        jax.jit(wrong)(lhs)
 
 
 @both_checks
@@ -170,11 +173,14 @@ def test_grouped_gemm_columns_split(check_vma):
         check_vma=check_vma,
     )
 
-    def gradients(fn):
-        return jax.jit(jax.grad(lambda a, b: jnp.sum(jnp.sin(fn(a, b, sizes))), (0, 1)))(lhs, rhs)
+    def value_and_gradients(fn):
+        def loss(a, b):
+            y = fn(a, b, sizes)
+            return jnp.sum(jnp.sin(y)), y
 
-    close(split(lhs, rhs, sizes), reference.grouped_gemm(lhs, rhs, sizes))
-    close(gradients(split), gradients(reference.grouped_gemm))
+        return jax.jit(jax.grad(loss, (0, 1), has_aux=True))(lhs, rhs)
+
+    close(value_and_gradients(split), value_and_gradients(reference.grouped_gemm))
 
 
 @both_checks
@@ -202,7 +208,7 @@ def test_vmap_and_scan_inside(check_vma):
         )
     )
     want = ids, arrays["x"], arrays["weights"], deep
-    close(split(*want), network(whole_layer, *want))
+    close(split(*want), jax.jit(functools.partial(network, whole_layer))(*want))
 
 
 def test_inside_an_explicit_mesh_with_inferred_specs():
@@ -215,7 +221,7 @@ def test_inside_an_explicit_mesh_with_inferred_specs():
         split = jax.jit(jax.shard_map(layer, out_specs=P("expert")))
         got = split(put(ids, P("expert")), {**others, **tokens})
     assert jax.typeof(got).sharding.spec == P("expert", None) or got.sharding.spec[0] == "expert"
-    close(got, whole_layer(ids, arrays))
+    close(got, expected()[0])
 
 
 def test_one_axis_manual_the_other_automatic():
@@ -227,8 +233,7 @@ def test_one_axis_manual_the_other_automatic():
         out_specs=P(),
         axis_names={"expert"},
     )
-    ids, arrays = arguments()
-    close(jax.jit(split)(ids, arrays), whole_layer(ids, arrays))
+    close(jax.jit(split)(*arguments()), expected()[0])
 
 
 def test_automatic_sharding_keeps_the_values():
@@ -236,14 +241,14 @@ def test_automatic_sharding_keeps_the_values():
     m = mesh(4)
     ids, arrays = arguments()
     sharded = {n: jax.device_put(a, jax.NamedSharding(m, P("expert"))) for n, a in arrays.items()}
-    close(jax.jit(layer)(ids, sharded), whole_layer(ids, arrays))
+    close(jax.jit(layer)(ids, sharded), expected()[0])
 
 
 def test_replicated_arguments_on_an_explicit_mesh():
     """The default kind of mesh: replicated in, replicated out, gradient included."""
     m = mesh(4, kind=AxisType.Explicit)
     ids, arrays = arguments()
-    want = value_and_gradients(whole_layer, ids, arrays)
+    want = expected()
     with jax.set_mesh(m):
         ids, arrays = jax.device_put((ids, arrays), jax.NamedSharding(m, P()))
         got = value_and_gradients(layer, ids, arrays)

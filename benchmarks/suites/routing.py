@@ -108,6 +108,12 @@ def _grouped_top_k(keys: jax.Array, count: int, top_k: int) -> jax.Array:
     return jax.lax.top_k(keys, top_k)[1]
 
 
+@functools.cache
+def _reference(model: Layer, method: str) -> Any:
+    fixed = options(model, method) | {"top_k": model.top_k, "method": method}
+    return jax.jit(functools.partial(reference.route, **fixed))
+
+
 # Implementations, and the function of jaxmoe that one calls; None for plain jax.numpy.
 CALLS = {"jaxmoe": _fused, TWO_CALLS: _two_calls, XLA: None}
 
@@ -132,8 +138,7 @@ def _entry(case: Case, method: str, impl: str) -> Entry:
         )
         at = case.sample
         extra: dict[str, Any] = {"bias": bias} if method == "deepseek_v3" else {}
-        extra |= options(model, method)
-        ids, expected = reference.route(logits[at], top_k=model.top_k, method=method, **extra)
+        ids, expected = _reference(model, method)(logits[at], **extra)
         rows = slot_to_row[at]
         expert = np.searchsorted(offsets, rows, side="right") - 1
         tokens = np.broadcast_to(at[:, None], rows.shape)
