@@ -112,11 +112,11 @@ class Cublas {
 
   // dw = x^T dy, row-major: column-major its transpose.
   void Run(const bf16* x, const bf16* dy, bf16* dw, int rows, int k, int n) const {
-    constexpr int kNo = 0, kYes = 1, kBf16 = 14, kCompute32F = 68, kDefault = -1;
+    constexpr int kPlain = 0, kTransposed = 1, kBf16 = 14, kCompute32F = 68, kDefault = -1;
     const float one = 1.0f, zero = 0.0f;
     const int status = gemm_(handle_,
-                             kNo,
-                             kYes,
+                             kPlain,
+                             kTransposed,
                              n,
                              k,
                              rows,
