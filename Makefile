@@ -7,7 +7,7 @@ PYTHON ?=
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 CSRC := $(shell find csrc -name '*.cu' -o -name '*.cuh' -o -name '*.cc' -o -name '*.h')
-NATIVE_BENCH := $(wildcard benchmarks/native/*)
+NATIVE_BENCH := $(wildcard benchmarks/native/*.* benchmarks/native/*/*.*)
 export PYTHON
 
 # Python files are used in place; only what is compiled or packaged asks for a new installation.
@@ -37,12 +37,12 @@ sanitize: $(INSTALLED)  ## Run a subset of the GPU tests under each compute-sani
 bench: $(INSTALLED)  ## Run the layer benchmark (ARGS="--suite ops" for another)
 	$(BIN)/python -m benchmarks.run $(or $(ARGS),--suite layer)
 
-native-bench: $(INSTALLED)  ## Build and run the kernel benchmark without JAX (ARGS="--help")
+native-bench: $(INSTALLED)  ## Build and run a kernel benchmark without JAX (ARGS="--help" BENCH=tgmm_bench)
 	@PATH="$(CURDIR)/build/env/bin:$$PATH" && \
 	cmake -S . -B build/native -DJAXMOE_CUDA=ON -DJAXMOE_NATIVE_BENCH=ON \
 	  -DPython_EXECUTABLE="$(CURDIR)/build/env/bin/python" && \
-	cmake --build build/native --target gemm_bench --parallel "$$(nproc)"
-	build/native/gemm_bench $(ARGS)
+	cmake --build build/native --target $(or $(BENCH),gemm_bench) --parallel "$$(nproc)"
+	build/native/$(or $(BENCH),gemm_bench) $(ARGS)
 
 lint: $(INSTALLED)  ## Check format, lint, types and spelling
 	@status=0; run() { echo "$$1"; $(BIN)/$$1 || status=1; }; \

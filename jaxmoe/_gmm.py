@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmoe import _checks, _gmm_xla, _primitive
-from jaxmoe._heuristics import gmm_config, gmm_scratch_size
+from jaxmoe._heuristics import gmm_config, gmm_scratch_size, tgmm_cluster
 
 WEIGHT_LAYOUTS = ("kn", "nk")
 _OTHER_LAYOUT = {"kn": "nk", "nk": "kn"}
@@ -245,7 +245,7 @@ def _gmm_reason(avals: Any, *, out_dtype: Any, **_params: Any) -> str | None:
     # As the caller of grouped_gemm knows them: no batch axis.
     x, w, bias = (jax.ShapeDtypeStruct(avals[i].shape[1:], avals[i].dtype) for i in (0, 1, 4))
     if x.dtype != w.dtype:  # never so in a public call, only in a transpose
-        return _backward_reason(x, w)
+        return _mixed_reason(x, w)
     reason = dtype_reason(op, **{"lhs": x, "rhs": w} | ({"bias": bias} if bias.size else {}))
     if reason is None and out_dtype not in (x.dtype, jnp.float32):
         rule = (
@@ -262,16 +262,40 @@ def _gmm_reason(avals: Any, *, out_dtype: Any, **_params: Any) -> str | None:
     )
 
 
-def _tgmm_reason(avals: Any, **_params: Any) -> str:
-    return _backward_reason(avals[0], avals[1])
-
-
-def _backward_reason(x: Any, other: Any) -> str:
+def _mixed_reason(x: Any, other: Any) -> str:
     rule = (
-        "backward kernels are not available on CUDA yet; gradients run on CPU, and on GPUs where "
-        "the CUDA extension is not loaded"
+        "the factors of a gradient must all be bf16 or all be f16 on CUDA, not one of them f32 as "
+        "where the product was float32 (preferred_element_type, or inside moe_mlp); such gradients "
+        "run on CPU, and on GPUs where the CUDA extension is not loaded"
     )
     return _checks.message("grouped_gemm", rule, lhs=x, rhs=other)
+
+
+def _tgmm_attrs(avals: Any, **_params: Any) -> dict[str, Any]:
+    return {"cluster": tgmm_cluster(avals[0].shape[2])}
+
+
+def _tgmm_reason(avals: Any, *, out_dtype: Any, **_params: Any) -> str | None:
+    # As the caller of grouped_gemm knows them: no batch axis.
+    x, dy = (jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for a in avals[:2])
+    return tgmm_reason(x, dy, avals[0].shape[0] * avals[0].shape[1], out_dtype)
+
+
+def tgmm_reason(x: Any, dy: Any, num_rows: int, out_dtype: Any) -> str | None:
+    """Says why CUDA cannot contract `num_rows` rows of x [.,K] and dy [.,N], or None."""
+    op = "grouped_gemm"
+    if x.dtype != dy.dtype:
+        return _mixed_reason(x, dy)
+    reason = dtype_reason(op, x=x, dy=dy)
+    if reason is None and out_dtype not in (x.dtype, jnp.float32):
+        rule = f"the gradient of rhs must be {_checks.dtype_name(x.dtype)} or f32 on CUDA"
+        reason = _checks.message(op, rule, x=x, dy=dy)
+    return (
+        reason
+        or count_reason(op, num_rows, x=x)
+        or row_reason(op, "x", x, 1)
+        or row_reason(op, "dy", dy, 1)
+    )
 
 
 gmm = _primitive.define(
@@ -292,5 +316,7 @@ tgmm = _primitive.define(
     batch=_tgmm_batch,
     jvp=_tgmm_jvp,
     transpose=_tgmm_transpose,
-    cuda=_primitive.CudaTarget("", reason=_tgmm_reason),
+    cuda=_primitive.CudaTarget(
+        "jaxmoe_tgmm_v1", attrs=_tgmm_attrs, scratch=_gmm_scratch, reason=_tgmm_reason
+    ),
 )

@@ -176,6 +176,14 @@ def _usual_rows(num_rows: int, num_groups: int) -> float:
     return mean + 2.0 * math.sqrt(mean)
 
 
+def tgmm_cluster(columns: int) -> int:
+    """CTAs that share an operand of the weight gradient, each with 128 of the other's columns.
+
+    Pairs read a third less from L2. `columns` are those of the gathered operand, or of x.
+    """
+    return 2 if columns > 128 else 1
+
+
 def gmm_scratch_size() -> int:
     """int32 elements of scratch of one grouped GEMM: its tile counter, padded to 16 bytes."""
     return 4

@@ -63,6 +63,10 @@ def _no_scratch(_avals: Sequence[Any], **_params: Any) -> list[Spec]:
     return []
 
 
+def _no_aliases(_avals: Sequence[Any], **_params: Any) -> dict[int, int]:
+    return {}
+
+
 def _no_reason(_avals: Sequence[Any], **_params: Any) -> str | None:
     return None
 
@@ -81,6 +85,8 @@ class CudaTarget:
       fallback: (avals, **params) -> why CUDA runs the pure JAX function for these arguments, or
         None. For what the kernel does not know and XLA does well enough.
       operands: which arguments the call takes, in order; None for all.
+      aliases: (avals, **params) -> operand of the call: the result that takes its memory. XLA
+        copies an operand that is used elsewhere.
       xla_splits: whether CUDA runs the pure JAX function in a program that XLA partitions (several
         devices, outside of `jax.shard_map`). XLA would gather the operands of the call, and splits
         the function as its arguments are. Known while lowering only, so not to `explain`.
@@ -92,6 +98,7 @@ class CudaTarget:
     reason: Callable[..., str | None] = _no_reason
     fallback: Callable[..., str | None] = _no_reason
     operands: tuple[int, ...] | None = None
+    aliases: Callable[..., dict[int, int]] = _no_aliases
     xla_splits: bool = False
 
 
@@ -313,6 +320,7 @@ def _lower_cuda(op: Op, xla_rule: Any, ctx: Any, /, *operands: Any, **params: An
         avals_in=[ctx.avals_in[i] for i in used], avals_out=[*ctx.avals_out, *scratch]
     )
     attrs = op.cuda.attrs(ctx.avals_in, **params)
-    rule = jax.ffi.ffi_lowering(op.cuda.target)
+    aliases = op.cuda.aliases(ctx.avals_in, **params)
+    rule = jax.ffi.ffi_lowering(op.cuda.target, operand_output_aliases=aliases or None)
     results = rule(call_ctx, *(operands[i] for i in used), **attrs)
     return list(results)[: len(ctx.avals_out)]

@@ -122,11 +122,11 @@ GRADIENTS = {
         (),
     ),
     "finalize": (_sum_of_rows, (BF16_4X8, WEIGHTS), ()),
-    "grouped_gemm": (_product, (BF16_4X8, BF16_2X8X8, BF16_4X8[:2]), (1, 2)),
+    "grouped_gemm": (_product, (BF16_4X8, BF16_2X8X8, BF16_4X8[:2]), ()),
     "moe_mlp": (
         _layer,
         (BF16_4X8, WEIGHTS, jnp.zeros((2, 8, 16), jnp.bfloat16), BF16_2X8X8),
-        (0, 2, 3),
+        (0, 2),
     ),
 }
 
@@ -139,7 +139,7 @@ def test_what_readme_says_of_reverse_mode_on_cuda(name) -> None:
         with _targets.force_cuda_lowering():
             traced = jax.jit(gradient).trace(*args)
             if argnum in refused:
-                with pytest.raises(NotImplementedError, match="backward kernels are not available"):
+                with pytest.raises(NotImplementedError, match="factors of a gradient must"):
                     traced.lower(lowering_platforms=("cuda",))
             else:
                 assert traced.lower(lowering_platforms=("cuda",)).as_text()

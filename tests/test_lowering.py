@@ -7,7 +7,17 @@ import jax.numpy as jnp
 import pytest
 
 import jaxmoe
-from jaxmoe import GemmConfig, Plan, Routing, _gmm, _primitive, _targets, grouped_gemm, moe_mlp
+from jaxmoe import (
+    GemmConfig,
+    Plan,
+    Routing,
+    _gmm,
+    _primitive,
+    _targets,
+    _tgmm_rows,
+    grouped_gemm,
+    moe_mlp,
+)
 
 BF16, F16, F32, I32 = jnp.bfloat16, jnp.float16, jnp.float32, jnp.int32
 T, K, E, H, INTER = 6, 2, 4, 32, 16
@@ -260,6 +270,29 @@ OTHER_OPS = {
         ["1x6x32xbf16", "0xf32"],
         ["1x6x32xf8E4M3FN", "1xf32", "1024xf32"],
     ),
+    "tgmm": (
+        lambda x, dy, starts, sizes: _gmm.tgmm(
+            x, dy, starts, sizes, weight_shape=(1, E), out_dtype=BF16, precision=None
+        ),
+        (struct(3, T, 264), struct(3, T, H), struct(3, E, dtype=I32), struct(3, E, dtype=I32)),
+        ("jaxmoe_tgmm_v1", {"cluster": "2:i64"}),
+        ["3x6x264xbf16", "3x6x32xbf16", "3x4xi32", "3x4xi32"],
+        ["1x4x264x32xbf16", "4xi32"],
+    ),
+    "tgmm_rows": (
+        lambda *a: _tgmm_rows.tgmm_rows(*a, gathered="dy", out_dtype=F32, precision=None),
+        (
+            struct(T * K, 264),
+            struct(T, H),
+            struct(E, dtype=I32),
+            struct(E, dtype=I32),
+            struct(T * K, dtype=I32),
+            struct(E, 264, H, dtype=F32),
+        ),
+        ("jaxmoe_tgmm_rows_v1", {"gathered": "2:i64", "cluster": "1:i64"}),
+        ["12x264xbf16", "6x32xbf16", "4xi32", "4xi32", "12xi32", "4x264x32xf32"],
+        ["4x264x32xf32", "4xi32"],
+    ),
 }
 
 
@@ -384,14 +417,70 @@ def test_cuda_refuses_unaligned_layers(hidden, intermediate, name):
     assert "the nearest legal: " in str(error.value)
 
 
-def test_cuda_refuses_gradients_for_now():
-    def loss(w2, x, routing, w1):
+def test_cuda_refuses_gradients_of_float32_products():
+    def loss(w1, x, routing, w2):
         return jnp.sum(moe_mlp(x, routing, w1, w2).astype(F32))
 
     x, routing, w1, w2 = layer_structs()
     for argnum in (0, 1):
-        with pytest.raises(NotImplementedError, match="backward kernels are not available on CUDA"):
-            cuda_text(jax.grad(loss, argnum), w2, x, routing, w1)
+        with pytest.raises(NotImplementedError, match="factors of a gradient must all be bf16"):
+            cuda_text(jax.grad(loss, argnum), w1, x, routing, w2)
+
+
+@pytest.mark.parametrize("layout", ("kn", "nk"))
+@pytest.mark.parametrize("dtype", (BF16, F16))
+def test_gradient_of_grouped_gemm_is_two_calls(layout, dtype):
+    def loss(lhs, rhs, sizes):
+        out = grouped_gemm(lhs, rhs, sizes, weight_layout=layout)
+        return jnp.sum(out.astype(F32) ** 2)
+
+    shape = (E, 24, 40) if layout == "kn" else (E, 40, 24)
+    args = struct(10, 24, dtype=dtype), struct(*shape, dtype=dtype), struct(E, dtype=I32)
+    found = calls(cuda_text(jax.grad(loss, (0, 1)), *args))
+    assert [c[0] for c in found].count("jaxmoe_gmm_v1") == 2  # the product, and that of lhs
+    (_, attrs, operands, results) = next(c for c in found if c[0] == "jaxmoe_tgmm_v1")
+    element = "bf16" if dtype == BF16 else "f16"
+    rows = [f"1x10x24x{element}", f"1x10x40x{element}"]
+    assert operands == [*(rows if layout == "kn" else rows[::-1]), "1x4xi32", "1x4xi32"]
+    assert attrs == {"cluster": "1:i64"}
+    assert results == [f"1x{'x'.join(map(str, shape))}x{element}", "4xi32"]
+
+
+def test_accumulation_takes_the_memory_of_what_there_is():
+    _, args, _, _, _ = OTHER_OPS["tgmm_rows"]
+
+    def add(*a, gathered="dy"):
+        return _tgmm_rows.tgmm_rows(*a, gathered=gathered, out_dtype=F32, precision=None)
+
+    alias = re.compile(r"output_operand_alias<output_tuple_indices = \[0\],\s*operand_index = 5")
+    assert alias.search(cuda_text(add, *args))
+    none = (struct(T * K, 264), struct(T * K, H), *args[2:4])
+
+    def fresh(*a):
+        return add(*a, _tgmm_rows.no_index(), _tgmm_rows.no_init(F32), gathered=None)
+
+    text = cuda_text(fresh, *none)
+    assert "jaxmoe_tgmm_rows_v1" in text and "output_operand_alias" not in text
+
+
+@pytest.mark.parametrize(
+    "k, n, dtype, out_dtype, message",
+    (
+        (12, 16, BF16, BF16, "x.shape[1]=12 must be a positive multiple of 8 on CUDA"),
+        (16, 12, F16, F16, "dy.shape[1]=12 must be a positive multiple of 8 on CUDA"),
+        (16, 16, F32, F32, "x and dy must all be bf16 or all be f16 on CUDA"),
+        (16, 16, BF16, F16, "the gradient of rhs must be bf16 or f32 on CUDA"),
+    ),
+)
+def test_what_cuda_refuses_in_weight_gradients(k, n, dtype, out_dtype, message):
+    args = (struct(1, 9, k, dtype=dtype), struct(1, 9, n, dtype=dtype))
+    groups = (struct(1, E, dtype=I32),) * 2
+
+    def fn(*a):
+        return _gmm.tgmm(*a, weight_shape=(1, E), out_dtype=jnp.dtype(out_dtype), precision=None)
+
+    with pytest.raises(NotImplementedError, match=re.escape(message)):
+        cuda_text(fn, *args, *groups)
 
 
 def test_vmap_that_would_copy_weights_loops_instead():
@@ -403,7 +492,3 @@ def test_vmap_that_would_copy_weights_loops_instead():
     ((_, _, operands, _),) = calls(text)
     assert operands[1] == "1x4x24x40xbf16"
     assert "stablehlo.while" in text
-
-
-def test_tgmm_has_no_target():
-    assert _gmm.tgmm.cuda is not None and _gmm.tgmm.cuda.target == ""

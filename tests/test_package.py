@@ -54,6 +54,8 @@ TARGETS = {
     "jaxmoe_quantize_v1",
     "jaxmoe_route_plan_v1",
     "jaxmoe_route_v2",
+    "jaxmoe_tgmm_rows_v1",
+    "jaxmoe_tgmm_v1",
 }
 # Lines a file may have, by the pattern of its path.
 BUDGETS = {"jaxmoe/*.py": 400, "csrc/**/*.cuh": 500, "csrc/ffi/*.cc": 150, "CMakeLists.txt": 120}

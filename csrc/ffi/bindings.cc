@@ -17,6 +17,8 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(MoeMlpRowsFfi);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(QuantizeFfi);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(MoeMlpFp8Ffi);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(GroupedGemmFp8Ffi);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(TgmmFfi);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(TgmmRowsFfi);
 
 namespace nb = nanobind;
 
@@ -34,7 +36,9 @@ constexpr XLA_FFI_Handler* kHandlers[kNumTargets] = {RouteFfi,
                                                      MoeMlpRowsFfi,
                                                      QuantizeFfi,
                                                      MoeMlpFp8Ffi,
-                                                     GroupedGemmFp8Ffi};
+                                                     GroupedGemmFp8Ffi,
+                                                     TgmmFfi,
+                                                     TgmmRowsFfi};
 
 nb::dict Registrations() {
   nb::dict handlers;

@@ -19,7 +19,9 @@ enum class Target {
   kMoeMlpRows,
   kQuantize,
   kMoeMlpFp8,
-  kGmmFp8
+  kGmmFp8,
+  kTgmm,
+  kTgmmRows
 };
 
 inline constexpr const char* kTargetNames[] = {
@@ -34,6 +36,8 @@ inline constexpr const char* kTargetNames[] = {
     "jaxmoe_quantize_v1",
     "jaxmoe_moe_mlp_fp8_v1",
     "jaxmoe_gmm_fp8_v1",
+    "jaxmoe_tgmm_v1",
+    "jaxmoe_tgmm_rows_v1",
 };
 inline constexpr int kNumTargets = static_cast<int>(std::size(kTargetNames));
 

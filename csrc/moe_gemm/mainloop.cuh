@@ -18,16 +18,6 @@ struct WarpgroupShare {
   bool gathered;  // threads wrote the rows of X, not the copy engine
 };
 
-// Tells every producer that writes this stage that the calling warp has read it.
-template <class T>
-__device__ __forceinline__ void ReleaseStage(const SharedStorage<T>& smem, int stage, int lane) {
-  if constexpr (T::kMulticast > 1) {
-    if (lane < T::kMulticast) ptx::BarrierArriveAt(smem.empty(stage), lane);
-  } else {
-    if (lane == 0) ptx::BarrierArrive(smem.empty(stage));
-  }
-}
-
 // A k step is four instructions. K-major: 32 bytes along the 128-byte row. MN-major: 16 rows of 128
 // bytes.
 template <class T>

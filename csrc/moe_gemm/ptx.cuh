@@ -127,10 +127,12 @@ __device__ __forceinline__ void FenceProxyAsync() {
 // ---- wgmma ----------------------------------------------------------------------------------
 
 // Descriptor of a 128-byte-swizzled operand whose 8-row (or 8-k) groups are 1024 bytes apart.
+// MN-major and wider than 64: its blocks of 64 are kBlockBytes apart.
+template <int kBlockBytes = 16>
 __device__ __forceinline__ uint64_t Swizzle128Descriptor(uint32_t smem_address) {
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
   constexpr uint64_t kStride = uint64_t{1024 >> 4} << 32;
-  constexpr uint64_t kLeading = uint64_t{1} << 16;  // unused by a 64-wide operand
+  constexpr uint64_t kLeading = uint64_t{kBlockBytes >> 4} << 16;  // else unused
   return kSwizzle128 | kStride | kLeading | ((smem_address & 0x3FFFF) >> 4);
 }
 
@@ -152,17 +154,17 @@ __device__ __forceinline__ void WgmmaCall(uint64_t a,
             accumulate ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
 }
 
-template <class Element, int kN, cute::SM90::GMMA::Major kMajorA>
+template <class Element, int kN, cute::SM90::GMMA::Major kMajorA, cute::SM90::GMMA::Major kMajorB>
 struct WgmmaAtom;
 
-#define JAXMOE_WGMMA_ATOM(N, BF16_ATOM, FP16_ATOM)               \
-  template <cute::SM90::GMMA::Major kMajorA>                     \
-  struct WgmmaAtom<__nv_bfloat16, N, kMajorA> {                  \
-    using type = BF16_ATOM<kMajorA, cute::SM90::GMMA::Major::K>; \
-  };                                                             \
-  template <cute::SM90::GMMA::Major kMajorA>                     \
-  struct WgmmaAtom<__half, N, kMajorA> {                         \
-    using type = FP16_ATOM<kMajorA, cute::SM90::GMMA::Major::K>; \
+#define JAXMOE_WGMMA_ATOM(N, BF16_ATOM, FP16_ATOM)                            \
+  template <cute::SM90::GMMA::Major kMajorA, cute::SM90::GMMA::Major kMajorB> \
+  struct WgmmaAtom<__nv_bfloat16, N, kMajorA, kMajorB> {                      \
+    using type = BF16_ATOM<kMajorA, kMajorB>;                                 \
+  };                                                                          \
+  template <cute::SM90::GMMA::Major kMajorA, cute::SM90::GMMA::Major kMajorB> \
+  struct WgmmaAtom<__half, N, kMajorA, kMajorB> {                             \
+    using type = FP16_ATOM<kMajorA, kMajorB>;                                 \
   }
 #define JAXMOE_CUTLASS_ATOM(N)                                        \
   JAXMOE_WGMMA_ATOM(N,                                                \
@@ -180,19 +182,20 @@ JAXMOE_OWN_ATOM(112);
 JAXMOE_CUTLASS_ATOM(128);
 JAXMOE_OWN_ATOM(144);
 JAXMOE_OWN_ATOM(160);
+JAXMOE_CUTLASS_ATOM(256);
 #undef JAXMOE_OWN_ATOM
 #undef JAXMOE_CUTLASS_ATOM
 #undef JAXMOE_WGMMA_ATOM
 
 // FP8: tokens are e4m3, weights either. No transposed operands.
-#define JAXMOE_FP8_ATOM(N, E4M3_ATOM, E5M2_ATOM)                   \
-  template <>                                                      \
-  struct WgmmaAtom<__nv_fp8_e4m3, N, cute::SM90::GMMA::Major::K> { \
-    using type = E4M3_ATOM;                                        \
-  };                                                               \
-  template <>                                                      \
-  struct WgmmaAtom<__nv_fp8_e5m2, N, cute::SM90::GMMA::Major::K> { \
-    using type = E5M2_ATOM;                                        \
+#define JAXMOE_FP8_ATOM(N, E4M3_ATOM, E5M2_ATOM)                                               \
+  template <>                                                                                  \
+  struct WgmmaAtom<__nv_fp8_e4m3, N, cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::K> { \
+    using type = E4M3_ATOM;                                                                    \
+  };                                                                                           \
+  template <>                                                                                  \
+  struct WgmmaAtom<__nv_fp8_e5m2, N, cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::K> { \
+    using type = E5M2_ATOM;                                                                    \
   }
 #define JAXMOE_CUTLASS_ATOM(N)                                           \
   JAXMOE_FP8_ATOM(N,                                                     \
@@ -216,13 +219,17 @@ JAXMOE_OWN_ATOM(160);
 
 // acc[64 x kN] (+)= A[64 x k] * B[kN x k]^T, both operands in shared memory, 32 bytes of k. Uses
 // the first kN columns of an accumulator that may have more.
-template <class Element, int kN, cute::SM90::GMMA::Major kMajorA, int kSize>
+template <class Element,
+          int kN,
+          cute::SM90::GMMA::Major kMajorA,
+          cute::SM90::GMMA::Major kMajorB = cute::SM90::GMMA::Major::K,
+          int kSize>
 __device__ __forceinline__ void Wgmma(uint64_t a,
                                       uint64_t b,
                                       float (&acc)[kSize],
                                       bool accumulate) {
   static_assert(kN / 2 <= kSize, "the accumulator is too small");
-  using Atom = typename WgmmaAtom<Element, kN, kMajorA>::type;
+  using Atom = typename WgmmaAtom<Element, kN, kMajorA, kMajorB>::type;
   WgmmaCall<Atom>(a, b, acc, accumulate, std::make_integer_sequence<int, kN / 2>{});
 }
 
@@ -244,6 +251,29 @@ __device__ __forceinline__ void StoreMatrix2Transposed(void* row, uint32_t a, ui
       "r"(a),
       "r"(b)
       : "memory");
+}
+
+// Stores four of them, or transposed: lanes 8 i to 8 i + 7 give the addresses of the rows of
+// matrix i.
+__device__ __forceinline__ void StoreMatrix4(
+    void* row, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(SmemAddress(row)),
+      "r"(a),
+      "r"(b),
+      "r"(c),
+      "r"(d)
+      : "memory");
+}
+__device__ __forceinline__ void StoreMatrix4Transposed(
+    void* row, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                   SmemAddress(row)),
+               "r"(a),
+               "r"(b),
+               "r"(c),
+               "r"(d)
+               : "memory");
 }
 
 template <class Element>

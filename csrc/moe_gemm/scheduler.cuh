@@ -11,6 +11,7 @@
 // tiles from CTAs that are about to run dry).
 #pragma once
 
+#include "csrc/moe_gemm/groups.cuh"
 #include "csrc/moe_gemm/slot_plan.cuh"
 #include "csrc/moe_gemm/tile.cuh"
 
@@ -68,8 +69,7 @@ class TileScheduler {
  private:
   static constexpr int kTileRows = T::kTokenTile * T::kMulticast;
 
-  // Reads the next 32 groups. Starts and sizes come from the caller's device memory: they are
-  // clamped to the rows that exist, so that garbage reads and writes nothing out of bounds.
+  // Reads the next 32 groups.
   __device__ void LoadWindow() {
     const int g = window_ + lane_;
     group_ = g;
@@ -78,15 +78,9 @@ class TileScheduler {
     if (args_.plans) {
       if (window_ == 0) LoadPlan();
     } else if (g < args_.num_groups) {
-      const int rows = args_.rows_per_batch;
-      const int begin = args_.group_starts[g];
-      const int64_t end = args_.group_sizes != nullptr
-                              ? static_cast<int64_t>(begin) + max(args_.group_sizes[g], 0)
-                              : static_cast<int64_t>(args_.group_starts[g + 1]);
-      const int first = min(max(begin, 0), rows);
-      const int last = static_cast<int>(min(max(end, int64_t{0}), static_cast<int64_t>(rows)));
-      start_ = (g / args_.groups_per_batch) * rows + first;
-      size_ = max(last - first, 0);
+      const GroupRows rows = RowsOfGroup(args_, g);
+      start_ = rows.start;
+      size_ = rows.size;
     }
     tiles_ = size_ == 0 ? 0 : ((size_ - 1) / kTileRows + 1) * args_.num_w_tiles;
     inclusive_ = tiles_;
@@ -126,19 +120,7 @@ __device__ void RunScheduler(const MoeGemmArgs& args, const SharedStorage<T>& sm
   int tile = blockIdx.x / T::kCluster;
   while (true) {
     const TileInfo info = scheduler.Find(tile, min(lane, T::kCluster - 1));
-    ptx::BarrierWait(smem.ring_empty(slot.index), slot.parity ^ 1);
-    __syncwarp();  // the lanes that publish must not leave the others a phase behind
-    if (lane < T::kCluster) {
-      if constexpr (T::kCluster > 1) {
-        const int4 bits = make_int4(info.weight, info.row, info.rows, info.w_tile);
-        uint64_t* full = smem.ring_full(slot.index);
-        ptx::BarrierArriveExpectTxAt(full, lane, sizeof(bits));
-        ptx::StoreAsyncAt(&smem.ring()[slot.index], full, lane, bits);
-      } else {
-        smem.ring()[slot.index] = info;
-        ptx::BarrierArrive(smem.ring_full(slot.index));
-      }
-    }
+    PublishTile(smem, slot, info, lane);
     slot.Advance();
     if (info.end()) return;
     if (args.plans) {  // no kernel ran before that could have cleared the counter

@@ -36,7 +36,7 @@ CUtensorMapDataType MapType(DType dtype) {
   }
 }
 
-const char* Encode(const MoeGemmProblem& problem,
+const char* Encode(DType dtype,
                    const void* base,
                    cuuint32_t rank,
                    const cuuint64_t* dims,
@@ -47,7 +47,7 @@ const char* Encode(const MoeGemmProblem& problem,
   if (encode == nullptr) return "the driver has no cuTensorMapEncodeTiled";
   const cuuint32_t element_strides[3] = {1, 1, 1};
   const CUresult result = encode(map,
-                                 MapType(problem.dtype),
+                                 MapType(dtype),
                                  rank,
                                  const_cast<void*>(base),
                                  dims,
@@ -74,7 +74,7 @@ const char* EncodeWeightMap(const MoeGemmProblem& problem, CUtensorMap* map) {
       k_inner ? k : n, k_inner ? n : k, static_cast<cuuint64_t>(problem.num_weights)};
   const cuuint64_t strides[2] = {dims[0] * element, k * n * element};
   const cuuint32_t box[3] = {kBoxBytes / static_cast<cuuint32_t>(element), 64, 1};
-  return Encode(problem, problem.w, 3, dims, strides, box, map);
+  return Encode(problem.dtype, problem.w, 3, dims, strides, box, map);
 }
 
 const char* EncodeTokenMap(const MoeGemmProblem& problem, int box_rows, CUtensorMap* map) {
@@ -84,7 +84,20 @@ const char* EncodeTokenMap(const MoeGemmProblem& problem, int box_rows, CUtensor
   const cuuint64_t strides[1] = {problem.k * element};
   const cuuint32_t box[2] = {kBoxBytes / static_cast<cuuint32_t>(element),
                              static_cast<cuuint32_t>(box_rows)};
-  return Encode(problem, problem.x, 2, dims, strides, box, map);
+  return Encode(problem.dtype, problem.x, 2, dims, strides, box, map);
+}
+
+const char* EncodeRowsMap(
+    DType dtype, const void* base, int64_t rows, int64_t cols, int box_rows, CUtensorMap* map) {
+  const cuuint64_t element = ElementSize(dtype);
+  const cuuint64_t pitch = cols * element;
+  const cuuint64_t height = box_rows;
+  const auto shifted = reinterpret_cast<uintptr_t>(base) - static_cast<uintptr_t>(height * pitch);
+  const cuuint64_t dims[3] = {static_cast<cuuint64_t>(cols), height, rows + height};
+  const cuuint64_t strides[2] = {pitch, pitch};
+  const cuuint32_t box[3] = {
+      kBoxBytes / static_cast<cuuint32_t>(element), static_cast<cuuint32_t>(box_rows), 1};
+  return Encode(dtype, reinterpret_cast<const void*>(shifted), 3, dims, strides, box, map);
 }
 
 }  // namespace jaxmoe

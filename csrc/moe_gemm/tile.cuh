@@ -4,19 +4,10 @@
 #include <cute/arch/mma_sm90_gmma.hpp>
 
 #include "csrc/moe_gemm/args.h"
+#include "csrc/moe_gemm/pipeline.cuh"
 #include "csrc/moe_gemm/ptx.cuh"
 
 namespace jaxmoe {
-
-// What the scheduler hands to producers and consumers.
-struct alignas(16) TileInfo {
-  int weight;  // index of the weight matrix; negative: there are no more tiles
-  int row;     // first row of the tile
-  int rows;    // rows of the group in this tile, up to kTokenTile; 0 when a cluster has too few
-  int w_tile;  // weight tile index
-
-  __device__ bool end() const { return weight < 0; }
-};
 
 // How two consumer warpgroups share the work.
 enum class Split {
@@ -187,20 +178,6 @@ struct SharedStorage {
   __device__ uint64_t* partial_empty() const { return partial_full() + 1; }
 };
 
-// Position in a circular buffer of kSize slots; `parity` flips at each wrap.
-template <int kSize>
-struct PipelineState {
-  int index = 0;
-  uint32_t parity = 0;
-
-  __device__ __forceinline__ void Advance() {
-    if (++index == kSize) {
-      index = 0;
-      parity ^= 1;
-    }
-  }
-};
-
 // The k steps that this CTA runs: all, or its part.
 struct StepRange {
   int first;
@@ -212,33 +189,6 @@ __device__ __forceinline__ StepRange StepsOf(int num_k_steps) {
   if constexpr (T::kSplitK == 1) return {0, num_k_steps};
   const int rank = ptx::ClusterRank();
   return {num_k_steps * rank / T::kSplitK, num_k_steps * (rank + 1) / T::kSplitK};
-}
-
-// Waits for the next tile of the ring, as a warp: its first lane reads, so that the lane that hands
-// the slot back is the only one that has read it.
-template <class T>
-__device__ __forceinline__ TileInfo NextTile(const SharedStorage<T>& smem,
-                                             const PipelineState<T::kRing>& slot,
-                                             int lane) {
-  constexpr unsigned kAll = 0xffffffffu;
-  ptx::BarrierWait(smem.ring_full(slot.index), slot.parity);
-  TileInfo info{};
-  if (lane == 0) info = smem.ring()[slot.index];
-  return {__shfl_sync(kAll, info.weight, 0),
-          __shfl_sync(kAll, info.row, 0),
-          __shfl_sync(kAll, info.rows, 0),
-          __shfl_sync(kAll, info.w_tile, 0)};
-}
-
-// The ring is written by CTA 0 of the cluster. Readers hand a slot back when they are done with the
-// tile: right after reading it, the arrival could overtake the load.
-template <class T>
-__device__ __forceinline__ void ReleaseRing(uint64_t* bar) {
-  if constexpr (T::kCluster > 1) {
-    ptx::BarrierArriveAt(bar, 0);
-  } else {
-    ptx::BarrierArrive(bar);
-  }
 }
 
 }  // namespace jaxmoe

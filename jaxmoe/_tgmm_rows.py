@@ -1,0 +1,104 @@
+"""The primitive `tgmm_rows`: the weight gradient of gathered rows, added to what there is.
+
+tgmm_rows: x [T,K], dy [T,N], starts and sizes [E] int32, row_index [T] int32 or [0], init [E,K,N]
+  or [0,0,0] -> [E,K,N]
+
+  dw[e] = init[e] + sum over the rows t of group e of x[t]^T dy[t]
+
+With gathered="x" (or "dy") that operand is [X,K] (or [Y,N]) and its row t is row row_index[t], or
+zeros where that is negative or past the end. `init` is added in float32, before the one rounding,
+and on CUDA dw takes its memory. For backward passes that gather inside: no derivatives.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxmoe import _gmm, _gmm_xla, _primitive
+from jaxmoe._heuristics import gmm_scratch_size, tgmm_cluster
+
+GATHERED = (None, "x", "dy")
+
+
+def no_index() -> jax.Array:
+    """Returns the empty array that stands for "in order"."""
+    return jnp.zeros((0,), jnp.int32)
+
+
+def no_init(dtype: Any) -> jax.Array:
+    """Returns the empty array that stands for "added to nothing"."""
+    return jnp.zeros((0, 0, 0), dtype)
+
+
+def _out(x: Any, dy: Any, starts: Any, *_: Any, out_dtype: Any, **_params: Any) -> Any:
+    return [((starts.shape[0], x.shape[1], dy.shape[1]), out_dtype)]
+
+
+def _take(operand: jax.Array, index: jax.Array) -> jax.Array:
+    index = jnp.where(index < 0, operand.shape[0], index)
+    return jnp.take(operand, index, axis=0, mode="fill", fill_value=0)
+
+
+def _xla(
+    x: jax.Array,
+    dy: jax.Array,
+    starts: jax.Array,
+    sizes: jax.Array,
+    row_index: jax.Array,
+    init: jax.Array,
+    *,
+    gathered: str | None,
+    out_dtype: Any,
+    precision: Any,
+) -> tuple[jax.Array]:
+    if gathered == "x":
+        x = _take(x, row_index)
+    elif gathered == "dy":
+        dy = _take(dy, row_index)
+    (dw,) = _gmm_xla.tgmm_xla(
+        x[None],
+        dy[None],
+        starts[None],
+        sizes[None],
+        weight_shape=(1, starts.shape[0]),
+        out_dtype=jnp.float32,
+        precision=precision,
+    )
+    total = dw[0] + init.astype(jnp.float32) if init.size else dw[0]
+    return (total.astype(out_dtype),)
+
+
+def _batch(args: Any, dims: Any, **params: Any) -> Any:
+    return _primitive.one_by_one(tgmm_rows, args, dims, **params)
+
+
+def _attrs(avals: Any, *, gathered: str | None, **_params: Any) -> dict[str, Any]:
+    x, dy = avals[:2]
+    columns = dy.shape[1] if gathered == "dy" else x.shape[1]
+    return {"gathered": GATHERED.index(gathered), "cluster": tgmm_cluster(columns)}
+
+
+def _scratch(_avals: Any, **_params: Any) -> list[_primitive.Spec]:
+    return [((gmm_scratch_size(),), jnp.int32)]
+
+
+def _reason(avals: Any, *, gathered: str | None, out_dtype: Any, **_params: Any) -> str | None:
+    x, dy = avals[:2]
+    rows = dy.shape[0] if gathered == "x" else x.shape[0]
+    return _gmm.tgmm_reason(x, dy, rows, out_dtype)
+
+
+def _aliases(avals: Any, **_params: Any) -> dict[int, int]:
+    return {5: 0} if avals[5].size else {}
+
+
+tgmm_rows = _primitive.define(
+    "jaxmoe_tgmm_rows",
+    out=_out,
+    xla=_xla,
+    batch=_batch,
+    cuda=_primitive.CudaTarget(
+        "jaxmoe_tgmm_rows_v1", attrs=_attrs, scratch=_scratch, reason=_reason, aliases=_aliases
+    ),
+)

@@ -1,0 +1,246 @@
+"""Weight gradients on a GPU: every kernel variant, boundaries of its tiles, garbage, repeats."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmoe import _gmm, _gmm_xla, _targets, _tgmm_rows, grouped_gemm, reference
+from jaxmoe._testing import assert_close, assert_equal, normal, poison
+
+pytestmark = pytest.mark.gpu
+
+INT_MAX, INT_MIN = np.iinfo(np.int32).max, np.iinfo(np.int32).min
+
+# Around slices of 16 rows, steps of 64 and all the stages, with empty groups at both ends.
+SIZES = (0, 1, 7, 16, 17, 0, 0, 31, 64, 65, 100, 127, 128, 129, 257, 400, 0)
+DTYPES = (jnp.bfloat16, jnp.float16)
+
+
+def on_cpu(tree):
+    return jax.device_put(tree, jax.devices("cpu")[0])
+
+
+def starts_of(sizes):
+    return jnp.asarray(np.cumsum((0, *sizes[:-1])), jnp.int32)
+
+
+def check(x, dy, starts, sizes, out_dtype=None, weight_shape=None):
+    """Runs the kernel over poisoned memory and compares it with XLA on the CPU."""
+    out_dtype = jnp.dtype(out_dtype or x.dtype)
+    params = {"weight_shape": weight_shape or (1, starts.shape[1]), "precision": None}
+    kernel = jax.jit(lambda *a: _gmm.tgmm(*a, out_dtype=out_dtype, **params)[0])
+    poison((*params["weight_shape"], x.shape[2], dy.shape[2]), out_dtype)
+    before = _targets.execute_count("jaxmoe_tgmm_v1")
+    out = kernel(x, dy, starts, sizes)
+    assert _targets.execute_count("jaxmoe_tgmm_v1") > before
+    assert out.dtype == out_dtype
+    assert_equal(out, kernel(x, dy, starts, sizes))
+    x, dy, starts, sizes = on_cpu((x, dy, starts, sizes))
+    (naive,) = _gmm_xla.tgmm_xla(x, dy, starts, sizes, out_dtype=out_dtype, **params)
+    with jax.enable_x64(True):
+        a, b = (jnp.asarray(np.asarray(v, np.float64)) for v in (x, dy))
+        want = sum_of_groups(a, b, np.asarray(starts), np.asarray(sizes), params["weight_shape"])
+    assert_close(out, want, naive)
+    return out
+
+
+def sum_of_groups(x, dy, starts, sizes, weight_shape):
+    """The definition, in float64; ranges are cut to the rows that exist."""
+    batch, rows, k = x.shape
+    x, dy = np.asarray(x), np.asarray(dy)
+    weights = weight_shape[0] * weight_shape[1]
+    dw = np.zeros((weights, k, dy.shape[2]))
+    for b in range(batch):
+        for g in range(starts.shape[1]):
+            first = int(np.clip(int(starts[b, g]), 0, rows))
+            end = int(np.clip(int(starts[b, g]) + max(int(sizes[b, g]), 0), 0, rows))
+            weight = (b * starts.shape[1] + g) % weights
+            dw[weight] += x[b, first:end].T @ dy[b, first:end]
+    return dw.reshape(*weight_shape, *dw.shape[1:])
+
+
+def operands(rng, num_rows, k, n, dtype, batch=1):
+    return normal(rng, (batch, num_rows, k), dtype), normal(rng, (batch, num_rows, n), dtype)
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("dtype", DTYPES, ids=("bf16", "fp16"))
+@pytest.mark.parametrize("k", (120, 328), ids=("alone", "pairs"))
+def test_every_variant(k, dtype):
+    rng = np.random.default_rng(k)
+    sizes = tuple(int(s) for s in rng.permutation(SIZES))
+    x, dy = operands(rng, sum(SIZES) + 21, k, 520, dtype)  # K and N end inside boxes and tiles
+    for out_dtype in (dtype, jnp.float32):
+        out = check(x, dy, starts_of(sizes)[None], jnp.asarray(sizes, jnp.int32)[None], out_dtype)
+        assert not np.asarray(out[0, [i for i, s in enumerate(sizes) if s == 0]]).any()
+
+
+@pytest.mark.parametrize("k", (8, 128, 136, 256, 1416))
+@pytest.mark.parametrize("n", (8, 256, 264))
+def test_row_lengths(k, n):
+    rng = np.random.default_rng([k, n])
+    sizes = (3, 0, 70, 11, 150)
+    x, dy = operands(rng, 240, k, n, jnp.bfloat16)
+    check(x, dy, starts_of(sizes)[None], jnp.asarray(sizes, jnp.int32)[None])
+
+
+@pytest.mark.parametrize("num_rows", (1, 15, 63, 64, 1024, 3000))
+def test_one_expert(num_rows):
+    rng = np.random.default_rng(num_rows)
+    x, dy = operands(rng, num_rows, 256, 512, jnp.bfloat16)
+    check(x, dy, jnp.zeros((1, 1), jnp.int32), jnp.full((1, 1), num_rows, jnp.int32))
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize(
+    "starts, sizes",
+    (
+        ((INT_MAX, 3, INT_MIN), (INT_MAX, 3, INT_MIN)),
+        ((5, -9, 30), (INT_MAX, 20, -4)),
+        ((INT_MIN, 0, 36), (INT_MAX, 37, 1)),
+        ((-7, 20, 37), (50, -1, 5)),
+        ((0, 0, 0), (0, 0, 0)),
+    ),
+)
+def test_garbage_groups_stay_in_bounds(starts, sizes):
+    rng = np.random.default_rng(3)
+    x, dy = operands(rng, 37, 264, 64, jnp.bfloat16)
+    check(x, dy, *(jnp.asarray(a, jnp.int32)[None] for a in (starts, sizes)))
+
+
+def test_no_rows_and_no_groups():
+    x, dy = operands(np.random.default_rng(0), 0, 64, 64, jnp.bfloat16)
+    check(x, dy, jnp.zeros((1, 3), jnp.int32), jnp.ones((1, 3), jnp.int32))
+
+
+@pytest.mark.sanitizer
+def test_nan_stays_in_its_group():
+    rng = np.random.default_rng(7)
+    sizes = (100, 9, 170)
+    groups = starts_of(sizes)[None], jnp.asarray(sizes, jnp.int32)[None]
+    x, dy = operands(rng, 300, 264, 264, jnp.bfloat16)
+    rows = np.r_[100:109, 279:300]  # the group in the middle, and the rows of none
+    bad = (a.at[:, rows].set(jnp.nan) for a in (x, dy))
+    run = jax.jit(
+        lambda a, b: _gmm.tgmm(
+            a, b, *groups, weight_shape=(1, 3), out_dtype=jnp.dtype(a.dtype), precision=None
+        )[0]
+    )
+    clean, dirty = run(x, dy), run(*bad)
+    assert np.isnan(np.asarray(dirty[0, 1], np.float32)).all()
+    assert_equal(dirty[0, ::2], clean[0, ::2])
+
+
+@pytest.mark.parametrize("weight_shape", ((1, 3), (2, 3), (6, 3)))
+def test_batches(weight_shape):
+    """Six batches of three groups: shared weights, shared by three each, and their own."""
+    rng = np.random.default_rng(weight_shape[0])
+    sizes = rng.integers(0, 90, (6, 3)).astype(np.int32)
+    starts = np.concatenate([np.zeros((6, 1), np.int32), np.cumsum(sizes, 1)[:, :-1]], 1)
+    x, dy = operands(rng, 270, 136, 72, jnp.bfloat16, batch=6)
+    groups = jnp.asarray(starts, jnp.int32), jnp.asarray(sizes)
+    check(x, dy, *groups, weight_shape=weight_shape)
+    check(x, dy, *groups, jnp.float32, weight_shape)
+
+
+def test_several_groups_a_weight():
+    rng = np.random.default_rng(12)
+    sizes = (3, 70, 0, 129, 0, 0, 64, 20, 1, 5, 0, 90)
+    x, dy = operands(rng, sum(sizes), 136, 264, jnp.bfloat16)
+    groups = starts_of(sizes)[None], jnp.asarray(sizes, jnp.int32)[None]
+    check(x, dy, *groups, weight_shape=(1, 4))
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("dtype", DTYPES, ids=("bf16", "fp16"))
+@pytest.mark.parametrize("out_f32", (False, True), ids=("16", "f32"))
+@pytest.mark.parametrize("accumulate", (False, True))
+@pytest.mark.parametrize("gathered", _tgmm_rows.GATHERED)
+def test_gathered_and_accumulated(gathered, accumulate, out_f32, dtype):
+    rng = np.random.default_rng([out_f32, accumulate])
+    sizes, source = tuple(int(s) for s in rng.permutation(SIZES)), 90
+    rows, out_dtype = sum(SIZES) + 21, jnp.dtype(jnp.float32 if out_f32 else dtype)
+    index = rng.integers(0, source, rows)
+    index[rng.random(rows) < 0.1] = INT_MIN
+    index[rng.random(rows) < 0.1] = source
+    index = jnp.asarray(index, jnp.int32) if gathered else _tgmm_rows.no_index()
+    for k, n in ((120, 264), (264, 120)):  # alone and in pairs
+        x = normal(rng, (source if gathered == "x" else rows, k), dtype)
+        dy = normal(rng, (source if gathered == "dy" else rows, n), dtype)
+        shape = (len(sizes), k, n)
+        init = normal(rng, shape, out_dtype) if accumulate else _tgmm_rows.no_init(out_dtype)
+        args = (x, dy, starts_of(sizes), jnp.asarray(sizes, jnp.int32), index, init)
+
+        def run(*a, out_dtype=out_dtype):
+            return _tgmm_rows.tgmm_rows(*a, gathered=gathered, out_dtype=out_dtype, precision=None)
+
+        poison(shape, out_dtype)
+        (out,) = jax.jit(run)(*args)
+        assert_equal(args[5], init)  # still used, so XLA copies it
+        assert_equal(out, jax.jit(run)(*args)[0])
+        donated = jnp.array(init)
+        assert_equal(
+            out, jax.jit(run, donate_argnums=(5,) if accumulate else ())(*args[:5], donated)[0]
+        )
+        on_host = on_cpu(args)
+        (naive,) = run(*on_host)
+        with jax.enable_x64(True):
+            wide = [jnp.asarray(np.asarray(a, np.float64)) for a in (x, dy)]
+            for i, name in enumerate(("x", "dy")):
+                if gathered == name:
+                    wide[i] = _tgmm_rows._take(wide[i], on_host[4])
+            groups = (np.asarray(a)[None] for a in args[2:4])
+            want = sum_of_groups(wide[0][None], wide[1][None], *groups, (1, len(sizes)))[0]
+            want = want + (np.asarray(init, np.float64) if accumulate else 0.0)
+        assert_close(out, want, naive)
+
+
+@pytest.mark.parametrize("layout", ("kn", "nk"))
+@pytest.mark.parametrize("dtype", DTYPES, ids=("bf16", "fp16"))
+def test_gradients_of_grouped_gemm(layout, dtype):
+    rng = np.random.default_rng(5)
+    sizes = jnp.asarray((40, 0, 129, 64, 3), jnp.int32)
+    lhs = normal(rng, (250, 200), dtype)
+    rhs = normal(rng, (5, 200, 328) if layout == "kn" else (5, 328, 200), dtype, 200**-0.5)
+    ct = normal(rng, (250, 328), dtype)
+
+    def gradients(fn, **options):
+        def pullback(lhs, rhs, ct):
+            return jax.vjp(lambda a, b: fn(a, b, sizes, weight_layout=layout, **options), lhs, rhs)[
+                1
+            ](ct)
+
+        return jax.jit(pullback)
+
+    got = gradients(grouped_gemm)(lhs, rhs, ct)
+    host = on_cpu((lhs, rhs, ct))
+    with jax.default_device(jax.devices("cpu")[0]):
+        sizes = on_cpu(sizes)
+        naive = gradients(reference.grouped_gemm, dtype=dtype)(*host)
+        want = gradients(reference.grouped_gemm)(*(a.astype(jnp.float32) for a in host))
+    for a, b, c in zip(got, want, naive, strict=True):
+        assert a.dtype == dtype
+        assert_close(a, b, c)
+    assert not np.asarray(got[1][1]).any()
+
+
+def test_gradient_of_vmap_is_one_call():
+    rng = np.random.default_rng(6)
+    lhs, rhs = normal(rng, (3, 60, 64), jnp.bfloat16), normal(rng, (4, 64, 72), jnp.bfloat16, 0.125)
+    sizes = jnp.asarray(rng.integers(0, 16, (3, 4)), jnp.int32)
+
+    def loss(rhs, lhs, sizes):
+        out = jax.vmap(grouped_gemm, (0, None, 0))(lhs, rhs, sizes)
+        return jnp.sum(out.astype(jnp.float32))
+
+    before = _targets.execute_count("jaxmoe_tgmm_v1")
+    got = jax.jit(jax.grad(loss))(rhs, lhs, sizes)
+    assert _targets.execute_count("jaxmoe_tgmm_v1") == before + 1
+    want = np.zeros(rhs.shape)
+    for b in range(3):
+        ends = np.cumsum(np.asarray(sizes[b]))
+        for e in range(4):
+            rows = np.asarray(lhs[b, ends[e] - int(sizes[b, e]) : ends[e]], np.float64)
+            want[e] += rows.sum(0)[:, None]
+    assert_close(got, want, jnp.asarray(want, jnp.bfloat16))
