@@ -246,8 +246,8 @@ LAYER_ERRORS = (
     (
         layer("fp8_block") | {"config": (GemmConfig(256, 128), None)},
         ValueError,
-        "config[0].weight_tile must be 128 with fp8_block and an intermediate size of 16, not a "
-        "multiple of 64. Got config: tuple.",
+        "config[0].weight_tile must be 128 with fp8_block and an intermediate size of 32, not a "
+        "multiple of 64. Got config: a tuple.",
     ),
 )
 
