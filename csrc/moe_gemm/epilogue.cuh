@@ -222,7 +222,6 @@ class Epilogue {
     const int chunk = site_.thread % kChunksPerRow;
     const int feature = site_.feature + chunk * 8;
     if (feature >= args_.n_out) return;
-    const bool quantizes = T::kFp8 && args_.scales.out != nullptr;
 #pragma unroll
     for (int pass = 0; pass < (T::kChunkTokens + kRowsPerPass - 1) / kRowsPerPass; ++pass) {
       const int token = pass * kRowsPerPass + site_.thread / kChunksPerRow;
@@ -230,12 +229,14 @@ class Epilogue {
         const int64_t at = (site_.row + t0 + token) * static_cast<int64_t>(args_.n_out) + feature;
         const uint4 v =
             *reinterpret_cast<const uint4*>(staging_ + token * T::kStagingPitch + chunk * 16);
-        if (quantizes) {
-          *reinterpret_cast<uint2*>(static_cast<uint8_t*>(args_.out) + at) =
-              Quantize(v, scales_.out_inverse());
-        } else {
-          *reinterpret_cast<uint4*>(static_cast<uint16_t*>(args_.out) + at) = v;
+        if constexpr (T::kFp8) {
+          if (args_.scales.out != nullptr) {
+            *reinterpret_cast<uint2*>(static_cast<uint8_t*>(args_.out) + at) =
+                Quantize(v, scales_.out_inverse());
+            continue;
+          }
         }
+        *reinterpret_cast<uint4*>(static_cast<uint16_t*>(args_.out) + at) = v;
       }
     }
   }
@@ -291,15 +292,12 @@ class Epilogue {
   }
 
   __device__ __forceinline__ uint2 Quantize(const uint4& v, float s) const {
-    if constexpr (T::kFp8) {
-      const float2 a = Out().Unpack2(v.x);
-      const float2 b = Out().Unpack2(v.y);
-      const float2 c = Out().Unpack2(v.z);
-      const float2 d = Out().Unpack2(v.w);
-      return make_uint2(ptx::PackE4M3(a.x * s, a.y * s, b.x * s, b.y * s),
-                        ptx::PackE4M3(c.x * s, c.y * s, d.x * s, d.y * s));
-    }
-    return {};
+    const float2 a = Out().Unpack2(v.x);
+    const float2 b = Out().Unpack2(v.y);
+    const float2 c = Out().Unpack2(v.z);
+    const float2 d = Out().Unpack2(v.w);
+    return make_uint2(ptx::PackE4M3(a.x * s, a.y * s, b.x * s, b.y * s),
+                      ptx::PackE4M3(c.x * s, c.y * s, d.x * s, d.y * s));
   }
 
   // float32 output skips the staging: 8 lanes write 32 contiguous bytes, whole sectors.

@@ -83,7 +83,7 @@ __device__ __forceinline__ void RunConsumer(const MoeGemmArgs& args,
 template <class T>
 __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
     MoeGemmKernel(const __grid_constant__ MoeGemmArgs args) {
-  extern __shared__ uint8_t raw_smem[];
+  extern __shared__ __align__(1024) uint8_t raw_smem[];
   const SharedStorage<T> smem(raw_smem);
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // known to be the same
   const int lane = threadIdx.x % 32;
@@ -169,7 +169,7 @@ cudaError_t LaunchVariant(const MoeGemmArgs& args, int grid, bool pdl, cudaStrea
                         dim3(grid),
                         dim3(T::kThreads),
                         T::kCluster,
-                        T::kDynamicBytes,
+                        T::kSharedBytes,
                         stream,
                         pdl,
                         args);

@@ -90,8 +90,7 @@ struct Tile {
   // The epilogue goes through shared memory a chunk of tokens at a time. Rows are padded by 16
   // bytes so that the 8 rows of a transposed stmatrix fall into different banks.
   static constexpr int kOutFeatures = kGated ? 64 : 128;  // of one warpgroup
-  static constexpr int kFullChunk = kGated && kWarpgroupTokens % 64 == 0 ? 64 : 32;
-  static constexpr int kMaxChunk = kFp8 && kWarpgroupTokens > 128 ? 16 : kFullChunk;  // no room
+  static constexpr int kMaxChunk = kGated && kWarpgroupTokens % 64 == 0 ? 64 : 32;
   static constexpr int kChunkTokens = kWarpgroupTokens < kMaxChunk ? kWarpgroupTokens : kMaxChunk;
   static_assert(kWarpgroupTokens % kChunkTokens == 0, "chunks cover the tile exactly");
   static constexpr int kStagingPitch = kOutFeatures * 2 + 16;
@@ -127,9 +126,7 @@ struct Tile {
   static constexpr int kRingOffset = kGroupMaxOffset + kGroupMaxBytes;
   static constexpr int kBarrierOffset = kRingOffset + kRing * static_cast<int>(sizeof(TileInfo));
   static constexpr int kSharedBytes = kBarrierOffset + (2 * kStages + 2 * kRing + 2) * 8;
-  static constexpr int kAlignment = 1024;  // of the swizzle pattern
-  static constexpr int kDynamicBytes = kSharedBytes + kAlignment;
-  static_assert(kDynamicBytes <= 227 * 1024 / kCtasPerSm - (kCtasPerSm - 1) * 1024,
+  static_assert(kSharedBytes <= 227 * 1024 / kCtasPerSm - (kCtasPerSm - 1) * 1024,
                 "tile does not fit the shared memory of an SM");
 
   // setmaxnreg budgets: only where the launch bound leaves fewer registers than the accumulators
@@ -139,15 +136,12 @@ struct Tile {
   static constexpr int kConsumerRegisters = kProducers == 2 ? 208 : 224;
 };
 
-// Views of the dynamic shared memory.
+// Views of the dynamic shared memory, which is aligned to the swizzle pattern.
 template <class T>
 struct SharedStorage {
   uint8_t* base;
 
-  __device__ explicit SharedStorage(uint8_t* raw) {
-    const uint32_t address = ptx::SmemAddress(raw);
-    base = raw + ((T::kAlignment - address % T::kAlignment) % T::kAlignment);
-  }
+  __device__ explicit SharedStorage(uint8_t* raw) : base(raw) {}
   __device__ uint8_t* weights(int stage) const { return base + stage * T::kStageBytes; }
   __device__ uint8_t* tokens(int stage) const { return weights(stage) + T::kWeightBytes; }
   __device__ uint8_t* staging(int consumer) const {
