@@ -81,15 +81,13 @@ FORMS = [
     (32, 8),
     (33, 8),  # eight, the last without any
     (64, 8),
-    (128, 8),  # the most with a warp a token
-    (129, 8),
+    (128, 8),  # the most of one kernel, a warp a token
+    (129, 8),  # the kernels of both; every block of plan's counts all slots
     (131, 8),
-    (255, 8),
-    (256, 8),  # the most of one kernel
-    (257, 8),  # the kernels of both; every block of plan's counts all slots
-    (256, 32),  # the most rows of one kernel: chunks of 1024
-    (200, 41),  # 1025 rows a chunk: the kernels of both, clusters count
-    (128, 60),  # a chunk of 960 rows, half of the warps with two slots a lane
+    (256, 8),
+    (256, 32),
+    (200, 41),  # clusters count, as above 8192 rows
+    (128, 60),  # one kernel: a chunk of 960 rows, half of the warps with two slots a lane
     (1024, 8),  # the last of that form
     (1025, 8),  # clusters count: 33 chunks of 256 rows, the last with 8, and 7 with none
     (257, 32),

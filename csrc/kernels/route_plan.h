@@ -11,7 +11,7 @@
 namespace jaxmoe {
 
 // Entries of at most this many tokens take one kernel if their rows and experts fit in a cluster.
-inline constexpr int64_t kRoutePlanClusterTokens = 256;
+inline constexpr int64_t kRoutePlanClusterTokens = 128;
 
 // `route` has the tokens of all `plan.batch` entries and the arrays that both know, `plan` the
 // rest: expert_ids, num_tokens of an entry, top_k with the columns of shared experts. plan.scratch
