@@ -92,12 +92,11 @@ const char* EncodeRowsMap(
   const cuuint64_t element = ElementSize(dtype);
   const cuuint64_t pitch = cols * element;
   const cuuint64_t height = box_rows;
-  const auto shifted = reinterpret_cast<uintptr_t>(base) - static_cast<uintptr_t>(height * pitch);
-  const cuuint64_t dims[3] = {static_cast<cuuint64_t>(cols), height, rows + height};
+  const cuuint64_t dims[3] = {static_cast<cuuint64_t>(cols), height, static_cast<cuuint64_t>(rows)};
   const cuuint64_t strides[2] = {pitch, pitch};
   const cuuint32_t box[3] = {
       kBoxBytes / static_cast<cuuint32_t>(element), static_cast<cuuint32_t>(box_rows), 1};
-  return Encode(dtype, reinterpret_cast<const void*>(shifted), 3, dims, strides, box, map);
+  return Encode(dtype, base, 3, dims, strides, box, map);
 }
 
 }  // namespace jaxmoe

@@ -14,10 +14,10 @@ const char* EncodeWeightMap(const MoeGemmProblem& problem, CUtensorMap* map);
 // [x_rows, k]: boxes of 64 elements by `box_rows` rows.
 const char* EncodeTokenMap(const MoeGemmProblem& problem, int box_rows, CUtensorMap* map);
 
-// [rows, cols] in boxes of 64 elements by `box_rows` rows of which a load may take the first few,
-// as many as it likes: the others are zeros, and are not read. The second and the third coordinate
-// both step by a row and add up to box_rows + row; the second is out of bounds at box_rows, so it
-// starts at as many as are not taken.
+// [rows, cols] in boxes of 64 elements by `box_rows` rows of which a load may leave out the first
+// few, as many as it likes: they are zeros, and are not read. The second and the third coordinate
+// both step by a row: the third is the first row that is taken, the second minus the rows left out,
+// which makes those out of bounds.
 const char* EncodeRowsMap(
     DType dtype, const void* base, int64_t rows, int64_t cols, int box_rows, CUtensorMap* map);
 

@@ -31,6 +31,7 @@ class TgmmMainloop {
 
   // Tells `ahead` when it is kLead steps in, as the first of the warpgroups.
   __device__ __forceinline__ void Run(int steps,
+                                      StepRows<T> rows,
                                       uint64_t* ahead,
                                       PipelineState<T::kStages>& stage,
                                       Sums& sums) const {
@@ -40,7 +41,8 @@ class TgmmMainloop {
       int slices = T::kSlices;
       int previous = -1;
       for (; step < steps; ++step) {
-        slices = Wait(stage);
+        Wait(stage);
+        slices = (rows.count() + T::kSliceRows - 1) / T::kSliceRows;
         if (slices < T::kSlices) break;
         ptx::FenceAccumulator(sums);
         cute::warpgroup_arrive();
@@ -53,6 +55,7 @@ class TgmmMainloop {
         if (previous >= 0) ReleaseStage(smem_, previous, thread_ % 32);
         previous = stage.index;
         stage.Advance();
+        rows.Advance();
       }
       cute::warpgroup_wait<0>();
       ptx::FenceAccumulator(sums);
@@ -61,10 +64,10 @@ class TgmmMainloop {
 
       // The last step of a group: only slices with rows, others cost as much.
 #pragma unroll 1
-      for (int i = 0; i < slices; ++i) {
+      for (int i = T::kSlices - slices; i < T::kSlices; ++i) {
         ptx::FenceAccumulator(sums);
         cute::warpgroup_arrive();
-        Issue(stage.index, i, step > 0 || i > 0, sums);
+        Issue(stage.index, i, true, sums);
         cute::warpgroup_commit_batch();
         ptx::FenceAccumulator(sums);
       }
@@ -72,6 +75,7 @@ class TgmmMainloop {
       ptx::FenceAccumulator(sums);
       ReleaseStage(smem_, stage.index, thread_ % 32);
       stage.Advance();
+      rows.Advance();
       ++step;
       if (step == T::kLead) Tell(ahead);
     }
@@ -82,13 +86,11 @@ class TgmmMainloop {
   static constexpr cute::SM90::GMMA::Major kMN = cute::SM90::GMMA::Major::MN;
   static constexpr int kSliceBytes = T::kSliceRows * T::kBoxColumns * 2;
 
-  // Returns the slices of the stage.
-  __device__ __forceinline__ int Wait(const PipelineState<T::kStages>& stage) const {
+  __device__ __forceinline__ void Wait(const PipelineState<T::kStages>& stage) const {
     ptx::BarrierWait(smem_.full(stage.index), stage.parity);
     // Rows copied by threads were written through the generic proxy, wgmma reads through the
     // async one.
     if (gather_) ptx::FenceProxyAsync();
-    return *smem_.slices(stage.index);
   }
 
   __device__ __forceinline__ void Issue(int stage, int slice, bool accumulate, Sums& sums) const {
@@ -129,7 +131,7 @@ __device__ __forceinline__ void RunTgmmConsumer(const TgmmArgs& args,
 #pragma unroll
     for (int i = 0; i < T::kAccumulators; ++i) sums[i] = 0.0f;
     if (T::kLead > 0 && consumer == 1) ptx::BarrierWait(smem.ahead(slot.index), slot.parity);
-    mainloop.Run(steps, smem.ahead(slot.index), stage, sums);
+    mainloop.Run(steps, StepRows<T>(args, info), smem.ahead(slot.index), stage, sums);
     if (lane == 0) ReleaseRing<T>(smem.ring_empty(slot.index));
     slot.Advance();
     if (args.accumulate && steps == 0) continue;

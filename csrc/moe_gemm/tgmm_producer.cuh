@@ -72,22 +72,21 @@ class TgmmLoader {
         // The CTAs of a cluster load a part of N each, for all of them.
         first_box_(T::kCluster > 1 ? ptx::ClusterRank() * kBoxes : 0) {}
 
-  // The stage must be empty. Rows past the end of their group arrive as zeros, in both operands:
-  // zero times NaN is NaN.
+  // The stage must be empty. A step with fewer rows has them at its end, behind zeros, in both
+  // operands: zero times NaN is NaN.
   __device__ __forceinline__ void Load(const TgmmPlace& place,
                                        const StepRows<T>& rows,
                                        int stage) const {
     uint64_t* full = smem_.full(stage);
-    *smem_.slices(stage) = (rows.count() + T::kSliceRows - 1) / T::kSliceRows;
     ptx::BarrierArriveExpectTx(full, T::kNBytes + (args_.gather ? 0 : T::kMBytes));
-    const int skipped = T::kStepRows - rows.count();
-    const int c2 = rows.row() + rows.count();
+    const int before = rows.count() - T::kStepRows;  // row -1 of the group and those before: zeros
+    const int c2 = rows.row();
     if (!args_.gather) {
 #pragma unroll
       for (int b = 0; b < T::kMBoxes; ++b) {
         const int c0 = place.m_tile * T::kM + b * T::kBoxColumns;
         uint8_t* dst = smem_.m_side(stage) + b * T::kBoxBytes;
-        ptx::TmaLoad3D(dst, &args_.m_map, full, c0, skipped, c2, policy_);
+        ptx::TmaLoad3D(dst, &args_.m_map, full, c0, before, c2, policy_);
       }
     }
 #pragma unroll
@@ -96,9 +95,9 @@ class TgmmLoader {
       uint8_t* dst = smem_.n_side(stage) + b * T::kBoxBytes;
       if constexpr (T::kCluster > 1) {
         constexpr uint16_t kAll = (1 << T::kCluster) - 1;
-        ptx::TmaLoad3DMulticast(dst, &args_.n_map, full, c0, skipped, c2, kAll, policy_);
+        ptx::TmaLoad3DMulticast(dst, &args_.n_map, full, c0, before, c2, kAll, policy_);
       } else {
-        ptx::TmaLoad3D(dst, &args_.n_map, full, c0, skipped, c2, policy_);
+        ptx::TmaLoad3D(dst, &args_.n_map, full, c0, before, c2, policy_);
       }
     }
   }
@@ -137,7 +136,7 @@ __device__ void RunTgmmLoader(const TgmmArgs& args, const TgmmStorage<T>& smem) 
 }
 
 // One of the gathering warps: the operand of the M side by 16-byte copies, a warp two rows at a
-// time, swizzled by hand. Rows past the end of their group, or whose index is out of range, are
+// time, swizzled by hand. Rows before those of the step, or whose index is out of range, are
 // zeros. The last of the warps loads N as well, and has a pair of rows less.
 template <class T>
 __device__ void RunTgmmGatherer(const TgmmArgs& args,
@@ -157,7 +156,8 @@ __device__ void RunTgmmGatherer(const TgmmArgs& args,
   // Pass i copies rows 2 * (warp + 3 i) and the next; lanes 2 i and 2 i + 1 have their indices.
   const int my_row = 2 * (warp + T::kGatherWarps * (lane / 2)) + lane % 2;
   const auto load_index = [&](const StepRows<T>& rows) {
-    return my_row < rows.count() ? args.row_index[rows.row() + my_row] : -1;
+    const int row = my_row - T::kStepRows + rows.count();
+    return row >= 0 && my_row < T::kStepRows ? args.row_index[rows.row() + row] : -1;
   };
   PipelineState<T::kStages> stage;
   PipelineState<T::kRing> slot;

@@ -75,8 +75,7 @@ struct TgmmTile {
 
   static constexpr int kRing = 2;  // tiles known ahead
   static constexpr int kRingOffset = kStagingOffset + kConsumers * kStagingBytes;
-  static constexpr int kSlicesOffset = kRingOffset + kRing * static_cast<int>(sizeof(TileInfo));
-  static constexpr int kBarrierOffset = kSlicesOffset + (kStages + 1) / 2 * 8;
+  static constexpr int kBarrierOffset = kRingOffset + kRing * static_cast<int>(sizeof(TileInfo));
   static constexpr int kSharedBytes = kBarrierOffset + (2 * kStages + 3 * kRing) * 8;
   static constexpr int kAlignment = 1024;  // of the swizzle pattern
   static constexpr int kDynamicBytes = kSharedBytes + kAlignment;
@@ -101,10 +100,6 @@ struct TgmmStorage {
     return base + T::kStagingOffset + consumer * T::kStagingBytes;
   }
   __device__ TileInfo* ring() const { return reinterpret_cast<TileInfo*>(base + T::kRingOffset); }
-  // Slices of 16 rows that a stage has.
-  __device__ int* slices(int stage) const {
-    return reinterpret_cast<int*>(base + T::kSlicesOffset) + stage;
-  }
   __device__ uint64_t* barriers() const {
     return reinterpret_cast<uint64_t*>(base + T::kBarrierOffset);
   }
