@@ -126,7 +126,7 @@ GRADIENTS = {
     "moe_mlp": (
         _layer,
         (BF16_4X8, WEIGHTS, jnp.zeros((2, 8, 16), jnp.bfloat16), BF16_2X8X8),
-        (0, 2),
+        (),
     ),
 }
 
