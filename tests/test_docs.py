@@ -33,6 +33,7 @@ REFERENCES = (
     "docs/numerics.md",
     "docs/routing.md",
     "docs/semantics.md",
+    "docs/training.md",
 )
 PLOT = "docs/img/layer.svg"  # drawn from committed results
 MODULES = sorted(f"jaxmoe.{m.name}" for m in pkgutil.iter_modules(jaxmoe.__path__))
