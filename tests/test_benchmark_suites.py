@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))  # behind everything: `jaxmoe` stays the installed one
 
 import jaxmoe  # noqa: E402
-from benchmarks import bounds, report, rows, run  # noqa: E402
+from benchmarks import bounds, report, report_train, rows, run  # noqa: E402
 from benchmarks.baselines import dense  # noqa: E402
 from benchmarks.cases import (  # noqa: E402
     Case,
@@ -229,6 +229,17 @@ def test_training_checks_every_gradient(tmp_path: Path) -> None:
     for i in range(4):
         wrong = [jax.tree.map(lambda a: 1.1 * a, v) if i == j else v for j, v in enumerate(right)]
         assert train._error(case, *wrong) > 0.05  # pyright: ignore[reportPrivateUsage]
+
+
+def test_report_has_a_table_of_training() -> None:
+    base = rows.Row("train", "moe_mlp", "qwen3-30b-a3b", 4096, "bf16", train.PASS, "floor", us=1190)
+    ours = {"us": 1900.0, "tflops": 488.0, "vs_dense": 0.7, "temp_bytes": 10**9, "regime": "burst"}
+    found = [base, dataclasses.replace(base, impl="jaxmoe", **ours)]
+    peers = {"training": [{"model": base.model, "tokens": 4096, "us": 2853.0}]}
+    text = report_train.summary(report.Report([], found, peers))
+    assert "| qwen3-30b-a3b | 4096 | 1190 | 1900 | 488 | 0.70 | 1000 | 2853 |" in text
+    assert report_train.summary(report.Report([], found[:1], peers)) == ""
+    assert "recompute z MB" not in text and "sustained" not in text  # columns with nothing in them
 
 
 def test_dense_training_is_products_of_equal_flops() -> None:
