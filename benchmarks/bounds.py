@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from benchmarks.models import BYTES, Layer, expert_bytes, experts_used
+from benchmarks.models import BYTES, Layer, expert_bytes, experts_used, layer_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +62,20 @@ def layer(model: Layer, num_tokens: int, experts_hit: float, scheme: str = "bf16
         flops=2.0 * rows * model.hidden * (model.width + model.intermediate),
         weight_bytes=experts_hit * expert_bytes(model, scheme),
         activation_bytes=2.0 * num_tokens * model.hidden * BYTES,
+    )
+
+
+def training(model: Layer, num_tokens: int, experts_hit: float) -> Work:
+    """Forward and backward: x and the cotangent in, y and dx out; weights read in both passes.
+
+    The gradients of all weights are written, zeros where an expert has no row. Each product of the
+    forward pass has two in the backward pass. What the passes share costs nothing.
+    """
+    forward = layer(model, num_tokens, experts_hit)
+    return Work(
+        flops=3.0 * forward.flops,
+        weight_bytes=2.0 * forward.weight_bytes + layer_bytes(model),
+        activation_bytes=4.0 * num_tokens * model.hidden * BYTES,
     )
 
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks import bounds, report_fp8
+from benchmarks import bounds, report_fp8, report_train
 from benchmarks.models import MODELS
 from benchmarks.rows import Row, remark
 from benchmarks.suites.stack import CHAIN
@@ -121,6 +121,8 @@ def summary(report: Report) -> str:
         parts.append(f"\\* Not measured in these runs. {names}. {report.peers['conditions']}")
     if fp8 := report_fp8.summary(report):
         parts.append(fp8)
+    if training := report_train.summary(report):
+        parts.append(training)
     parts.append(_origin(report.runs))
     return "\n\n".join(parts)
 

@@ -61,7 +61,7 @@ def measure(suite: str, case: Case, entries: list[Entry], settings: Settings, ou
             model=case.model.name,
             tokens=case.num_tokens,
             scheme=cases.SCHEME,
-            pass_="forward",
+            pass_=chosen[0].pass_,
             impl="floor",
             skew=case.skew,
         )
@@ -162,6 +162,7 @@ def _row(
         experts_hit=entry.experts_hit,
         layers=entry.layers,
         weight_sets=None if entry.weight_sets is None else min(entry.weight_sets, entry.layers),
+        temp_bytes=entry.temp_bytes() if entry.temp_bytes else None,
     )
     if jax.default_backend() != "gpu":  # CPUs run small programs inside the launch
         measured = dataclasses.replace(measured, dispatch_us=0.0)

@@ -1,6 +1,7 @@
 """Says, for every jaxmoe op in a function, what runs where and why not."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -137,6 +138,11 @@ def _find_ops(jaxpr: Any, where: tuple[str, ...]) -> Iterator[tuple[_primitive.O
     for eqn in jaxpr.eqns:
         op = _primitive.OPS.get(eqn.primitive.name)
         if op is not None and op.primitive is eqn.primitive:
+            if op.composed is not None:
+                parts = jax.make_jaxpr(functools.partial(op.composed, **eqn.params))
+                avals = (jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars)
+                yield from _find_ops(parts(*avals).jaxpr, (*where, op.name))
+                continue
             yield op, eqn, "/".join(where)
             continue
         for value in eqn.params.values():

@@ -265,8 +265,8 @@ def _gmm_reason(avals: Any, *, out_dtype: Any, **_params: Any) -> str | None:
 def _mixed_reason(x: Any, other: Any) -> str:
     rule = (
         "the factors of a gradient must all be bf16 or all be f16 on CUDA, not one of them f32 as "
-        "where the product was float32 (preferred_element_type, or inside moe_mlp); such gradients "
-        "run on CPU, and on GPUs where the CUDA extension is not loaded"
+        "where the product was float32 (preferred_element_type, or a second derivative); such "
+        "gradients run on CPU, and on GPUs where the CUDA extension is not loaded"
     )
     return _checks.message("grouped_gemm", rule, lhs=x, rhs=other)
 

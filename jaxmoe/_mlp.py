@@ -11,6 +11,7 @@ E1 and E2 divide num_local_experts and group g uses weights g mod E1 and g mod E
 can turn examples into groups without a copy of weights that are the same for all of them.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -19,7 +20,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxmoe import _gmm, _primitive
 from jaxmoe._heuristics import mlp_configs, mlp_index_size
-from jaxmoe.activation import GATE_UP_ORDERS, Activation, split_gate_up
+from jaxmoe._mlp_tangent import Residuals, activate, product, tangent_of
+from jaxmoe.activation import GATE_UP_ORDERS, Activation
 from jaxmoe.finalize import finalize, no_residual
 from jaxmoe.permute import permute, permute_p
 from jaxmoe.plan import Plan, local_ids_xla, no_map, plan
@@ -39,6 +41,7 @@ def _row_stages(
     b_down: jax.Array,
     expert_map: jax.Array,
     *,
+    z_dtype: Any,
     activation: Activation,
     gate_up: str,
     weight_layout: str,
@@ -46,8 +49,8 @@ def _row_stages(
     num_local_experts: int,
     expert_offset: int,
     config: Any,
-) -> tuple[jax.Array, Plan]:
-    """Composes the layer up to finalize from the other ops, all of them differentiable."""
+) -> tuple[jax.Array, jax.Array, Plan]:
+    """Composes the layer up to finalize from the other ops. Returns (rows, z, plan)."""
     order = plan(
         expert_ids,
         num_experts,
@@ -55,38 +58,34 @@ def _row_stages(
         num_local_experts=num_local_experts,
         expert_map=expert_map if expert_map.size else None,
     )
-    starts, sizes = order.expert_offsets[None, :-1], order.group_sizes[None]
-    config = (None, None) if config is None else config
-
-    def product(rows: jax.Array, w: jax.Array, bias: jax.Array, dtype: Any, tile: Any) -> jax.Array:
-        (out,) = _gmm.gmm(
-            rows[None],
-            w[None],
-            starts,
-            sizes,
-            bias[None] if bias.size else _gmm.no_bias(bias.dtype),
-            weight_layout=weight_layout,
-            out_dtype=jnp.dtype(dtype),
-            precision=None,
-            config=tile,
-        )
-        return out[0]
-
-    z = product(permute(x, order), w_gate_up, b_gate_up, jnp.float32, config[0])
+    order = jax.tree.map(lambda index: checkpoint_name(index, "jaxmoe_plan"), order)
+    first, second = (None, None) if config is None else config
+    multiply = functools.partial(
+        product, expert_offsets=order.expert_offsets, weight_layout=weight_layout
+    )
+    z = multiply(permute(x, order), w_gate_up, b_gate_up, dtype=z_dtype, config=first)
     z = checkpoint_name(z, "jaxmoe_z")
-    h = activation(*split_gate_up(z, gate_up)) if activation.gated else activation(z)
-    h = checkpoint_name(h.astype(x.dtype), "jaxmoe_h")
-    return product(h, w_down, b_down, x.dtype, config[1]), order
+    h = activate(z, activation, gate_up).astype(x.dtype)
+    return multiply(h, w_down, b_down, dtype=x.dtype, config=second), z, order
 
 
 def _stages(*arrays: jax.Array, **params: Any) -> tuple[jax.Array]:
-    weights, residual = arrays[2], arrays[8]
-    rows, order = _row_stages(*_without_finalize(arrays), **params)
-    return (finalize(rows, order, weights, residual=residual if residual.size else None),)
+    rows, order = _rows_and_plan(*_without_finalize(arrays), **params)
+    return (_finish(rows, order, arrays[2], arrays[8]),)
+
+
+def _finish(rows: jax.Array, order: Plan, weights: jax.Array, residual: jax.Array) -> jax.Array:
+    return finalize(rows, order, weights, residual=residual if residual.size else None)
+
+
+def _rows_and_plan(*arrays: jax.Array, **params: Any) -> tuple[jax.Array, Plan]:
+    """As the kernels compute it: the activation sees the first product before it is rounded."""
+    rows, _, order = _row_stages(*arrays, z_dtype=jnp.float32, **params)
+    return rows, order
 
 
 def _rows_xla(*arrays: jax.Array, **params: Any) -> tuple[jax.Array, jax.Array]:
-    rows, order = _row_stages(*arrays, **params)
+    rows, order = _rows_and_plan(*arrays, **params)
     return rows, order.slot_to_row
 
 
@@ -104,27 +103,33 @@ def _rows_out(x: Any, expert_ids: Any, *_: Any, **_params: Any) -> list[_primiti
 
 
 def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-    fn, moving, tangents = _of_moving(lambda *args: _stages(*args, **params), primals, tangents)
-    return jax.jvp(fn, moving, tangents)
+    weights, residual = primals[2], primals[8]
+    arrays, moving = _without_finalize(primals), _without_finalize(tangents)
+    rows, order, tangent = _linearized(
+        arrays, moving, weights, {"weights": tangents[2], "residual": tangents[8]}, params
+    )
+    return (_finish(rows, order, weights, residual),), (tangent,)
 
 
 def _rows_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-    fn, moving, tangents = _of_moving(lambda *args: _rows_xla(*args, **params), primals, tangents)
-    rows, tangent, slot_to_row = jax.jvp(fn, moving, tangents, has_aux=True)
-    return (rows, slot_to_row), (tangent, None)
+    weights = jnp.zeros(primals[1].shape, jnp.float32)  # no part of the rows
+    rows, order, tangent = _linearized(primals, tangents, weights, None, params)
+    return (rows, order.slot_to_row), (tangent, None)
 
 
-def _of_moving(fn: Any, primals: Any, tangents: Any) -> tuple[Any, list[Any], list[Any]]:
-    """Makes `fn` a function of the arguments that have a tangent. Returns it, those, and these."""
-    moving = [i for i, t in enumerate(tangents) if t is not None]
-
-    def of_moving(*values: jax.Array) -> Any:
-        args = list(primals)
-        for i, value in zip(moving, values, strict=True):
-            args[i] = value
-        return fn(*args)
-
-    return of_moving, [primals[i] for i in moving], [tangents[i] for i in moving]
+def _linearized(
+    arrays: Any, tangents: Any, weights: jax.Array, others: dict[str, Any] | None, params: Any
+) -> tuple[jax.Array, Plan, jax.Array | None]:
+    """Returns rows, plan, and the tangent of the layer, or of its rows if `others` is None."""
+    x, _, w_gate_up, w_down, _, b_down, _ = arrays
+    # z is rounded: it is what reverse mode keeps, and both passes have to see the same.
+    rows, z, order = _row_stages(*arrays, z_dtype=x.dtype, **params)
+    index = order.row_to_token, order.slot_to_row, order.expert_offsets
+    residuals = Residuals(x, z, weights, w_gate_up, w_down, b_down, *index)
+    names = ("x", "", "w_gate_up", "w_down", "b_gate_up", "b_down", "")
+    shared = {n: params[n] for n in ("activation", "gate_up", "weight_layout")}
+    moving = dict(zip(names, tangents, strict=True)) | (others or {})
+    return rows, order, tangent_of(residuals, moving, finalized=others is not None, **shared)
 
 
 def _batch(args: Any, dims: Any, **params: Any) -> Any:

@@ -104,12 +104,17 @@ class CudaTarget:
 
 @dataclasses.dataclass(frozen=True)
 class Op:
-    """A defined op: what `explain` reads and what calling it binds."""
+    """A defined op: what `explain` reads and what calling it binds.
+
+    Attributes:
+      composed: the function of other ops that it is everywhere, None for an op of its own.
+    """
 
     name: str
     primitive: Primitive
     out: Callable[..., list[Spec]]
     cuda: CudaTarget | None
+    composed: Callable[..., tuple[Any, ...]] | None = None
 
     def __call__(self, *arrays: Any, **params: Any) -> tuple[jax.Array, ...]:
         """Binds the primitive to `arrays`, cast to a common set of varying manual axes."""
@@ -128,11 +133,15 @@ def define(
     jvp: Callable[..., tuple[Sequence[Any], Sequence[Any]]] | None = None,
     transpose: Callable[..., Sequence[Any]] | None = None,
     cuda: CudaTarget | None = None,
+    composed: bool = False,
 ) -> Op:
-    """Makes the primitive `name` and registers it in `OPS`. See the module docstring."""
+    """Makes the primitive `name` and registers it in `OPS`. See the module docstring.
+
+    `composed` says that `xla` calls other ops, which are CUDA's calls too, and there is no `cuda`.
+    """
     primitive = Primitive(name)
     primitive.multiple_results = True
-    op = Op(name, primitive, out, cuda)
+    op = Op(name, primitive, out, cuda, xla if composed else None)
     primitive.def_impl(functools.partial(apply_primitive, primitive))
     primitive.def_abstract_eval(functools.partial(_abstract_eval, op))
     batching.primitive_batchers[primitive] = functools.partial(_batch, batch)

@@ -7,9 +7,11 @@ tgmm_rows: x [T,K], dy [T,N], starts and sizes [E] int32, row_index [T] int32 or
 
 With gathered="x" (or "dy") that operand is [X,K] (or [Y,N]) and its row t is row row_index[t], or
 zeros where that is negative or past the end. `init` is added in float32, before the one rounding,
-and on CUDA dw takes its memory. For backward passes that gather inside: no derivatives.
+and on CUDA dw takes its memory. For backward passes that gather inside; its own derivatives are
+those of the gather and of `tgmm`.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -69,6 +71,49 @@ def _xla(
     return (total.astype(out_dtype),)
 
 
+def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+    x, dy, starts, sizes, row_index, init = primals
+    tx, tdy, _, _, _, tinit = tangents
+    apart = functools.partial(_apart, starts, sizes, row_index, **params)
+    terms: list[jax.Array] = []
+    if tx is not None:
+        terms.append(apart(tx, dy))
+    if tdy is not None:
+        terms.append(apart(x, tdy))
+    if tinit is not None and init.size:
+        terms.append(tinit)
+    out = tgmm_rows(*primals, **params)
+    return out, (functools.reduce(jnp.add, terms) if terms else None,)
+
+
+def _apart(
+    starts: jax.Array,
+    sizes: jax.Array,
+    row_index: jax.Array,
+    x: jax.Array,
+    dy: jax.Array,
+    *,
+    gathered: str | None,
+    out_dtype: Any,
+    precision: Any,
+) -> jax.Array:
+    """The gather and the sums as two ops, both of which can be transposed."""
+    if gathered == "x":
+        x = _take(x, row_index)
+    elif gathered == "dy":
+        dy = _take(dy, row_index)
+    (dw,) = _gmm.tgmm(
+        x[None],
+        dy[None],
+        starts[None],
+        sizes[None],
+        weight_shape=(1, starts.shape[0]),
+        out_dtype=out_dtype,
+        precision=precision,
+    )
+    return dw[0]
+
+
 def _batch(args: Any, dims: Any, **params: Any) -> Any:
     return _primitive.one_by_one(tgmm_rows, args, dims, **params)
 
@@ -98,6 +143,7 @@ tgmm_rows = _primitive.define(
     out=_out,
     xla=_xla,
     batch=_batch,
+    jvp=_jvp,
     cuda=_primitive.CudaTarget(
         "jaxmoe_tgmm_rows_v1", attrs=_attrs, scratch=_scratch, reason=_reason, aliases=_aliases
     ),

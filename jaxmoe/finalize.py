@@ -102,10 +102,13 @@ def no_residual(dtype: Any) -> jax.Array:
     return jnp.zeros((0, 0), dtype)
 
 
-def sum_rows(rows: jax.Array, slot_to_row: jax.Array) -> jax.Array:
+def sum_rows(
+    rows: jax.Array, slot_to_row: jax.Array, residual: jax.Array | None = None
+) -> jax.Array:
     """Adds up the rows of each token unweighted: the transpose of permute."""
     weights = jnp.ones_like(slot_to_row, jnp.float32)
-    (y,) = _finalize(rows, slot_to_row, weights, no_residual(rows.dtype), shared=False)
+    residual = no_residual(rows.dtype) if residual is None else residual
+    (y,) = _finalize(rows, slot_to_row, weights, residual, shared=False)
     return y
 
 

@@ -1,5 +1,6 @@
 """The fused expert layer: plan, gate and up, activation, down, finalize in one call."""
 
+import functools
 from typing import Any, Literal, overload
 
 import jax
@@ -51,6 +52,7 @@ def moe_mlp(
     intermediate_scale: jax.Array | None = None,
     accum: str | None = None,
     config: tuple[GemmConfig | None, GemmConfig | None] | None = None,
+    recompute: str | None = None,
 ) -> jax.Array: ...
 
 
@@ -74,6 +76,7 @@ def moe_mlp(
     do_finalize: Literal[False],
     batch_invariant: bool = False,
     config: tuple[GemmConfig | None, GemmConfig | None] | None = None,
+    recompute: str | None = None,
 ) -> ExpertRows: ...
 
 
@@ -99,6 +102,7 @@ def moe_mlp(
     intermediate_scale: jax.Array | None = None,
     accum: str | None = None,
     config: tuple[GemmConfig | None, GemmConfig | None] | None = None,
+    recompute: str | None = None,
 ) -> jax.Array | ExpertRows:
     """Runs each token through its experts and adds up the results.
 
@@ -140,6 +144,8 @@ def moe_mlp(
         about 14 bits, or "promoted" to add parts of 128 up in float32; by default "promoted" for
         products over more than 2048 elements. fp8_block is always promoted.
       config: tiles of the two CUDA products; chosen from the shapes by default.
+      recompute: "z" computes the first product again in the backward pass instead of keeping its
+        result, [T * K, 2I] in the dtype of `x`, from the forward pass; see docs/training.md.
 
     Returns:
       [T, H] in the dtype of `x`. With do_finalize=False `ExpertRows`: rows [T * K, H] in the dtype
@@ -149,16 +155,17 @@ def moe_mlp(
     Raises:
       TypeError, ValueError: an argument of the wrong kind, dtype, rank or shape, or an unknown
         name.
-      NotImplementedError: (on CUDA) a dtype or row length without a kernel, or a gradient; with
-        quantized weights any gradient, or do_finalize=False.
+      NotImplementedError: (on CUDA) a dtype or row length without a kernel; with quantized weights
+        any gradient, or do_finalize=False.
 
     Numerics: float32 accumulation in both products; the activation is computed in float32 from the
       first accumulator and rounded once, each row of the second is rounded once, and the
       float32 sum over k once. Bitwise repeatable. NaN stays in the tokens that hold it. With
       quantized weights x and the rounded result of the activation are quantized in their format, as
-      `jaxmoe.quantize_tokens` does.
+      `jaxmoe.quantize_tokens` does. Under differentiation the first product is rounded to the dtype
+      of `x` before the activation.
     Sharding: one device's tokens against one device's experts; use `jax.shard_map` around it.
-      Residuals of the gradient are named "jaxmoe_z" (before the activation) and "jaxmoe_h".
+      Residuals of the gradient are named "jaxmoe_z" (the first product) and "jaxmoe_plan".
     Source: https://arxiv.org/abs/2101.03961, https://arxiv.org/abs/2211.15841.
 
     Example:
@@ -205,6 +212,11 @@ def moe_mlp(
     check_num_rows(_OP, routing.expert_ids.size, **{"routing.expert_ids": routing.expert_ids})
     hidden, intermediate = x.shape[1], w_down.shape[1 if weight_layout == "kn" else 2]
     check_accum(_OP, accum, format)
+    if recompute is not None:
+        _checks.check_choice(_OP, "recompute", recompute, ("z",))
+        if format is not None:
+            rule = "recompute must be None with quantized weights, which have no gradient"
+            raise ValueError(_checks.message(_OP, rule, recompute=recompute))
     promoted = None
     if format is not None:
         promoted = promotes(format, accum, hidden), promotes(format, accum, intermediate)
@@ -252,7 +264,7 @@ def moe_mlp(
         if isinstance(x, QuantizedArray):
             rule = "apply_weight_on_input=True needs an x that is not quantized yet"
             raise NotImplementedError(_checks.message(_OP, rule, x=x))
-        x = (x.astype(jnp.float32) * weights).astype(x.dtype)
+        x = _weigh(x, weights)
         weights = jnp.ones_like(weights)
     biases = (
         no_bias(x.dtype) if b_gate_up is None else b_gate_up,
@@ -289,9 +301,19 @@ def moe_mlp(
         )
         return y
     shared = (w_gate_up, w_down, *biases, expert_map)
-    params["weight_layout"] = weight_layout
+    op = functools.partial(
+        moe_mlp_p if do_finalize else moe_mlp_rows_p, weight_layout=weight_layout, **params
+    )
+    if recompute == "z":
+        policy = jax.checkpoint_policies.save_only_these_names("jaxmoe_plan")
+        op = jax.checkpoint(op, policy=policy)
     if not do_finalize:
-        rows, slot_to_row = moe_mlp_rows_p(x, ids, *shared, **params)
+        rows, slot_to_row = op(x, ids, *shared)
         return ExpertRows(rows, weights, slot_to_row)
-    (y,) = moe_mlp_p(x, ids, weights, *shared, residual_array, **params)
+    (y,) = op(x, ids, weights, *shared, residual_array)
     return y
+
+
+@jax.checkpoint  # or the backward pass would keep x in float32
+def _weigh(x: jax.Array, weights: jax.Array) -> jax.Array:
+    return (x.astype(jnp.float32) * weights).astype(x.dtype)

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -13,7 +14,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))  # behind everything: `jaxmoe` stays the installed one
 
 import jaxmoe  # noqa: E402
-from benchmarks import report, rows, run  # noqa: E402
+from benchmarks import bounds, report, report_train, rows, run  # noqa: E402
+from benchmarks.baselines import dense  # noqa: E402
 from benchmarks.cases import (  # noqa: E402
     Case,
     WeightSets,
@@ -21,8 +23,8 @@ from benchmarks.cases import (  # noqa: E402
     stack_size,
     weight_sets,
 )
-from benchmarks.models import DEFAULT_MODELS, MODELS  # noqa: E402
-from benchmarks.suites import SUITES, layer, routing, stack, tiles  # noqa: E402
+from benchmarks.models import DEFAULT_MODELS, MODELS, layer_bytes  # noqa: E402
+from benchmarks.suites import SUITES, layer, routing, stack, tiles, train  # noqa: E402
 from jaxmoe._heuristics import mlp_configs  # noqa: E402
 
 
@@ -202,3 +204,57 @@ def test_a_stack_runs_next_to_the_chain_of_suite_layer(
     assert len({case.model for case in plain}) == len(DEFAULT_MODELS)
     order = [case.model for case in plain]
     assert order == sorted(order, key=list(dict.fromkeys(order)).index)
+
+
+def test_training_checks_every_gradient(tmp_path: Path) -> None:
+    path = tmp_path / "train.json"
+    command = f"--suite train --models all --tokens 8 --skew uniform --repeats 3 --json {path}"
+    assert run.main([*command.split(), "--impl", "jaxmoe,floor"]) == 0
+    floor, ours = [rows.Row.from_json(row) for row in json.loads(path.read_text())["rows"]]
+    assert (floor.pass_, ours.pass_) == ("forward+backward",) * 2
+    assert ours.us and ours.rel_err is not None and 0 < ours.rel_err < 1e-2
+    assert ours.temp_bytes
+    # 18 T K H I operations; two weights read and one written, of all four experts
+    model = MODELS["all"]
+    assert ours.tflops == pytest.approx(18 * 8 * 4 * 16 * 32 / ours.us * 1e-6, rel=1e-3)
+    work = bounds.training(model, 8, 4.0)
+    assert work.weight_bytes == 3 * layer_bytes(model) == 3 * 4 * 3 * 16 * 32 * 2
+    # a wrong gradient of one argument is found
+    case = Case(model, 8, "uniform", 1, weight_sets(model, 0))
+    x, r = case.fresh
+    ct = train._cotangent(case)  # pyright: ignore[reportPrivateUsage]
+    call = train._training("jaxmoe[kn]", model)  # pyright: ignore[reportPrivateUsage]
+    right = jax.jit(call)(x, r, case.sets[0], ct)
+    assert train._error(case, *right) < 1e-2  # pyright: ignore[reportPrivateUsage]
+    for i in range(4):
+        wrong = [jax.tree.map(lambda a: 1.1 * a, v) if i == j else v for j, v in enumerate(right)]
+        assert train._error(case, *wrong) > 0.05  # pyright: ignore[reportPrivateUsage]
+
+
+def test_report_has_a_table_of_training() -> None:
+    base = rows.Row("train", "moe_mlp", "qwen3-30b-a3b", 4096, "bf16", train.PASS, "floor", us=1190)
+    ours = {"us": 1900.0, "tflops": 488.0, "vs_dense": 0.7, "temp_bytes": 10**9, "regime": "burst"}
+    found = [base, dataclasses.replace(base, impl="jaxmoe", **ours)]
+    peers = {"training": [{"model": base.model, "tokens": 4096, "us": 2853.0}]}
+    text = report_train.summary(report.Report([], found, peers))
+    assert "| qwen3-30b-a3b | 4096 | 1190 | 1900 | 488 | 0.70 | 1000 | 2853 |" in text
+    assert report_train.summary(report.Report([], found[:1], peers)) == ""
+    assert "recompute z MB" not in text and "sustained" not in text  # columns with nothing in them
+
+
+def test_dense_training_is_products_of_equal_flops() -> None:
+    chained = dense.training_layers(MODELS["odd"], 24, 2, seed=0)
+    chained.launch(1)
+    y, dx, da, db = chained._state[1]  # pyright: ignore[reportPrivateUsage]
+    x, a, b, ct = chained._inputs[1]  # pyright: ignore[reportPrivateUsage]
+    flops = 2 * 24 * 40 * a.shape[1] * 2
+    assert flops == bounds.layer(MODELS["odd"], 8, 5).flops
+    wide = [np.asarray(v, np.float32) for v in (x, a, b, ct)]
+    x, a, b, ct = wide
+    for got, want in (
+        (y, x @ a @ b),
+        (dx, ct @ b.T @ a.T),
+        (da, x.T @ ct @ b.T),
+        (db, (x @ a).T @ ct),
+    ):
+        assert relative_error(got, want) < 1e-2

@@ -338,16 +338,6 @@ def test_vmap_over_tokens_and_over_weights():
         assert_equal(out[b], run(one))
 
 
-def test_forward_mode():
-    layer = Layer("", "", 64, 64, 4, 2)
-    inputs = layer_inputs(layer, 20, "uniform", np.random.default_rng(13), jnp.bfloat16)
-    x = inputs["x"]
-    fn = lambda x: run(dict(inputs, x=x))  # noqa: E731
-    y, dy = jax.jit(lambda x: jax.jvp(fn, (x,), (x,)))(x)
-    assert np.isfinite(np.asarray(y, np.float32)).all()
-    assert np.asarray(dy, np.float32).any()
-
-
 @pytest.mark.parametrize("check_vma", (True, False))
 def test_shard_map_and_ahead_of_time(check_vma):
     layer = Layer("", "", 64, 64, 4, 2)

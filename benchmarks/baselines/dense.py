@@ -37,6 +37,32 @@ def layers(model: Layer, num_rows: int, count: int, seed: int) -> chain.Chain:
     return chain.Chain(_compiled(), jnp.zeros_like(rows), (rows, pairs), count)
 
 
+def training_layers(model: Layer, num_rows: int, count: int, seed: int) -> chain.Chain:
+    """Builds `count` layers of those FLOPs, forward and backward, each with all its gradients."""
+    width = (model.width + model.intermediate) // 2
+    keys = jax.random.split(jax.random.key(seed), 2 * count + 2)
+
+    def draw(key: jax.Array, rows: int, columns: int, scale: float = 1.0) -> jax.Array:
+        return (jax.random.normal(key, (rows, columns)) * scale).astype(DTYPE)
+
+    x, ct = (draw(key, num_rows, model.hidden) for key in keys[-2:])
+    arguments = [
+        (
+            x,
+            draw(keys[2 * i], model.hidden, width, model.hidden**-0.5),
+            draw(keys[2 * i + 1], width, model.hidden, width**-0.5),
+            ct,
+        )
+        for i in range(count)
+    ]
+    return chain.independent(_with_gradients, arguments)
+
+
+def _with_gradients(x: jax.Array, a: jax.Array, b: jax.Array, ct: jax.Array) -> Any:
+    y, pull = jax.vjp(lambda x, a, b: (x @ a) @ b, x, a, b)
+    return y, *pull(ct)
+
+
 @functools.cache
 def _compiled() -> Callable[[Any, Any], Any]:
     def run(_: jax.Array, inputs: Any) -> jax.Array:

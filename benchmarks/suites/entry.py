@@ -26,6 +26,8 @@ class Entry:
       weight_sets: distinct weights there are to cycle through.
       chosen: whether the heuristics choose this tile; None where tiles are not compared.
       scheme: what it multiplies, "bf16" or "fp8".
+      pass_: "forward" or "forward+backward".
+      temp_bytes: returns what XLA allocates for one call beyond arguments and results.
     """
 
     op: str
@@ -39,6 +41,8 @@ class Entry:
     weight_sets: int | None = None
     chosen: bool | None = None
     scheme: str = "bf16"
+    pass_: str = "forward"
+    temp_bytes: Callable[[], int] | None = None
 
 
 def chain_length(

@@ -1,0 +1,299 @@
+"""The primitive of the layer's derivative: linear in its tangents, its transpose is the backward.
+
+moe_mlp_tangent: the residuals x [T,H], z [R,N] before the activation, weights [T,K] f32,
+w_gate_up [E1,...], w_down [E2,...], b_down [E2,H] or [0,0], row_to_token [R], slot_to_row [T,K],
+expert_offsets [G+1] int32, then one tangent for each name of `wrt` -> the tangent of y [T,H], or
+with finalized=False of the rows [R,H]
+
+JAX decides what reverse mode keeps: the arguments of a linear op that are not tangents. That is why
+this is an op: only the residuals above outlive the forward pass, none of [R,H], and the transpose
+is written by hand. With s the routing weight of a row and dout its token's cotangent:
+
+  dh  = dout @ w_down^T            h = act(z), in float32
+  dz  = act'(z) * (s * dh)         ds = <dh, h> + <dout, b_down>
+  dw_gate_up = x^T dz              dw_down = (s * h)^T dout
+  db_gate_up = sum of dz           db_down = sum of s * dout
+  dx = sum over k of dz @ w_gate_up^T
+
+Weighting dh instead of the rows is what makes it unnecessary to keep the rows. Everything else is
+other ops, so that higher derivatives come from their rules.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxmoe import _gmm, _primitive, _tgmm_rows
+from jaxmoe.activation import Activation, split_gate_up
+from jaxmoe.finalize import sum_rows
+from jaxmoe.permute import permute_p
+
+# What can have a tangent, in the order in which tangents are passed.
+VARIABLES = ("x", "weights", "w_gate_up", "w_down", "b_gate_up", "b_down", "residual")
+_OF_Z = ("x", "w_gate_up", "b_gate_up")
+_OTHER_LAYOUT = {"kn": "nk", "nk": "kn"}
+_COLUMNS = 8  # the shortest row that the kernels multiply
+
+
+class Residuals(NamedTuple):
+    """What the backward pass needs of the forward pass, see the top of this file."""
+
+    x: jax.Array
+    z: jax.Array
+    weights: jax.Array
+    w_gate_up: jax.Array
+    w_down: jax.Array
+    b_down: jax.Array
+    row_to_token: jax.Array
+    slot_to_row: jax.Array
+    expert_offsets: jax.Array
+
+
+def activate(z: jax.Array, activation: Activation, gate_up: str) -> jax.Array:
+    """Applies the activation to the first product, in float32."""
+    z = z.astype(jnp.float32)
+    return activation(*split_gate_up(z, gate_up)) if activation.gated else activation(z)
+
+
+def product(
+    rows: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None,
+    expert_offsets: jax.Array,
+    *,
+    weight_layout: str,
+    dtype: Any,
+    config: Any = None,
+) -> jax.Array:
+    """Multiplies rows in expert order by the weights of their experts."""
+    (out,) = _gmm.gmm(
+        rows[None],
+        w[None],
+        expert_offsets[None, :-1],
+        jnp.diff(expert_offsets)[None],
+        _gmm.no_bias(rows.dtype) if bias is None or not bias.size else bias[None],
+        weight_layout=weight_layout,
+        out_dtype=jnp.dtype(dtype),
+        precision=None,
+        config=config,
+    )
+    return out[0]
+
+
+def _contract(r: Residuals, rows: jax.Array, tokens: jax.Array, count: int, **how: Any) -> Any:
+    """Sums the outer products of each expert's rows and what their tokens, or they, have."""
+    first, gathered, dtype = how["tokens_first"], how["gathered"], how["dtype"]
+    starts, sizes = r.expert_offsets[:-1], jnp.diff(r.expert_offsets)
+    if count == starts.size:
+        index = r.row_to_token if gathered else _tgmm_rows.no_index()
+        (dw,) = _tgmm_rows.tgmm_rows(
+            *((tokens, rows) if first else (rows, tokens)),
+            starts,
+            sizes,
+            index,
+            _tgmm_rows.no_init(dtype),
+            gathered=(("x" if first else "dy") if gathered else None),
+            out_dtype=jnp.dtype(dtype),
+            precision=None,
+        )
+        return dw
+    # Groups that share weights, as `vmap` makes them: their sums are one.
+    if gathered:
+        tokens = _to_rows(r, tokens)
+    (dw,) = _gmm.tgmm(
+        *((tokens[None], rows[None]) if first else (rows[None], tokens[None])),
+        starts[None],
+        sizes[None],
+        weight_shape=(1, count),
+        out_dtype=jnp.dtype(dtype),
+        precision=None,
+    )
+    return dw[0]
+
+
+def _to_rows(r: Residuals, tokens: jax.Array) -> jax.Array:
+    (rows,) = permute_p(tokens, r.row_to_token, r.slot_to_row)
+    return rows
+
+
+def _row_weights(r: Residuals, weights: jax.Array) -> jax.Array:
+    """[T,K] -> [R], 0 in the rows of no slot."""
+    slots, values = r.slot_to_row.reshape(-1), weights.reshape(-1)
+    past_the_end = slots.size + jnp.arange(slots.size, dtype=slots.dtype)
+    place = jnp.where(slots < 0, past_the_end, slots)  # distinct, as unique_indices promises
+    return jnp.zeros_like(values).at[place].set(values, mode="drop", unique_indices=True)
+
+
+def _slot_values(r: Residuals, values: jax.Array) -> jax.Array:
+    """[R] -> [T,K], 0 where a slot has no row."""
+    exists = r.slot_to_row >= 0
+    return jnp.where(exists, values[jnp.where(exists, r.slot_to_row, 0)], 0.0)
+
+
+def _columns(values: jax.Array, dtype: Any) -> jax.Array:
+    """[R] float32 -> [R,8] whose rows add up to it: a factor that keeps more bits than `dtype`."""
+    info, parts = jnp.finfo(dtype), []
+    for _ in range(3):
+        # NOTE: not astype and back, which XLA may leave out.
+        parts.append(jax.lax.reduce_precision(values, info.nexp, info.nmant))
+        values = values - parts[-1]
+    columns = jnp.stack(parts, axis=1).astype(dtype)
+    return jnp.pad(columns, ((0, 0), (0, _COLUMNS - 3)))
+
+
+def _times_bias(r: Residuals, values: jax.Array, bias: jax.Array) -> jax.Array:
+    """Returns values[row] * bias[expert of the row] as a product, so 0 in rows of no expert."""
+    repeated = jnp.broadcast_to(bias[:, None, :], (bias.shape[0], _COLUMNS, bias.shape[1]))
+    columns = _columns(values, bias.dtype)
+    return product(columns, repeated, None, r.expert_offsets, weight_layout="kn", dtype=jnp.float32)
+
+
+def _tangent(*args: jax.Array, wrt: tuple[str, ...], **params: Any) -> tuple[jax.Array]:
+    r, t = _split(args, wrt)
+    layout, dtype = params["weight_layout"], r.x.dtype
+    multiply = functools.partial(
+        product, expert_offsets=r.expert_offsets, weight_layout=layout, dtype=jnp.float32
+    )
+    ones = jnp.ones(r.row_to_token.shape, jnp.float32)
+    s = _row_weights(r, r.weights) if params["finalized"] else ones
+    act = functools.partial(activate, activation=params["activation"], gate_up=params["gate_up"])
+    z_terms: list[jax.Array] = []
+    if "x" in t:
+        z_terms.append(multiply(_to_rows(r, t["x"]), r.w_gate_up, None))
+    if "w_gate_up" in t:
+        z_terms.append(multiply(_to_rows(r, r.x), t["w_gate_up"], None))
+    if "b_gate_up" in t:
+        z_terms.append(_times_bias(r, ones, t["b_gate_up"]))
+    h_terms: list[jax.Array] = []
+    if z_terms:
+        h, dh = jax.jvp(act, (r.z.astype(jnp.float32),), (_sum(z_terms),))
+        h_terms.append(s[:, None] * dh)
+    else:
+        h = act(r.z)
+    terms: list[jax.Array] = []
+    if "weights" in t:
+        ds = _row_weights(r, t["weights"])
+        h_terms.append(ds[:, None] * h)
+        if r.b_down.size:
+            terms.append(_times_bias(r, ds, r.b_down))
+    if h_terms:
+        terms.append(multiply(_sum(h_terms).astype(dtype), r.w_down, None))
+    if "w_down" in t:
+        terms.append(multiply((s[:, None] * h).astype(dtype), t["w_down"], None))
+    if "b_down" in t:
+        terms.append(_times_bias(r, s, t["b_down"]))
+    if not params["finalized"]:
+        return (_sum(terms).astype(dtype),)
+    if not terms:
+        return (t["residual"],)
+    return (sum_rows(_sum(terms).astype(dtype), r.slot_to_row, t.get("residual")),)
+
+
+def _transpose(cts: Any, args: Any, *, wrt: tuple[str, ...], **params: Any) -> list[Any]:
+    r, t = _split(args, wrt)
+    wanted = {name for name, value in t.items() if _primitive.is_linear(value)}
+    layout, finalized, dtype = params["weight_layout"], params["finalized"], r.x.dtype
+    (dout,) = cts
+    grads: dict[str, jax.Array] = {"residual": dout}
+    multiply = functools.partial(product, expert_offsets=r.expert_offsets, bias=None)
+    contract = functools.partial(_contract, r)
+    s = jnp.ones(r.row_to_token.shape, jnp.float32)
+    if finalized:
+        s = _row_weights(r, r.weights)
+    act = functools.partial(activate, activation=params["activation"], gate_up=params["gate_up"])
+    h, pull = jax.vjp(act, r.z)
+    if wanted & {"weights", *_OF_Z}:
+        rows = _to_rows(r, dout) if finalized else dout
+        dh = multiply(rows, r.w_down, weight_layout=_OTHER_LAYOUT[layout], dtype=dtype)
+        dh = dh.astype(jnp.float32)
+        if "weights" in wanted:
+            ds = jnp.sum(dh * h, axis=-1)
+            if r.b_down.size:
+                pad = ((0, 0), (0, 0), (0, _COLUMNS - 1))
+                column = jnp.pad(r.b_down[:, :, None], pad)
+                ds += multiply(rows, column, weight_layout="kn", dtype=jnp.float32)[:, 0]
+            grads["weights"] = _slot_values(r, ds)
+        if wanted & {*_OF_Z}:
+            (dz,) = pull(s[:, None] * dh)
+            if "x" in wanted:
+                other = _OTHER_LAYOUT[layout]
+                dx = multiply(dz, r.w_gate_up, weight_layout=other, dtype=dtype)
+                grads["x"] = sum_rows(dx, r.slot_to_row)
+            if "w_gate_up" in wanted:
+                how = {"tokens_first": layout == "kn", "gathered": True, "dtype": dtype}
+                grads["w_gate_up"] = contract(dz, r.x, r.w_gate_up.shape[0], **how)
+            if "b_gate_up" in wanted:
+                how = {"tokens_first": False, "gathered": False, "dtype": jnp.float32}
+                ones = _columns(jnp.ones_like(s), dtype)
+                count = t["b_gate_up"].aval.shape[0]
+                grads["b_gate_up"] = contract(ones, dz, count, **how).sum(1).astype(dtype)
+    if "w_down" in wanted:
+        how = {"tokens_first": layout == "nk", "gathered": finalized, "dtype": dtype}
+        weighted = (s[:, None] * h).astype(dtype)
+        grads["w_down"] = contract(weighted, dout, r.w_down.shape[0], **how)
+    if "b_down" in wanted:
+        how = {"tokens_first": False, "gathered": finalized, "dtype": jnp.float32}
+        count = r.b_down.shape[0]
+        grads["b_down"] = contract(_columns(s, dtype), dout, count, **how).sum(1).astype(dtype)
+    return [None] * len(r) + [grads.get(name) for name in wrt]
+
+
+def _sum(terms: list[jax.Array]) -> jax.Array:
+    return functools.reduce(jnp.add, terms)
+
+
+def _split(args: Any, wrt: tuple[str, ...]) -> tuple[Residuals, dict[str, Any]]:
+    count = len(Residuals._fields)
+    return Residuals(*args[:count]), dict(zip(wrt, args[count:], strict=True))
+
+
+def _out(*avals: Any, finalized: bool, **_params: Any) -> list[_primitive.Spec]:
+    r, _ = _split(avals, _params["wrt"])
+    rows = r.x.shape[0] if finalized else r.row_to_token.shape[0]
+    return [((rows, r.x.shape[1]), r.x.dtype)]
+
+
+def _batch(args: Any, dims: Any, **params: Any) -> Any:
+    """As the ops that it is made of: batches of tangents, as in a Jacobian."""
+    return jax.vmap(functools.partial(_tangent, **params), dims)(*args), (0,)
+
+
+def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+    fn, moving, tangents = of_moving(functools.partial(_tangent, **params), primals, tangents)
+    return jax.jvp(fn, moving, tangents)
+
+
+def of_moving(fn: Any, primals: Any, tangents: Any) -> tuple[Any, list[Any], list[Any]]:
+    """Makes `fn` a function of the arguments that have a tangent. Returns it, those, and these."""
+    moving = [i for i, t in enumerate(tangents) if t is not None]
+
+    def of_moving(*values: jax.Array) -> Any:
+        args = list(primals)
+        for i, value in zip(moving, values, strict=True):
+            args[i] = value
+        return fn(*args)
+
+    return of_moving, [primals[i] for i in moving], [tangents[i] for i in moving]
+
+
+def tangent_of(r: Residuals, tangents: dict[str, Any], **params: Any) -> jax.Array | None:
+    """Returns the tangent of the layer for those tangents that are there; None if none is."""
+    present = {n: tangents[n] for n in VARIABLES if tangents.get(n) is not None}
+    present = {n: t for n, t in present.items() if t.size}
+    if not present:
+        return None
+    (out,) = moe_mlp_tangent_p(*r, *present.values(), wrt=tuple(present), **params)
+    return out
+
+
+moe_mlp_tangent_p = _primitive.define(
+    "jaxmoe_moe_mlp_tangent",
+    out=_out,
+    xla=_tangent,
+    batch=_batch,
+    jvp=_jvp,
+    transpose=_transpose,
+    composed=True,
+)
