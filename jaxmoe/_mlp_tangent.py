@@ -7,12 +7,12 @@ with finalized=False of the rows [R,H]
 
 JAX decides what reverse mode keeps: the arguments of a linear op that are not tangents. That is why
 this is an op: only the residuals above outlive the forward pass, none of [R,H], and the transpose
-is written by hand. With s the routing weight of a row and dout its token's cotangent:
+is written by hand. With s the routing weight of a row and dy its token's cotangent:
 
-  dh  = dout @ w_down^T            h = act(z), in float32
-  dz  = act'(z) * (s * dh)         ds = <dh, h> + <dout, b_down>
-  dw_gate_up = x^T dz              dw_down = (s * h)^T dout
-  db_gate_up = sum of dz           db_down = sum of s * dout
+  dh  = dy @ w_down^T            h = act(z), in float32
+  dz  = act'(z) * (s * dh)         ds = <dh, h> + <dy, b_down>
+  dw_gate_up = x^T dz              dw_down = (s * h)^T dy
+  db_gate_up = sum of dz           db_down = sum of s * dy
   dx = sum over k of dz @ w_gate_up^T
 
 Weighting dh instead of the rows is what makes it unnecessary to keep the rows. Everything else is
@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxmoe import _gmm, _primitive, _tgmm_rows
+from jaxmoe import _gmm, _primitive
 from jaxmoe.activation import Activation, split_gate_up
 from jaxmoe.finalize import sum_rows
 from jaxmoe.permute import permute_p
@@ -82,30 +82,13 @@ def product(
     return out[0]
 
 
-def _contract(r: Residuals, rows: jax.Array, tokens: jax.Array, count: int, **how: Any) -> Any:
-    """Sums the outer products of each expert's rows and what their tokens, or they, have."""
-    first, gathered, dtype = how["tokens_first"], how["gathered"], how["dtype"]
-    starts, sizes = r.expert_offsets[:-1], jnp.diff(r.expert_offsets)
-    if count == starts.size:
-        index = r.row_to_token if gathered else _tgmm_rows.no_index()
-        (dw,) = _tgmm_rows.tgmm_rows(
-            *((tokens, rows) if first else (rows, tokens)),
-            starts,
-            sizes,
-            index,
-            _tgmm_rows.no_init(dtype),
-            gathered=(("x" if first else "dy") if gathered else None),
-            out_dtype=jnp.dtype(dtype),
-            precision=None,
-        )
-        return dw
-    # Groups that share weights, as `vmap` makes them: their sums are one.
-    if gathered:
-        tokens = _to_rows(r, tokens)
+def _contract(r: Residuals, x: jax.Array, dy: jax.Array, count: int, dtype: Any) -> jax.Array:
+    """Sums the outer products of the rows of each expert; of experts that share weights, as one."""
     (dw,) = _gmm.tgmm(
-        *((tokens[None], rows[None]) if first else (rows[None], tokens[None])),
-        starts[None],
-        sizes[None],
+        x[None],
+        dy[None],
+        r.expert_offsets[None, :-1],
+        jnp.diff(r.expert_offsets)[None],
         weight_shape=(1, count),
         out_dtype=jnp.dtype(dtype),
         precision=None,
@@ -195,8 +178,8 @@ def _transpose(cts: Any, args: Any, *, wrt: tuple[str, ...], **params: Any) -> l
     r, t = _split(args, wrt)
     wanted = {name for name, value in t.items() if _primitive.is_linear(value)}
     layout, finalized, dtype = params["weight_layout"], params["finalized"], r.x.dtype
-    (dout,) = cts
-    grads: dict[str, jax.Array] = {"residual": dout}
+    (dy,) = cts
+    grads: dict[str, jax.Array] = {"residual": dy}
     multiply = functools.partial(product, expert_offsets=r.expert_offsets, bias=None)
     contract = functools.partial(_contract, r)
     s = jnp.ones(r.row_to_token.shape, jnp.float32)
@@ -204,8 +187,8 @@ def _transpose(cts: Any, args: Any, *, wrt: tuple[str, ...], **params: Any) -> l
         s = _row_weights(r, r.weights)
     act = functools.partial(activate, activation=params["activation"], gate_up=params["gate_up"])
     h, pull = jax.vjp(act, r.z)
+    rows = _to_rows(r, dy) if finalized else dy
     if wanted & {"weights", *_OF_Z}:
-        rows = _to_rows(r, dout) if finalized else dout
         dh = multiply(rows, r.w_down, weight_layout=_OTHER_LAYOUT[layout], dtype=dtype)
         dh = dh.astype(jnp.float32)
         if "weights" in wanted:
@@ -222,21 +205,20 @@ def _transpose(cts: Any, args: Any, *, wrt: tuple[str, ...], **params: Any) -> l
                 dx = multiply(dz, r.w_gate_up, weight_layout=other, dtype=dtype)
                 grads["x"] = sum_rows(dx, r.slot_to_row)
             if "w_gate_up" in wanted:
-                how = {"tokens_first": layout == "kn", "gathered": True, "dtype": dtype}
-                grads["w_gate_up"] = contract(dz, r.x, r.w_gate_up.shape[0], **how)
+                # NOTE: copied, as fetching them by index takes the product twice as long.
+                pair = (_to_rows(r, r.x), dz) if layout == "kn" else (dz, _to_rows(r, r.x))
+                grads["w_gate_up"] = contract(*pair, r.w_gate_up.shape[0], dtype)
             if "b_gate_up" in wanted:
-                how = {"tokens_first": False, "gathered": False, "dtype": jnp.float32}
                 ones = _columns(jnp.ones_like(s), dtype)
                 count = t["b_gate_up"].aval.shape[0]
-                grads["b_gate_up"] = contract(ones, dz, count, **how).sum(1).astype(dtype)
+                grads["b_gate_up"] = contract(ones, dz, count, jnp.float32).sum(1).astype(dtype)
     if "w_down" in wanted:
-        how = {"tokens_first": layout == "nk", "gathered": finalized, "dtype": dtype}
         weighted = (s[:, None] * h).astype(dtype)
-        grads["w_down"] = contract(weighted, dout, r.w_down.shape[0], **how)
+        pair = (weighted, rows) if layout == "kn" else (rows, weighted)
+        grads["w_down"] = contract(*pair, r.w_down.shape[0], dtype)
     if "b_down" in wanted:
-        how = {"tokens_first": False, "gathered": finalized, "dtype": jnp.float32}
-        count = r.b_down.shape[0]
-        grads["b_down"] = contract(_columns(s, dtype), dout, count, **how).sum(1).astype(dtype)
+        ones, count = _columns(s, dtype), r.b_down.shape[0]
+        grads["b_down"] = contract(ones, rows, count, jnp.float32).sum(1).astype(dtype)
     return [None] * len(r) + [grads.get(name) for name in wrt]
 
 
