@@ -114,11 +114,9 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
       smem.step_scales(0)[i] = 1.0f;
     }
   }
-  if constexpr (T::kCluster > 1) {
-    ptx::ClusterSyncInit();
-  } else {
-    __syncthreads();
-  }
+  if constexpr (T::kCluster > 1) ptx::ClusterSyncInit();
+  // The barrier of a cluster orders nothing but the initialization of barriers.
+  if constexpr (T::kCluster == 1 || T::kPromoted) __syncthreads();
 
   // Each role is one branch, or ptxas ignores setmaxnreg.
   if (warp < 4) {
