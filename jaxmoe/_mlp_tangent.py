@@ -178,7 +178,10 @@ def _transpose(cts: Any, args: Any, *, wrt: tuple[str, ...], **params: Any) -> l
     r, t = _split(args, wrt)
     wanted = {name for name, value in t.items() if _primitive.is_linear(value)}
     layout, finalized, dtype = params["weight_layout"], params["finalized"], r.x.dtype
-    (dy,) = cts
+    # NOTE: or XLA, which takes equal expressions for one, keeps the rows of x and float32 parts of
+    # the activation from the forward pass until here, where they are computed again.
+    x, z, dy = jax.lax.optimization_barrier((r.x, r.z, cts[0]))
+    r = r._replace(x=x, z=z)
     grads: dict[str, jax.Array] = {"residual": dy}
     multiply = functools.partial(product, expert_offsets=r.expert_offsets, bias=None)
     contract = functools.partial(_contract, r)

@@ -296,6 +296,7 @@ def test_cuda_runs_the_backward_pass_on_the_kernels(layout, recompute):
         "jaxmoe_tgmm_v1": 2,
         "jaxmoe_finalize_v1": 2,  # y and dx
     }
+    assert re.search(r"optimization_barrier .*: tensor<6x32xbf16>, tensor<12x32xbf16>", text)
     assert not re.search(r"stablehlo\.(dot|dot_general|while)\b|ragged_dot", text)
 
 
