@@ -166,8 +166,7 @@ def _reference_vjp(rows, weights, residual, p, ct):
     return jax.vjp(sine, rows, weights, residual)[1](ct)
 
 
-@pytest.mark.parametrize("routing", ["uniform", "with_invalid"])
-@pytest.mark.parametrize("with_residual", [False, True])
+@pytest.mark.parametrize("routing, with_residual", [("uniform", False), ("with_invalid", True)])
 def test_derivatives(routing, with_residual):
     rows, p, weights, residual = _inputs(routing, 7, 4, 5, 3, 2, jnp.float32)
     args = (jnp.nan_to_num(rows), weights, residual if with_residual else None)

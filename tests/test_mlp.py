@@ -220,7 +220,7 @@ def test_relabelling_experts_changes_nothing():
     assert_equal(run(moved, **options(layer)), run(inputs, **options(layer)))
 
 
-@pytest.mark.parametrize("name, layout", (("odd", "kn"), ("clamped", "nk"), ("all", "kn")))
+@pytest.mark.parametrize("name, layout", (("odd", "kn"), ("all", "nk")))
 def test_gradient(name, layout):
     """Of every floating argument, at a layer with invalid ids and experts without rows."""
     layer = SMALL[name]
@@ -245,27 +245,6 @@ def test_gradient(name, layout):
     jax.tree.map(assert_close, ours, want, naive)
     unused = np.setdiff1d(np.arange(layer.num_experts), np.asarray(ids))
     assert_equal(ours["w_down"][unused], jnp.zeros_like(ours["w_down"][unused]))
-
-
-def test_gradient_in_bf16_is_near_that_in_f32():
-    layer = SMALL["odd"]
-    inputs = layer_inputs(layer, 33, "uniform", np.random.default_rng(8), jnp.bfloat16)
-    ids = inputs.pop("expert_ids")
-
-    def gradients(fn, arrays, **kwargs):
-        def loss(arrays):
-            return jnp.sum(fn({**arrays, "expert_ids": ids}, **options(layer), **kwargs) ** 2)
-
-        return jax.jit(jax.grad(loss))(arrays)
-
-    ours = gradients(lambda i, **kw: run(i, **kw).astype(jnp.float32), inputs)
-    wide = {n: a.astype(jnp.float32) for n, a in inputs.items()}
-    want = gradients(lambda i, **kw: reference.moe_mlp(**i, **kw), wide)
-    naive = gradients(
-        lambda i, **kw: reference.moe_mlp(**i, **kw, dtype=jnp.bfloat16).astype(jnp.float32), inputs
-    )
-    assert all(ours[n].dtype == inputs[n].dtype for n in inputs)
-    jax.tree.map(assert_close, ours, want, naive)
 
 
 # What is compiled once: tokens, hidden, intermediate, experts, choices, activation, layout.

@@ -133,7 +133,8 @@ def test_derivatives(method):
     logits = jnp.asarray(np.random.default_rng(3).permutation(24).reshape(4, 6) / 8.0, jnp.float32)
     factor = normal(np.random.default_rng(4), (4, 3))
     loss = jax.jit(lambda x: (route(x, top_k=3, method=method).weights * factor).sum())
-    check_grads(loss, (logits,), order=2, atol=2e-2, rtol=2e-2, eps=1e-2)
+    order = 2 if method == "renormalize" else 1
+    check_grads(loss, (logits,), order=order, atol=2e-2, rtol=2e-2, eps=1e-2)
     want = jax.jit(jax.grad(lambda x: (_reference(x, 3, method)[1] * factor).sum()))(logits)
     got = jax.jit(jax.grad(loss))(logits)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-7)
