@@ -1,5 +1,6 @@
 """Test session setup: strict JAX promotion, 8 CPU devices, and the `gpu` tiers."""
 
+import gc
 import os
 
 import jax
@@ -23,6 +24,9 @@ def pytest_configure(config: pytest.Config) -> None:
         # Most of the time goes into LLVM's passes over programs that run once.
         flags = os.environ.get("XLA_FLAGS", "")
         os.environ["XLA_FLAGS"] = f"{flags} --xla_backend_optimization_level=0".strip()
+        # A tenth goes into looking for cycles among the many objects that tracing makes.
+        gc.freeze()
+        gc.set_threshold(200_000, 10, 20)
 
 
 def _gpu_count() -> int:
