@@ -21,7 +21,7 @@ from benchmarks.cases import Case, WeightSets, weight_sets  # noqa: E402
 from benchmarks.models import DEFAULT_MODELS, DEFAULT_TOKENS, MODELS, expert_bytes  # noqa: E402
 from benchmarks.suites import SUITES, layer_fp8  # noqa: E402
 
-FP8 = (*layer_fp8.VARIANTS, layer_fp8.DEQUANTIZED)
+FP8 = ("jaxmoe[fp8_tensor]", "jaxmoe[fp8_block]", layer_fp8.DEQUANTIZED)
 H200 = bounds.CEILINGS["NVIDIA H200"]
 
 # What DESIGN asks of a row; the runner adds fields about the measurement.
@@ -155,6 +155,9 @@ def test_percentile_interpolates() -> None:
 def test_a_run_writes_every_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "out.json"
     command = "--suite layer,ops --models one --tokens 3 --skew zipf --repeats 3 --commit abc"
+    command += (
+        f" --impl jaxmoe,xla_ragged_dot,tokamax,torch_grouped_mm,floor,floor[fp8],{','.join(FP8)}"
+    )
     assert run.main([*command.split(), "--json", str(path)]) == 0
     content = json.loads(path.read_text())
     assert set(HEADER) <= set(content["header"]) and content["header"]["commit"] == "abc"

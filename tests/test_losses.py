@@ -288,7 +288,8 @@ def test_derivatives():
         switch = load_balancing_loss(jax.nn.softmax(x), ids, mask)
         return switch, sequence, router_z_loss(x, mask)
 
-    check_grads(losses, (logits,), order=2, atol=2e-2, rtol=2e-2, eps=1e-2)
+    check_grads(losses, (logits,), order=1, modes=("fwd",), atol=2e-2, rtol=2e-2, eps=1e-2)
+    check_grads(losses, (logits,), order=2, modes=("rev",), atol=2e-2, rtol=2e-2, eps=1e-2)
 
 
 def test_gradients_by_hand():

@@ -98,7 +98,7 @@ def test_numerical(method):
 def test_second_derivatives(name):
     logits, options = oracle.draw(9, 1, 8, VARIANTS[name] | {"top_k": 3}, clear=0.02)
     loss = jax.jit(lambda x: (route(x, **options).weights ** 2).sum())
-    check_grads(loss, (logits,), order=2, atol=3e-2, rtol=3e-2, eps=1e-2)
+    check_grads(loss, (logits,), order=2, modes=("rev",), atol=3e-2, rtol=3e-2, eps=1e-2)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
