@@ -20,8 +20,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxmoe import _gmm, _primitive
 from jaxmoe._heuristics import mlp_configs, mlp_index_size
-from jaxmoe._mlp_tangent import Residuals, activate, product, tangent_of
-from jaxmoe.activation import GATE_UP_ORDERS, Activation
+from jaxmoe._mlp_products import activate, gate_up_p, no_index
+from jaxmoe._mlp_tangent import Residuals, product, tangent_of
+from jaxmoe.activation import GATE_UP_ORDERS
 from jaxmoe.finalize import finalize, no_residual
 from jaxmoe.permute import permute, permute_p
 from jaxmoe.plan import Plan, local_ids_xla, no_map, plan
@@ -32,25 +33,15 @@ def no_bias(dtype: Any) -> jax.Array:
     return jnp.zeros((0, 0), dtype)
 
 
-def _row_stages(
-    x: jax.Array,
+def _plan(
     expert_ids: jax.Array,
-    w_gate_up: jax.Array,
-    w_down: jax.Array,
-    b_gate_up: jax.Array,
-    b_down: jax.Array,
     expert_map: jax.Array,
     *,
-    z_dtype: Any,
-    activation: Activation,
-    gate_up: str,
-    weight_layout: str,
     num_experts: int,
     num_local_experts: int,
     expert_offset: int,
-    config: Any,
-) -> tuple[jax.Array, jax.Array, Plan]:
-    """Composes the layer up to finalize from the other ops. Returns (rows, z, plan)."""
+    **_params: Any,
+) -> Plan:
     order = plan(
         expert_ids,
         num_experts,
@@ -58,15 +49,7 @@ def _row_stages(
         num_local_experts=num_local_experts,
         expert_map=expert_map if expert_map.size else None,
     )
-    order = jax.tree.map(lambda index: checkpoint_name(index, "jaxmoe_plan"), order)
-    first, second = (None, None) if config is None else config
-    multiply = functools.partial(
-        product, expert_offsets=order.expert_offsets, weight_layout=weight_layout
-    )
-    z = multiply(permute(x, order), w_gate_up, b_gate_up, dtype=z_dtype, config=first)
-    z = checkpoint_name(z, "jaxmoe_z")
-    h = activate(z, activation, gate_up).astype(x.dtype)
-    return multiply(h, w_down, b_down, dtype=x.dtype, config=second), z, order
+    return jax.tree.map(lambda index: checkpoint_name(index, "jaxmoe_plan"), order)
 
 
 def _stages(*arrays: jax.Array, **params: Any) -> tuple[jax.Array]:
@@ -78,10 +61,25 @@ def _finish(rows: jax.Array, order: Plan, weights: jax.Array, residual: jax.Arra
     return finalize(rows, order, weights, residual=residual if residual.size else None)
 
 
-def _rows_and_plan(*arrays: jax.Array, **params: Any) -> tuple[jax.Array, Plan]:
+def _rows_and_plan(
+    x: jax.Array,
+    expert_ids: jax.Array,
+    w_gate_up: jax.Array,
+    w_down: jax.Array,
+    b_gate_up: jax.Array,
+    b_down: jax.Array,
+    expert_map: jax.Array,
+    **params: Any,
+) -> tuple[jax.Array, Plan]:
     """As the kernels compute it: the activation sees the first product before it is rounded."""
-    rows, _, order = _row_stages(*arrays, z_dtype=jnp.float32, **params)
-    return rows, order
+    order = _plan(expert_ids, expert_map, **params)
+    multiply = functools.partial(
+        product, expert_offsets=order.expert_offsets, weight_layout=params["weight_layout"]
+    )
+    first, second = params["config"] or (None, None)
+    z = multiply(permute(x, order), w_gate_up, b_gate_up, dtype=jnp.float32, config=first)
+    h = activate(z, params["activation"], params["gate_up"]).astype(x.dtype)
+    return multiply(h, w_down, b_down, dtype=x.dtype, config=second), order
 
 
 def _rows_xla(*arrays: jax.Array, **params: Any) -> tuple[jax.Array, jax.Array]:
@@ -121,13 +119,23 @@ def _linearized(
     arrays: Any, tangents: Any, weights: jax.Array, others: dict[str, Any] | None, params: Any
 ) -> tuple[jax.Array, Plan, jax.Array | None]:
     """Returns rows, plan, and the tangent of the layer, or of its rows if `others` is None."""
-    x, _, w_gate_up, w_down, _, b_down, _ = arrays
-    # z is rounded: it is what reverse mode keeps, and both passes have to see the same.
-    rows, z, order = _row_stages(*arrays, z_dtype=x.dtype, **params)
+    x, expert_ids, w_gate_up, w_down, b_gate_up, b_down, expert_map = arrays
+    order = _plan(expert_ids, expert_map, **params)
     index = order.row_to_token, order.slot_to_row, order.expert_offsets
+    shared = {n: params[n] for n in ("activation", "gate_up", "weight_layout")}
+    config, _ = _configs(arrays, params)
+    if config.gather:
+        source = x, *index[:2]
+    else:
+        source = permute(x, order), *no_index()
+    groups = index[2][:-1], jnp.diff(index[2])
+    h, z = gate_up_p(*source, w_gate_up, b_gate_up, *groups, config=config, **shared)
+    z = checkpoint_name(z, "jaxmoe_z")
+    second = (params["config"] or (None, None))[1]
+    multiply = functools.partial(product, config=second, dtype=x.dtype)
+    rows = multiply(h, w_down, b_down, index[2], weight_layout=params["weight_layout"])
     residuals = Residuals(x, z, weights, w_gate_up, w_down, b_down, *index)
     names = ("x", "", "w_gate_up", "w_down", "b_gate_up", "b_down", "")
-    shared = {n: params[n] for n in ("activation", "gate_up", "weight_layout")}
     moving = dict(zip(names, tangents, strict=True)) | (others or {})
     return rows, order, tangent_of(residuals, moving, finalized=others is not None, **shared)
 

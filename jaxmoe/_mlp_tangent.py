@@ -26,14 +26,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxmoe import _gmm, _primitive
-from jaxmoe.activation import Activation, split_gate_up
+from jaxmoe._mlp_products import OTHER_LAYOUT, activate, down_dgrad_p, multiply, of_moving
 from jaxmoe.finalize import sum_rows
 from jaxmoe.permute import permute_p
 
 # What can have a tangent, in the order in which tangents are passed.
 VARIABLES = ("x", "weights", "w_gate_up", "w_down", "b_gate_up", "b_down", "residual")
 _OF_Z = ("x", "w_gate_up", "b_gate_up")
-_OTHER_LAYOUT = {"kn": "nk", "nk": "kn"}
 _COLUMNS = 8  # the shortest row that the kernels multiply
 
 
@@ -51,35 +50,11 @@ class Residuals(NamedTuple):
     expert_offsets: jax.Array
 
 
-def activate(z: jax.Array, activation: Activation, gate_up: str) -> jax.Array:
-    """Applies the activation to the first product, in float32."""
-    z = z.astype(jnp.float32)
-    return activation(*split_gate_up(z, gate_up)) if activation.gated else activation(z)
-
-
 def product(
-    rows: jax.Array,
-    w: jax.Array,
-    bias: jax.Array | None,
-    expert_offsets: jax.Array,
-    *,
-    weight_layout: str,
-    dtype: Any,
-    config: Any = None,
+    rows: jax.Array, w: jax.Array, bias: jax.Array | None, expert_offsets: jax.Array, **params: Any
 ) -> jax.Array:
-    """Multiplies rows in expert order by the weights of their experts."""
-    (out,) = _gmm.gmm(
-        rows[None],
-        w[None],
-        expert_offsets[None, :-1],
-        jnp.diff(expert_offsets)[None],
-        _gmm.no_bias(rows.dtype) if bias is None or not bias.size else bias[None],
-        weight_layout=weight_layout,
-        out_dtype=jnp.dtype(dtype),
-        precision=None,
-        config=config,
-    )
-    return out[0]
+    """Multiplies rows in expert order by the weights of their experts, see `multiply`."""
+    return multiply(rows, w, bias, expert_offsets[:-1], jnp.diff(expert_offsets), **params)
 
 
 def _contract(r: Residuals, x: jax.Array, dy: jax.Array, count: int, dtype: Any) -> jax.Array:
@@ -188,35 +163,35 @@ def _transpose(cts: Any, args: Any, *, wrt: tuple[str, ...], **params: Any) -> l
     s = jnp.ones(r.row_to_token.shape, jnp.float32)
     if finalized:
         s = _row_weights(r, r.weights)
-    act = functools.partial(activate, activation=params["activation"], gate_up=params["gate_up"])
-    h, pull = jax.vjp(act, r.z)
     rows = _to_rows(r, dy) if finalized else dy
+    shared = {n: params[n] for n in ("activation", "gate_up")}
+    dz: Any = None
+    products: Any = None
     if wanted & {"weights", *_OF_Z}:
-        dh = multiply(rows, r.w_down, weight_layout=_OTHER_LAYOUT[layout], dtype=dtype)
-        dh = dh.astype(jnp.float32)
-        if "weights" in wanted:
-            ds = jnp.sum(dh * h, axis=-1)
-            if r.b_down.size:
-                pad = ((0, 0), (0, 0), (0, _COLUMNS - 1))
-                column = jnp.pad(r.b_down[:, :, None], pad)
-                ds += multiply(rows, column, weight_layout="kn", dtype=jnp.float32)[:, 0]
-            grads["weights"] = _slot_values(r, ds)
-        if wanted & {*_OF_Z}:
-            (dz,) = pull(s[:, None] * dh)
-            if "x" in wanted:
-                other = _OTHER_LAYOUT[layout]
-                dx = multiply(dz, r.w_gate_up, weight_layout=other, dtype=dtype)
-                grads["x"] = sum_rows(dx, r.slot_to_row)
-            if "w_gate_up" in wanted:
-                # NOTE: copied, as fetching them by index takes the product twice as long.
-                pair = (_to_rows(r, r.x), dz) if layout == "kn" else (dz, _to_rows(r, r.x))
-                grads["w_gate_up"] = contract(*pair, r.w_gate_up.shape[0], dtype)
-            if "b_gate_up" in wanted:
-                ones = _columns(jnp.ones_like(s), dtype)
-                count = t["b_gate_up"].aval.shape[0]
-                grads["b_gate_up"] = contract(ones, dz, count, jnp.float32).sum(1).astype(dtype)
+        groups = r.expert_offsets[:-1], jnp.diff(r.expert_offsets)
+        dz, weighted, products = down_dgrad_p(
+            rows, r.w_down, r.z, s, *groups, weight_layout=layout, **shared
+        )
+    else:
+        weighted = (s[:, None] * activate(r.z, **shared)).astype(dtype)
+    if "weights" in wanted:
+        ds = jnp.sum(products, axis=1)
+        if r.b_down.size:
+            pad = ((0, 0), (0, 0), (0, _COLUMNS - 1))
+            column = jnp.pad(r.b_down[:, :, None], pad)
+            ds += multiply(rows, column, weight_layout="kn", dtype=jnp.float32)[:, 0]
+        grads["weights"] = _slot_values(r, ds)
+    if "x" in wanted:
+        dx = multiply(dz, r.w_gate_up, weight_layout=OTHER_LAYOUT[layout], dtype=dtype)
+        grads["x"] = sum_rows(dx, r.slot_to_row)
+    if "w_gate_up" in wanted:
+        # NOTE: copied, as fetching them by index takes the product twice as long.
+        pair = (_to_rows(r, r.x), dz) if layout == "kn" else (dz, _to_rows(r, r.x))
+        grads["w_gate_up"] = contract(*pair, r.w_gate_up.shape[0], dtype)
+    if "b_gate_up" in wanted:
+        ones, count = _columns(jnp.ones_like(s), dtype), t["b_gate_up"].aval.shape[0]
+        grads["b_gate_up"] = contract(ones, dz, count, jnp.float32).sum(1).astype(dtype)
     if "w_down" in wanted:
-        weighted = (s[:, None] * h).astype(dtype)
         pair = (weighted, rows) if layout == "kn" else (rows, weighted)
         grads["w_down"] = contract(*pair, r.w_down.shape[0], dtype)
     if "b_down" in wanted:
@@ -248,19 +223,6 @@ def _batch(args: Any, dims: Any, **params: Any) -> Any:
 def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
     fn, moving, tangents = of_moving(functools.partial(_tangent, **params), primals, tangents)
     return jax.jvp(fn, moving, tangents)
-
-
-def of_moving(fn: Any, primals: Any, tangents: Any) -> tuple[Any, list[Any], list[Any]]:
-    """Makes `fn` a function of the arguments that have a tangent. Returns it, those, and these."""
-    moving = [i for i, t in enumerate(tangents) if t is not None]
-
-    def of_moving(*values: jax.Array) -> Any:
-        args = list(primals)
-        for i, value in zip(moving, values, strict=True):
-            args[i] = value
-        return fn(*args)
-
-    return of_moving, [primals[i] for i in moving], [tangents[i] for i in moving]
 
 
 def tangent_of(r: Residuals, tangents: dict[str, Any], **params: Any) -> jax.Array | None:

@@ -22,7 +22,10 @@ from jaxmoe._testing import (
 
 pytestmark = pytest.mark.gpu
 
-TARGETS = tuple(f"jaxmoe_{n}_v1" for n in ("plan", "permute", "gmm", "tgmm", "finalize"))
+TARGETS = tuple(
+    f"jaxmoe_{n}_v1"
+    for n in ("plan", "permute", "gate_up", "gmm", "down_dgrad", "tgmm", "finalize")
+)
 # Tiles of the products from 8 rows an expert to pairs of 160, columns that end inside tiles.
 CASES = {
     "few rows": (Layer("", "", 72, 200, 9, 2), 11, "uniform", "kn"),

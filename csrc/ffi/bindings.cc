@@ -19,6 +19,8 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(MoeMlpFp8Ffi);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(GroupedGemmFp8Ffi);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(TgmmFfi);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(TgmmRowsFfi);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(GateUpFfi);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(DownDgradFfi);
 
 namespace nb = nanobind;
 
@@ -38,7 +40,9 @@ constexpr XLA_FFI_Handler* kHandlers[kNumTargets] = {RouteFfi,
                                                      MoeMlpFp8Ffi,
                                                      GroupedGemmFp8Ffi,
                                                      TgmmFfi,
-                                                     TgmmRowsFfi};
+                                                     TgmmRowsFfi,
+                                                     GateUpFfi,
+                                                     DownDgradFfi};
 
 nb::dict Registrations() {
   nb::dict handlers;

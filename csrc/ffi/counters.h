@@ -21,7 +21,9 @@ enum class Target {
   kMoeMlpFp8,
   kGmmFp8,
   kTgmm,
-  kTgmmRows
+  kTgmmRows,
+  kGateUp,
+  kDownDgrad
 };
 
 inline constexpr const char* kTargetNames[] = {
@@ -38,6 +40,8 @@ inline constexpr const char* kTargetNames[] = {
     "jaxmoe_gmm_fp8_v1",
     "jaxmoe_tgmm_v1",
     "jaxmoe_tgmm_rows_v1",
+    "jaxmoe_gate_up_v1",
+    "jaxmoe_down_dgrad_v1",
 };
 inline constexpr int kNumTargets = static_cast<int>(std::size(kTargetNames));
 

@@ -29,6 +29,27 @@ __device__ __forceinline__ uint32_t BitRange(int low, int high) {
   return (0xffffffffu >> (32 - (high - low))) << low;
 }
 
+// Units [first, end) of the block's rows that the map leaves open; out is its first row.
+template <typename Unit>
+__device__ __forceinline__ void ZeroOpenRows(Unit* out,
+                                             int64_t row_units,
+                                             int64_t first,
+                                             int64_t end,
+                                             const uint32_t* covered,
+                                             int64_t block_rows) {
+  for (int word = 0; word < kZeroRowsMapWords; ++word) {
+    int word_rows = static_cast<int>(min(block_rows - 32 * word, int64_t{32}));
+    uint32_t open = ~covered[word] & BitRange(0, word_rows);
+    while (open != 0) {
+      int row = 32 * word + __ffs(static_cast<int>(open)) - 1;
+      open &= open - 1;
+      for (int64_t i = first + threadIdx.x; i < end; i += kZeroRowsThreads) {
+        out[row * row_units + i] = Unit{};
+      }
+    }
+  }
+}
+
 // Unit: what one store writes; its size divides row_bytes. Grid: (B * row_blocks, parts).
 template <typename Unit>
 __global__ void __launch_bounds__(kZeroRowsThreads)
@@ -66,17 +87,18 @@ __global__ void __launch_bounds__(kZeroRowsThreads)
   const int64_t row_units = params.row_bytes / static_cast<int64_t>(sizeof(Unit));
   const int64_t first_unit = static_cast<int64_t>(blockIdx.y) * part_units;
   const int64_t end_unit = min(first_unit + part_units, row_units);
-  Unit* out = static_cast<Unit*>(params.out) + (b * params.num_rows + first_row) * row_units;
-  for (int word = 0; word < kZeroRowsMapWords; ++word) {
-    int word_rows = static_cast<int>(min(block_rows - 32 * word, int64_t{32}));
-    uint32_t open = ~covered[word] & BitRange(0, word_rows);
-    while (open != 0) {
-      int row = 32 * word + __ffs(static_cast<int>(open)) - 1;
-      open &= open - 1;
-      for (int64_t i = first_unit + threadIdx.x; i < end_unit; i += kZeroRowsThreads) {
-        out[row * row_units + i] = Unit{};
-      }
-    }
+  const int64_t row = b * params.num_rows + first_row;
+  ZeroOpenRows(static_cast<Unit*>(params.out) + row * row_units,
+               row_units,
+               first_unit,
+               end_unit,
+               covered,
+               block_rows);
+  if (blockIdx.y != 0) return;
+  for (const ZeroRowsParams::Other& other : params.others) {
+    const int64_t units = other.row_bytes / static_cast<int64_t>(sizeof(Unit));
+    Unit* out = static_cast<Unit*>(other.out) + row * units;
+    if (other.out != nullptr) ZeroOpenRows(out, units, 0, units, covered, block_rows);
   }
 }
 

@@ -7,7 +7,7 @@
 #pragma once
 
 #include "csrc/common/quant_scale.cuh"
-#include "csrc/moe_gemm/activation.cuh"
+#include "csrc/moe_gemm/gradient.cuh"
 #include "csrc/moe_gemm/scales.cuh"
 
 namespace jaxmoe {
@@ -43,7 +43,8 @@ struct OutType {
   }
 
   __device__ __forceinline__ float2 Unpack2(uint32_t v) const {
-    if (T::kFp8 && half) return __half22float2(reinterpret_cast<__half2&>(v));
+    if ((T::kFp8 && half) || std::is_same_v<Bf16Or16, __half>)
+      return __half22float2(reinterpret_cast<__half2&>(v));
     return __bfloat1622float2(reinterpret_cast<__nv_bfloat162&>(v));
   }
 };
@@ -68,14 +69,22 @@ class Epilogue {
         lane_(site.thread % 32) {}
 
   __device__ __forceinline__ void Run(Accumulators<T>& acc) {
+    const bool silu =
+        args_.activation.kind == ActivationParams::kSigmoid && args_.activation.c3 == 0.0f;
     LoadBias();
     if constexpr (T::kFp8) {
       scales_.Publish(token_scales_, site_.thread);
       Sync();
+    } else {
+      if (args_.z != nullptr) StoreSums(acc);
+      if constexpr (T::kStoresGradients) {
+        if (args_.gradient.z != nullptr) {
+          const bool plain = silu && isinf(args_.activation.limit) && args_.activation.beta == 0.0f;
+          return plain ? StoreGradients<PlainSiluForm>(acc) : StoreGradients<OtherForm>(acc);
+        }
+      }
     }
     if constexpr (T::kGated) {
-      const bool silu =
-          args_.activation.kind == ActivationParams::kSigmoid && args_.activation.c3 == 0.0f;
       if (args_.interleaved) {
         silu ? StageAll<StageMode::kInterleaved, SiluForm>(acc)
              : StageAll<StageMode::kInterleaved, OtherForm>(acc);
@@ -98,6 +107,11 @@ class Epilogue {
 
  private:
   enum class StageMode { kHalves, kInterleaved, kSingle };
+
+  // How the threads copy a chunk out of the staging buffer: 8 features of a token each.
+  static constexpr int kChunksPerRow = T::kOutFeatures / 8;
+  static constexpr int kRowsPerPass = 128 / kChunksPerRow;
+  static constexpr int kPasses = (T::kChunkTokens + kRowsPerPass - 1) / kRowsPerPass;
 
   // Accumulator e of an 8-column group: row lane/4 + 8 * (e / 2), column 2 * (lane % 4) + e % 2.
   __device__ __forceinline__ void LoadBias() {
@@ -158,6 +172,113 @@ class Epilogue {
     }
   }
 
+  // The sums that the activation is of, in the weight's own order of columns: as many 64-row blocks
+  // at a time as there are features of the output.
+  __device__ __forceinline__ void StoreSums(const Accumulators<T>& acc) const {
+    constexpr int kBlocks = T::kOutFeatures / 64;
+#pragma unroll
+    for (int t0 = 0; t0 < T::kWarpgroupTokens; t0 += T::kChunkTokens) {
+      if (t0 >= site_.rows) break;
+#pragma unroll
+      for (int first = 0; first < 2; first += kBlocks) {
+#pragma unroll
+        for (int j = 0; j < T::kChunkTokens / 8; ++j) {
+#pragma unroll
+          for (int b = 0; b < kBlocks; ++b) {
+            const float4 v = Values(acc, first + b, t0 / 8 + j);
+            StageBlock(b, j, v.x, v.y, v.z, v.w);
+          }
+        }
+        Sync();
+        const int chunk = site_.thread % kChunksPerRow;
+        const int column = (first == 0 ? site_.weight_row0 : site_.weight_row1) + 8 * chunk;
+        const bool exists = T::kGated && !args_.interleaved
+                                ? site_.feature + 8 * chunk < args_.n_out
+                                : column < args_.n;
+        uint16_t* const z = static_cast<uint16_t*>(args_.z) + column;
+        ForEachStaged(t0, exists, [&](int row, const uint4& v) {
+          *reinterpret_cast<uint4*>(z + row * static_cast<int64_t>(args_.n)) = v;
+        });
+        Sync();  // the staging buffer is free again
+      }
+    }
+  }
+
+  // See ActivationGradient. The first tokens' part of z is on its way while dh is staged, the
+  // others' while the one before is in use.
+  template <class Form>
+  __device__ __forceinline__ void StoreGradients(const Accumulators<T>& acc) const {
+    const GradientArgs& g = args_.gradient;
+    const int feature = site_.feature + 8 * (site_.thread % kChunksPerRow);
+    const bool exists = feature < args_.n_out;
+    const int gate_column = g.interleaved ? 2 * feature : g.gate_base + feature;
+    const int up_column = g.interleaved ? 2 * feature + 8 : g.up_base + feature;
+    const auto load = [&](int token) {
+      GateUpColumns z{};
+      if (exists && token < site_.rows) {
+        const uint16_t* const row =
+            static_cast<const uint16_t*>(g.z) + (site_.row + token) * static_cast<int64_t>(g.width);
+        z.weight = __ldg(g.weights + site_.row + token);
+        z.gate = __ldg(reinterpret_cast<const uint4*>(row + gate_column));
+        if (g.gated) z.up = __ldg(reinterpret_cast<const uint4*>(row + up_column));
+      }
+      return z;
+    };
+#pragma unroll
+    for (int t0 = 0; t0 < T::kWarpgroupTokens; t0 += T::kChunkTokens) {
+      if (t0 >= site_.rows) break;
+      int token = site_.thread / kChunksPerRow;
+      GateUpColumns z = load(t0 + token);
+      if (t0 > 0) Sync();  // the chunk before has been used
+#pragma unroll
+      for (int j = 0; j < T::kChunkTokens / 8; ++j) {
+#pragma unroll
+        for (int b = 0; b < 2; ++b) {
+          const float4 v = Values(acc, b, t0 / 8 + j);
+          StageBlock(b, j, v.x, v.y, v.z, v.w);
+        }
+      }
+      Sync();
+#pragma unroll 1
+      for (; token < T::kChunkTokens; token += kRowsPerPass) {
+        const GateUpColumns next = load(t0 + token + kRowsPerPass);
+        const bool here = exists && t0 + token < site_.rows;
+        const int64_t row = site_.row + t0 + token;
+        float product = 0.0f;
+        if (here) {
+          const uint4 dh = *reinterpret_cast<const uint4*>(staging_ + token * T::kStagingPitch +
+                                                           16 * (site_.thread % kChunksPerRow));
+          uint4 weighted;
+          product = Backward<Form>(args_, Out(), dh, z, weighted);
+          uint16_t* const dz = static_cast<uint16_t*>(args_.out) + row * g.width;
+          *reinterpret_cast<uint4*>(dz + gate_column) = z.gate;
+          if (g.gated) *reinterpret_cast<uint4*>(dz + up_column) = z.up;
+          *reinterpret_cast<uint4*>(static_cast<uint16_t*>(g.weighted) + row * args_.n_out +
+                                    feature) = weighted;
+        }
+#pragma unroll
+        for (int lanes = kChunksPerRow / 2; lanes > 0; lanes /= 2) {
+          product += __shfl_xor_sync(0xffffffffu, product, lanes);
+        }
+        if (here && site_.thread % kChunksPerRow == 0) {
+          g.products[row * ((args_.n_out + 127) / 128) + feature / 128] = product;
+        }
+        z = next;
+      }
+    }
+    if (site_.rows > 0) Sync();
+  }
+
+  // Eight tokens of a 64-row block of weights, rounded.
+  __device__ __forceinline__ void StageBlock(
+      int block, int j, float v0, float v1, float v2, float v3) const {
+    const int token = 8 * j + lane_ % 8;
+    const int feature = block * 64 + warp_ * 16 + (lane_ / 8 % 2) * 8;
+    ptx::StoreMatrix2Transposed(staging_ + token * T::kStagingPitch + feature * 2,
+                                Out().Pack2(v0, v1),
+                                Out().Pack2(v2, v3));
+  }
+
   // Eight tokens: accumulator columns group `group`, staging rows 8 * j ...
   template <StageMode kMode, class Form>
   __device__ __forceinline__ void StageColumns(Accumulators<T>& acc, int group, int j) {
@@ -190,11 +311,7 @@ class Epilogue {
         float y[4];
 #pragma unroll
         for (int e = 0; e < 4; ++e) y[e] = Form::Apply(p, Get(gate, e), Get(up, e));
-        const int token = 8 * j + lane_ % 8;
-        const int feature = block * 64 + warp_ * 16 + (lane_ / 8 % 2) * 8;
-        ptx::StoreMatrix2Transposed(staging_ + token * T::kStagingPitch + feature * 2,
-                                    Out().Pack2(y[0], y[1]),
-                                    Out().Pack2(y[2], y[3]));
+        StageBlock(block, j, y[0], y[1], y[2], y[3]);
       }
     }
   }
@@ -217,26 +334,31 @@ class Epilogue {
   // Rows past the group belong to the next expert and are not stored; neither are features past
   // n_out (a multiple of 8, so 16-byte chunks are all in or all out).
   __device__ __forceinline__ void CopyOut(int t0) const {
-    constexpr int kChunksPerRow = T::kOutFeatures / 8;
-    constexpr int kRowsPerPass = 128 / kChunksPerRow;
-    const int chunk = site_.thread % kChunksPerRow;
-    const int feature = site_.feature + chunk * 8;
-    if (feature >= args_.n_out) return;
+    const int feature = site_.feature + 8 * (site_.thread % kChunksPerRow);
+    ForEachStaged(t0, feature < args_.n_out, [&](int row, const uint4& v) {
+      const int64_t at = row * static_cast<int64_t>(args_.n_out) + feature;
+      if constexpr (T::kFp8) {
+        if (args_.scales.out != nullptr) {
+          *reinterpret_cast<uint2*>(static_cast<uint8_t*>(args_.out) + at) =
+              Quantize(v, scales_.out_inverse());
+          return;
+        }
+      }
+      *reinterpret_cast<uint4*>(static_cast<uint16_t*>(args_.out) + at) = v;
+    });
+  }
+
+  // Calls use(row, 16 bytes) for this thread's columns, if they exist, of the chunk's rows.
+  template <class Use>
+  __device__ __forceinline__ void ForEachStaged(int t0, bool exists, const Use& use) const {
+    if (!exists) return;
 #pragma unroll
-    for (int pass = 0; pass < (T::kChunkTokens + kRowsPerPass - 1) / kRowsPerPass; ++pass) {
+    for (int pass = 0; pass < kPasses; ++pass) {
       const int token = pass * kRowsPerPass + site_.thread / kChunksPerRow;
       if (token < T::kChunkTokens && t0 + token < site_.rows) {
-        const int64_t at = (site_.row + t0 + token) * static_cast<int64_t>(args_.n_out) + feature;
-        const uint4 v =
-            *reinterpret_cast<const uint4*>(staging_ + token * T::kStagingPitch + chunk * 16);
-        if constexpr (T::kFp8) {
-          if (args_.scales.out != nullptr) {
-            *reinterpret_cast<uint2*>(static_cast<uint8_t*>(args_.out) + at) =
-                Quantize(v, scales_.out_inverse());
-            continue;
-          }
-        }
-        *reinterpret_cast<uint4*>(static_cast<uint16_t*>(args_.out) + at) = v;
+        use(site_.row + t0 + token,
+            *reinterpret_cast<const uint4*>(staging_ + token * T::kStagingPitch +
+                                            16 * (site_.thread % kChunksPerRow)));
       }
     }
   }
@@ -246,9 +368,6 @@ class Epilogue {
   // half of them.
   __device__ __forceinline__ void StoreGroups(int t0) const {
     constexpr int kGroup = 128;
-    constexpr int kChunksPerRow = T::kOutFeatures / 8;
-    constexpr int kRowsPerPass = 128 / kChunksPerRow;
-    constexpr int kPasses = T::kChunkTokens / kRowsPerPass;
     constexpr bool kShared = T::kOutFeatures < kGroup;
     const int chunk = site_.thread % kChunksPerRow;
     const int feature = site_.feature + chunk * 8;

@@ -1,0 +1,166 @@
+"""The two products of a training step on a GPU: every tile, activation and order, against XLA."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmoe import GemmConfig, Swiglu, _mlp_products
+from jaxmoe._heuristics import TILES
+from jaxmoe._mlp_products import down_dgrad_p, gate_up_p, no_index
+from jaxmoe._testing import assert_close, assert_equal, normal, poison
+from jaxmoe.activation import ACTIVATIONS, GATE_UP_ORDERS
+
+pytestmark = pytest.mark.gpu
+
+ACTS = (*ACTIVATIONS.values(), Swiglu(1.702, 1.0, 1.5))
+ORDERED = [(a, o) for a in ACTS for o in (GATE_UP_ORDERS if a.gated else GATE_UP_ORDERS[:1])]
+HIDDEN, INTER, E = 136, 200, 5  # columns that end inside every tile
+SIZES = np.array([0, 37, 1, 300, 141], np.int32)  # one expert without rows; rows of no expert
+
+
+def groups(sizes, rows):
+    starts = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int32)
+    assert sizes.sum() < rows
+    return jnp.asarray(starts), jnp.asarray(sizes)
+
+
+def weight(rng, k, n, layout, dtype):
+    return normal(rng, (E, k, n) if layout == "kn" else (E, n, k), dtype) * k**-0.5
+
+
+def on_cpu(fn, args, dtype):
+    """`fn` of the arguments on the CPU, those of two bytes in `dtype`."""
+    host = jax.device_put(args, jax.devices("cpu")[0])
+    return jax.jit(fn)(*(a.astype(dtype) if a.dtype.itemsize == 2 else a for a in host))
+
+
+def check(op, fn, args, **params):
+    """Runs twice over poisoned memory, compares with the pure JAX function in float32."""
+    run = jax.jit(functools.partial(op, **params))
+    poison((2048, 1024), jnp.float32)
+    ours = run(*args)
+    poison((2048, 1024), jnp.float32)
+    jax.tree.map(assert_equal, run(*args), ours)
+    fn = functools.partial(fn, **params)
+    naive = on_cpu(fn, args, args[0].dtype)
+    jax.tree.map(assert_close, ours, on_cpu(fn, args, jnp.float32), naive)
+    covered = int(SIZES.sum())
+    assert not any(np.asarray(a[covered:], np.float32).any() for a in ours)
+    return ours
+
+
+def gate_up_args(rng, act, layout, dtype, gather, rows=520):
+    n = 2 * INTER if act.gated else INTER
+    w, bias = weight(rng, HIDDEN, n, layout, dtype), normal(rng, (E, n), dtype)
+    starts, sizes = groups(SIZES, rows)
+    if not gather:
+        return normal(rng, (rows, HIDDEN), dtype), *no_index(), w, bias, starts, sizes
+    # 260 tokens of two slots, in a random order; the rows past the groups are of no slot
+    order = rng.permutation(rows).astype(np.int32)
+    slots = np.full(rows, -1, np.int32)
+    slots[order] = np.where(np.arange(rows) < SIZES.sum(), np.arange(rows), -1)
+    token = np.where(np.arange(rows) < SIZES.sum(), order // 2, -1).astype(np.int32)
+    x = normal(rng, (rows // 2, HIDDEN), dtype)
+    return x, jnp.asarray(token), jnp.asarray(slots.reshape(-1, 2)), w, bias, starts, sizes
+
+
+def dgrad_args(rng, act, layout, dtype, rows=520):
+    starts, sizes = groups(SIZES, rows)
+    z = normal(rng, (rows, 2 * INTER if act.gated else INTER), dtype)
+    if act.limit < np.inf:  # clamped values, and some exactly on the bound
+        z = z.at[::7, ::3].set(act.limit).at[::5, ::4].set(-act.limit)
+    z = z.at[SIZES.sum() :].set(0)
+    weights = jnp.asarray(rng.uniform(0.2, 0.8, rows), jnp.float32)
+    return (
+        normal(rng, (rows, HIDDEN), dtype),
+        weight(rng, INTER, HIDDEN, layout, dtype),
+        z,
+        weights,
+        starts,
+        sizes,
+    )
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("layout, dtype", (("kn", jnp.bfloat16), ("nk", jnp.float16)))
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_every_tile(tile, layout, dtype, monkeypatch):
+    rng = np.random.default_rng(1)
+    act, given = ACTIVATIONS["swiglu"], {"gate_up": "gate_up", "weight_layout": layout}
+    split = tile[3]
+    config = GemmConfig(*tile, gather=True)
+    for gather in (True, False):
+        args = gate_up_args(rng, act, layout, dtype, gather)
+        config = dataclasses.replace(config, gather=gather)
+        check(gate_up_p, _mlp_products._gate_up, args, activation=act, config=config, **given)
+    if tile[1] == 160:
+        return  # has no such epilogue: see the next test
+    config = GemmConfig(*tile)
+    monkeypatch.setattr(_mlp_products, "gmm_config", lambda *_, **__: config)
+    assert split * 64 <= 2 * HIDDEN
+    args = dgrad_args(rng, act, layout, dtype)
+    check(down_dgrad_p, _mlp_products._down_dgrad, args, activation=act, **given)
+
+
+def test_a_tile_without_the_epilogue_is_refused(monkeypatch):
+    config = GemmConfig(256, 160, cluster=2)
+    monkeypatch.setattr(_mlp_products, "gmm_config", lambda *_, **__: config)
+    act = ACTIVATIONS["swiglu"]
+    args = dgrad_args(np.random.default_rng(0), act, "kn", jnp.bfloat16)
+    run = functools.partial(down_dgrad_p, activation=act, gate_up="gate_up", weight_layout="kn")
+    with pytest.raises(Exception, match="tiles of up to 128 tokens"):
+        jax.block_until_ready(jax.jit(run)(*args))
+
+
+@pytest.mark.parametrize("act, order", ORDERED, ids=lambda p: getattr(p, "name", p))
+def test_every_activation_and_order(act, order):
+    rng = np.random.default_rng(2)
+    given = {"activation": act, "gate_up": order, "weight_layout": "kn"}
+    config = GemmConfig(256, 128, gather=True)
+    args = gate_up_args(rng, act, "kn", jnp.bfloat16, gather=True)
+    check(gate_up_p, _mlp_products._gate_up, args, config=config, **given)
+    args = dgrad_args(rng, act, "kn", jnp.bfloat16)
+    check(down_dgrad_p, _mlp_products._down_dgrad, args, **given)
+
+
+@pytest.mark.sanitizer
+def test_garbage_groups_stay_in_bounds():
+    """Starts and sizes of any value: other rows are untouched or 0, nothing is out of bounds."""
+    rng = np.random.default_rng(3)
+    act = ACTIVATIONS["swiglu"]
+    given = {"activation": act, "gate_up": "interleaved", "weight_layout": "nk"}
+    big = np.iinfo(np.int32).max
+    bad = [(0, 37), (-5, 1), (500, big), (big, big), (-big, 141)]
+    starts, sizes = (jnp.asarray([b[i] for b in bad], jnp.int32) for i in (0, 1))
+    x, token, slots, w, bias, *_ = gate_up_args(rng, act, "nk", jnp.bfloat16, gather=True)
+    token = jnp.maximum(token, 0)  # the plan has no others in the rows of its groups
+    config = GemmConfig(256, 128, gather=True)
+    h, z = jax.jit(functools.partial(gate_up_p, config=config, **given))(
+        x, token, slots, w, bias, starts, sizes
+    )
+    dy, wd, z_in, weights, *_ = dgrad_args(rng, act, "nk", jnp.bfloat16)
+    z_in = normal(rng, z_in.shape, jnp.bfloat16)
+    outs = jax.jit(functools.partial(down_dgrad_p, **given))(dy, wd, z_in, weights, starts, sizes)
+    for a in (h, z, *outs):
+        a = np.asarray(a, np.float32)
+        assert np.isfinite(a).all() and a[500:].any() and not a[37:500].any()
+
+
+def test_nan_stays_in_its_row():
+    rng = np.random.default_rng(4)
+    act = ACTIVATIONS["geglu"]
+    given = {"activation": act, "gate_up": "up_gate", "weight_layout": "kn"}
+    dy, w, z, weights, *g = dgrad_args(rng, act, "kn", jnp.bfloat16)
+    run = jax.jit(functools.partial(down_dgrad_p, **given))
+    clean = run(dy, w, z, weights, *g)
+    dirty = run(dy.at[3].set(jnp.nan), w, z.at[50, 5].set(jnp.nan), weights.at[90].set(jnp.nan), *g)
+    others = np.setdiff1d(np.arange(len(dy)), (3, 50, 90))
+    jax.tree.map(lambda a, b: assert_equal(a[others], b[others]), dirty, clean)
+    dz, weighted, products = (np.isnan(np.asarray(a, np.float32)) for a in dirty)
+    assert dz[3].all() and not weighted[3].any() and products[3].all()
+    assert dz[50].any() and weighted[50].sum() == 1
+    assert dz[90].all() and weighted[90].all() and not products[90].any()
