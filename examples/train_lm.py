@@ -1,6 +1,6 @@
 """Trains a Mixture-of-Experts language model on bytes: Python's own library as the text.
 
-    pip install "jaxmoe[examples]"  # optax and orbax-checkpoint
+    pip install ".[examples]"  # optax and orbax-checkpoint
     python examples/train_lm.py --out /tmp/lm
 
 On a CPU it trains a toy in about a minute, on a GPU a model of 0.4 billion parameters. OUT gets
@@ -323,7 +323,7 @@ def train(config: Config, out: Path, every: int, save_every: int, text: np.ndarr
             elif step == first + 1:  # which was compiled first
                 jax.block_until_ready(nats)
                 since, done = time.perf_counter(), step
-            if step % save_every == 0 or last:
+            if save_every and (step % save_every == 0 or last):
                 manager.save(step, args=ocp.args.StandardSave(state))
     return state[0]
 
@@ -359,7 +359,9 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     made.add_argument("--preset", choices=("toy", "small"), help="toy on a CPU, small on a GPU")
     made.add_argument("--steps", type=int, help="to train to, all runs together")
     made.add_argument("--every", type=int, default=50, help="steps between reports (50)")
-    made.add_argument("--save-every", type=int, default=200, help="steps between checkpoints (200)")
+    made.add_argument(
+        "--save-every", type=int, default=200, help="steps between checkpoints, 0 for none (200)"
+    )
     return made
 
 

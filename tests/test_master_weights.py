@@ -1,11 +1,13 @@
 """moe_mlp with master weights: float32 weights, bf16 products, gradients that are not rounded."""
 
+import functools
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from jaxmoe import QuantizedArray, _targets, explain, moe_mlp, quantize
 from jaxmoe._testing import Layer, assert_equal, layer_inputs
@@ -13,6 +15,7 @@ from tests.test_errors_mlp import LAYER as RIGHT
 from tests.test_errors_mlp import zeros
 from tests.test_lowering import calls, cuda_text, layer_structs, struct
 from tests.test_mlp import run
+from tests.test_shard_map import arguments, layer, mesh, specs
 from tests.test_training import plain_reference
 from tests.test_transforms import equations
 
@@ -103,6 +106,44 @@ def test_cuda_writes_float32_gradients(recompute):
     results = [c[3][0] for c in calls(text) if c[0] == "jaxmoe_tgmm_v1"]
     assert sorted(results) == ["1x4x16x32xf32", "1x4x32x32xf32"]
     assert not re.search(r"stablehlo\.(dot|dot_general|while)\b|ragged_dot", text)
+
+
+def test_cuda_runs_hessian_vector_products_on_the_kernels():
+    x, routing, *masters = masters_of(layer_structs())
+
+    def along(x, routing, *masters):
+        def loss(x, *masters):
+            y = moe_mlp(x, routing, *masters, master_weights=True)
+            return jnp.sum(y.astype(jnp.float32) ** 2)
+
+        moving = (x, *masters)
+        return jax.jvp(jax.grad(loss, (0, 1, 2)), moving, moving)[1]
+
+    text = cuda_text(along, x, routing, *masters)
+    assert "jaxmoe_tgmm_v1" in text and "dot_general" not in text
+
+
+@pytest.mark.parametrize("check_vma", (True, False))
+def test_gradients_of_split_tokens_are_summed_in_float32(check_vma):
+    """Traced alone: the values are those of the layer in test_shard_map.py."""
+    ids, arrays = arguments()
+    split = jax.shard_map(
+        functools.partial(layer, master_weights=True),
+        mesh=mesh(4),
+        in_specs=specs(P("expert"), P()),
+        out_specs=P("expert"),
+        check_vma=check_vma,
+    )
+    narrow = arrays | {"x": arrays["x"].astype(jnp.bfloat16)}
+    gradient = jax.grad(lambda a: jnp.sum(split(ids, a).astype(jnp.float32)))
+    program = jax.make_jaxpr(gradient)(narrow)
+    assert jax.tree.map(jnp.shape, arrays) == {
+        n: a.shape for n, a in jax.eval_shape(gradient, narrow).items()
+    }
+    sums = [e for e in equations(program.jaxpr) if e.primitive.name.startswith("psum")]
+    summed = {v.aval.shape: v.aval.dtype for e in sums for v in e.outvars}
+    for name in MASTERS:
+        assert summed[arrays[name].shape] == jnp.float32
 
 
 def test_without_a_gradient_it_is_one_call():
