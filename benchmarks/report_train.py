@@ -11,8 +11,10 @@ from benchmarks.tables import us
 if TYPE_CHECKING:
     from benchmarks.report import Report
 
-_HEAD = ["model", "tokens", "floor", "jaxmoe", "TFLOP/s", "sustained", "vs dense", "recompute z"]
-_HEAD += ["temporary MB", "recompute z MB", "peak MB", "ragged_dot", "SonicMoE*"]
+_HEAD = [
+    *("model", "tokens", "floor", "jaxmoe", "TFLOP/s", "sustained", "vs dense", "recompute z"),
+    *("temporary MB", "recompute z MB", "peak MB", "ragged_dot", "SonicMoE*"),
+]
 _NOTE = (
     "Microseconds of forward and backward of one layer, bf16, routing given, uniform: y and the "
     "gradients of x, the routing weights and the layer's weights. *TFLOP/s*: of 18 T K H I "

@@ -33,7 +33,9 @@ def within_noise(losses: dict[str, dict[int, float]]) -> bool:
 def main(arguments: list[str] | None = None) -> int:
     """Trains every kind with every seed; returns 1 if the kinds differ by more than noise."""
     options = train_lm.parser(__doc__)
-    options.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="(0 1 2)")
+    options.add_argument(
+        "--seeds", type=int, nargs="+", default=[0, 1, 2], help="two or more (0 1 2)"
+    )
     args = options.parse_args(arguments)
     if len(set(args.seeds)) < 2:
         options.error("--seeds needs two different seeds or more: their spread is the noise")

@@ -258,7 +258,7 @@ def restore(manager: ocp.CheckpointManager, config: Config) -> tuple[int, Any]:
     return step, manager.restore(step, args=ocp.args.StandardRestore(state))
 
 
-def plot(path: Path, points: list[tuple[float, float]], entropy: float) -> None:
+def plot(path: Path, points: list[tuple[float, ...]], entropy: float) -> None:
     """Draws the loss against the step, and the entropy of single bytes as a line."""
     width, height, most = 640, 320, max(y for _, y in points)
     last = max(x for x, _ in points) or 1.0

@@ -14,6 +14,7 @@ from benchmarks.baselines import xla_ragged_dot
 from benchmarks.cases import Case, relative_error, tokens
 from benchmarks.models import BYTES
 from benchmarks.suites.entry import Entry, chain_length
+from benchmarks.suites.ops import reference_rows
 
 OP = "grouped_gemm"
 _Product = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -64,17 +65,19 @@ def _entry(case: Case, impl: str, name: str, k: int, n: int, pass_: str) -> Entr
         keys = jax.random.split(jax.random.key(case.seed + k))
         return tokens(keys[0], case.num_rows, k), tokens(keys[1], case.num_rows, n)
 
-    def arguments(i: int) -> tuple[jax.Array, ...]:
+    def arguments(count: int) -> list[tuple[jax.Array, ...]]:
         lhs, ct = rows()
-        w = case.sets[i % len(case.sets)]
-        sizes = jnp.asarray(case.group_sizes(i + 1)[i], jnp.int32)
-        return lhs, w.w_gate_up if name == "gate_up" else w.w_down, sizes, ct
+        sets = [case.sets[i % len(case.sets)] for i in range(count)]
+        weights = [w.w_gate_up if name == "gate_up" else w.w_down for w in sets]
+        sizes = jnp.asarray(case.group_sizes(count), jnp.int32)
+        return [(lhs, w, size, ct) for w, size in zip(weights, sizes, strict=True)]
 
     def make(count: int) -> chain.Chain:
-        return chain.independent(call, [arguments(i) for i in range(count)])
+        return chain.independent(call, arguments(count))
 
     def check() -> float:
-        return error(case.sample * model.top_k, arguments(0), chain.single(call)(*arguments(0)))
+        (one,) = arguments(1)
+        return error(case.sample * model.top_k, one, chain.single(call)(*one))
 
     op = f"{OP}/{name}"
     return Entry(op, impl, work, hit, layers, make, check, refusal, len(case.sets), pass_=pass_)
@@ -85,15 +88,12 @@ def error(at: np.ndarray, arguments: tuple[jax.Array, ...], got: Any) -> float:
     lhs, rhs, sizes, ct = arguments
     ends = np.cumsum(np.asarray(sizes))
     expert = np.searchsorted(ends, at, side="right")
-    out, dlhs, drhs = got
     largest = int(np.argmax(np.asarray(sizes)))
     own = slice(int(ends[largest] - sizes[largest]), int(ends[largest]))
-    wide = [np.asarray(a, np.float32) for a in (lhs[at], ct[at], lhs[own], ct[own])]
-    matrices = [np.asarray(rhs[int(e)], np.float32) for e in expert]
-    want_out = np.stack([row @ w for row, w in zip(wide[0], matrices, strict=True)])
-    want_lhs = np.stack([row @ w.T for row, w in zip(wide[1], matrices, strict=True)])
+    out, dlhs, drhs = got
+    a, b = (rows[own].astype(jnp.float32) for rows in (lhs, ct))
     return max(
-        relative_error(out[at], jnp.asarray(want_out)),
-        relative_error(dlhs[at], jnp.asarray(want_lhs)),
-        relative_error(drhs[largest], jnp.asarray(wide[2].T @ wide[3])),
+        relative_error(out[at], reference_rows(lhs[at], rhs, expert)),
+        relative_error(dlhs[at], reference_rows(ct[at], rhs.swapaxes(1, 2), expert)),
+        relative_error(drhs[largest], jnp.matmul(a.T, b, precision=jax.lax.Precision.HIGHEST)),
     )
