@@ -300,8 +300,10 @@ def report(step: int, config: Config, loss: float, balance: float, seconds: floa
     return speed
 
 
-def train(config: Config, out: Path, every: int, save_every: int, text: np.ndarray) -> Params:
-    """Trains from the newest checkpoint to `config.steps`; writes losses and checkpoints."""
+def train(
+    config: Config, out: Path, every: int, save_every: int, text: np.ndarray, entropy: float
+) -> Params:
+    """Trains from the newest checkpoint to `config.steps`; writes losses, plot and checkpoints."""
     options = ocp.CheckpointManagerOptions(max_to_keep=2)
     with ocp.CheckpointManager((out / "checkpoints").absolute(), options=options) as manager:
         first, state = restore(manager, config)
@@ -319,6 +321,8 @@ def train(config: Config, out: Path, every: int, save_every: int, text: np.ndarr
                 speed = report(step, config, *losses, seconds)
                 kept.append(f"{step},{losses[0]:.6f},{losses[1]:.4f},{speed:.0f}")
                 log.write_text("\n".join(["step,loss,balance,bytes_per_s", *kept]) + "\n")
+                points = [tuple(map(float, line.split(",")[:2])) for line in kept]
+                plot(out / "loss.svg", points, entropy)
                 since, done = time.perf_counter(), step
             elif step == first + 1:  # which was compiled first
                 jax.block_until_ready(nats)
@@ -339,9 +343,7 @@ def run(config: Config, out: Path, every: int, save_every: int) -> tuple[float, 
         f"{count / 1e6:.1f} M parameters, {train_text.size / 1e6:.1f} MB of text; "
         f"single bytes have {entropy:.3f} nats"
     )
-    params = train(config, out, every, save_every, train_text)
-    lines = (out / "loss.csv").read_text(encoding="utf-8").splitlines()[1:]
-    plot(out / "loss.svg", [tuple(map(float, line.split(",")[:2])) for line in lines], entropy)
+    params = train(config, out, every, save_every, train_text, entropy)
     same = dataclasses.replace(config, seed=0)  # for every run
     held_out = (sample(test, same, i) for i in range(HELD_OUT))
     final = float(np.mean([evaluate(params, text, config)[0] for text in held_out]))
