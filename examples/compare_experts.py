@@ -43,8 +43,8 @@ def main(arguments: list[str] | None = None) -> int:
     for seed in args.seeds:
         for kind, of in losses.items():
             out = args.out / f"{kind}-{seed}"
-            config = train_lm.chosen(args, seed, kind)
-            of[seed], _ = train_lm.run(config, out, args.every, args.save_every)
+            config = train_lm.chosen(args, kind)
+            of[seed], _ = train_lm.run(config, seed, out, args.every, args.save_every)
     print(table(losses))
     same = within_noise(losses)
     print("The means differ by", "no more" if same else "MORE", "than the seeds of one kind.")

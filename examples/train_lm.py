@@ -50,7 +50,6 @@ class Config:
     megabytes: int  # of text
     dtype: str
     balance: float = 1e-2  # coefficient of the load balancing loss
-    seed: int = 0  # of the parameters and of the order of the text
     kind: str = "jaxmoe"  # of the expert layer, see EXPERTS
 
 
@@ -84,16 +83,16 @@ def unigram_entropy(text: np.ndarray) -> float:
     return float(-(p[p > 0] * np.log(p[p > 0])).sum())
 
 
-def sample(text: np.ndarray, config: Config, step: int) -> jax.Array:
+def sample(text: np.ndarray, config: Config, seed: int, step: int) -> jax.Array:
     """Draws [batch, length + 1] bytes; the same for the same step, so that runs can be resumed."""
-    rng = np.random.default_rng((config.seed, step))
+    rng = np.random.default_rng((seed, step))
     starts = rng.integers(0, text.size - config.length - 1, config.batch)
     return jnp.asarray(text[starts[:, None] + np.arange(config.length + 1)], jnp.int32)
 
 
-def init(config: Config) -> Params:
+def init(config: Config, seed: int | jax.Array) -> Params:
     """Draws float32 parameters; those of all layers are stacked, for one `scan`."""
-    c, keys = config, iter(jax.random.split(jax.random.key(config.seed), 8))
+    c, keys = config, iter(jax.random.split(jax.random.key(seed), 8))
 
     def normal(*shape: int, fan_in: int) -> jax.Array:
         return jax.random.normal(next(keys), shape) * fan_in**-0.5
@@ -204,9 +203,9 @@ def optimizer(config: Config) -> optax.GradientTransformation:
 
 
 @functools.partial(jax.jit, static_argnames="config")
-def new_state(config: Config) -> Any:
+def new_state(config: Config, seed: int | jax.Array) -> Any:
     """Returns the parameters and the optimizer's state before the first step."""
-    params = init(config)
+    params = init(config, seed)
     return params, optimizer(config).init(params)
 
 
@@ -238,20 +237,20 @@ def step_flops(config: Config) -> float:
     return float(of_byte) * c.batch * c.length
 
 
-def same_model(path: Path, config: Config) -> None:
+def same_model(path: Path, config: Config, seed: int) -> None:
     """Writes what is trained to `path`, or refuses a folder of something else."""
-    # How long and on how much is for the second run to say.
-    fixed = {k: v for k, v in dataclasses.asdict(config).items() if k not in ("steps", "megabytes")}
+    fixed = dataclasses.asdict(config) | {"seed": seed}
+    del fixed["steps"], fixed["megabytes"]  # how long, and on how much, a second run may change
     if not path.exists():
         path.write_text(json.dumps(fixed, indent=1) + "\n", encoding="utf-8")
     if json.loads(path.read_text(encoding="utf-8")) != fixed:
         raise SystemExit(f"{path} is of another model; choose another --out")
 
 
-def restore(manager: ocp.CheckpointManager, config: Config) -> tuple[int, Any]:
+def restore(manager: ocp.CheckpointManager, config: Config, seed: int) -> tuple[int, Any]:
     """Returns the step of the newest checkpoint and its state; a new one before the first step."""
     # Placed on a device as what is read will be, or each were a program of its own.
-    state = jax.device_put(new_state(config), jax.devices()[0])
+    state = jax.device_put(new_state(config, seed), jax.devices()[0])
     step = manager.latest_step()
     if step is None:
         return 0, state
@@ -301,19 +300,25 @@ def report(step: int, config: Config, loss: float, balance: float, seconds: floa
 
 
 def train(
-    config: Config, out: Path, every: int, save_every: int, text: np.ndarray, entropy: float
+    config: Config,
+    seed: int,
+    out: Path,
+    every: int,
+    save_every: int,
+    text: np.ndarray,
+    entropy: float,
 ) -> Params:
     """Trains from the newest checkpoint to `config.steps`; writes losses, plot and checkpoints."""
     options = ocp.CheckpointManagerOptions(max_to_keep=2)
     with ocp.CheckpointManager((out / "checkpoints").absolute(), options=options) as manager:
-        first, state = restore(manager, config)
-        print(f"{config.kind} experts, seed {config.seed}, from step {first}")
+        first, state = restore(manager, config, seed)
+        print(f"{config.kind} experts, seed {seed}, from step {first}")
         log = out / "loss.csv"
         kept = log.read_text(encoding="utf-8").splitlines()[1:] if first else []
         kept = [line for line in kept if int(line.partition(",")[0]) <= first]
         since, done = time.perf_counter(), first
         for step in range(first + 1, config.steps + 1):
-            state, nats, balance = train_step(state, sample(text, config, step), config)
+            state, nats, balance = train_step(state, sample(text, config, seed, step), config)
             last = step == config.steps
             if step % every == 0 or last:
                 losses = float(nats), float(balance)
@@ -332,20 +337,19 @@ def train(
     return state[0]
 
 
-def run(config: Config, out: Path, every: int, save_every: int) -> tuple[float, float]:
+def run(config: Config, seed: int, out: Path, every: int, save_every: int) -> tuple[float, float]:
     """Trains and plots; returns the held-out loss and the entropy of single bytes, in nats."""
     out.mkdir(parents=True, exist_ok=True)
-    same_model(out / "model.json", config)
+    same_model(out / "model.json", config, seed)
     train_text, test = read_text(config.megabytes)
     entropy = unigram_entropy(test)
-    count = sum(a.size for a in jax.tree.leaves(jax.eval_shape(lambda: init(config))))
+    count = sum(a.size for a in jax.tree.leaves(jax.eval_shape(lambda: init(config, seed))))
     print(
         f"{count / 1e6:.1f} M parameters, {train_text.size / 1e6:.1f} MB of text; "
         f"single bytes have {entropy:.3f} nats"
     )
-    params = train(config, out, every, save_every, train_text, entropy)
-    same = dataclasses.replace(config, seed=0)  # for every run
-    held_out = (sample(test, same, i) for i in range(HELD_OUT))
+    params = train(config, seed, out, every, save_every, train_text, entropy)
+    held_out = (sample(test, config, 0, i) for i in range(HELD_OUT))  # the same for every seed
     final = float(np.mean([evaluate(params, text, config)[0] for text in held_out]))
     print(
         f"held out: {final:.4f} nats a byte ({final / math.log(2):.2f} bits), "
@@ -367,11 +371,11 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     return made
 
 
-def chosen(args: argparse.Namespace, seed: int, kind: str) -> Config:
+def chosen(args: argparse.Namespace, kind: str) -> Config:
     """Returns what the command line says to train."""
     preset = args.preset or ("small" if jax.default_backend() == "gpu" else "toy")
     config = {"toy": TOY, "small": SMALL}[preset]
-    return dataclasses.replace(config, steps=args.steps or config.steps, seed=seed, kind=kind)
+    return dataclasses.replace(config, steps=args.steps or config.steps, kind=kind)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -382,8 +386,8 @@ def main(arguments: list[str] | None = None) -> int:
         "--experts", choices=EXPERTS, default="jaxmoe", help="dense: every expert on every token"
     )
     args = options.parse_args(arguments)
-    config = chosen(args, args.seed, args.experts)
-    final, entropy = run(config, args.out, args.every, args.save_every)
+    config = chosen(args, args.experts)
+    final, entropy = run(config, args.seed, args.out, args.every, args.save_every)
     return int(not final < entropy)
 
 

@@ -64,7 +64,7 @@ def test_learns_and_an_interruption_changes_nothing(example, tmp_path, capsys, m
 
 def test_both_kinds_of_experts_are_one_model_that_looks_only_back(example):
     small = dataclasses.replace(example.TOY, hidden=16, intermediate=8, layers=1)
-    params = example.init(small)
+    params = example.init(small, 0)
     text = jnp.arange(7, dtype=jnp.int32)[None]
 
     @jax.jit
