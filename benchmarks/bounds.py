@@ -88,6 +88,21 @@ def grouped_gemm(num_rows: int, k: int, n: int, experts_hit: float) -> Work:
     )
 
 
+def grouped_gemm_training(
+    num_rows: int, k: int, n: int, experts_hit: float, num_experts: int
+) -> Work:
+    """The product and both gradients: its rows and their cotangents in, their gradients out.
+
+    Matrices are read in both passes, the gradients of all of them written.
+    """
+    forward = grouped_gemm(num_rows, k, n, experts_hit)
+    return Work(
+        flops=3.0 * forward.flops,
+        weight_bytes=2.0 * forward.weight_bytes + float(num_experts * k * n * BYTES),
+        activation_bytes=2.0 * forward.activation_bytes,
+    )
+
+
 def route(num_tokens: int, num_experts: int, top_k: int) -> Work:
     """Float32 logits in, ids and weights out."""
     return Work(0.0, 0.0, 4.0 * num_tokens * (num_experts + 2 * top_k))

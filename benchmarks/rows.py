@@ -36,6 +36,7 @@ class Row:
       vs_best: in suite `tiles`, `us` over that of the fastest tile of the op in the same run.
       layers, weight_sets: length of the chain, and how many distinct weights it cycles through.
       temp_bytes: what XLA allocates for one call beyond its arguments and results.
+      peak_bytes: arguments, results and that together.
       dispatch_us: host time to launch, per layer; the row is host-bound where it reaches `us`.
       us_half_chain: `us` with half as many layers: equal if launching costs nothing.
       sm_clock_mhz, power_w: medians under sustained load; None where nobody looked.
@@ -66,6 +67,7 @@ class Row:
     layers: int | None = None
     weight_sets: int | None = None
     temp_bytes: int | None = None
+    peak_bytes: int | None = None
     dispatch_us: float | None = None
     us_half_chain: float | None = None
     sm_clock_mhz: float | None = None

@@ -162,7 +162,7 @@ def _row(
         experts_hit=entry.experts_hit,
         layers=entry.layers,
         weight_sets=None if entry.weight_sets is None else min(entry.weight_sets, entry.layers),
-        temp_bytes=entry.temp_bytes() if entry.temp_bytes else None,
+        **(entry.memory()._asdict() if entry.memory else {}),
     )
     if jax.default_backend() != "gpu":  # CPUs run small programs inside the launch
         measured = dataclasses.replace(measured, dispatch_us=0.0)

@@ -1,13 +1,18 @@
 """Trains a Mixture-of-Experts language model on bytes: Python's own library as the text.
 
-Run it with `python examples/train_lm.py --out /tmp/lm`. On a CPU it trains a toy in less than a
-minute, on a GPU a model of 0.4 billion parameters; run it again with more --steps and it goes on
-where it stopped. OUT gets the state (state.npz), the losses (loss.csv) and a plot (loss.svg).
+    pip install ".[examples]"  # optax and orbax-checkpoint
+    python examples/train_lm.py --out /tmp/lm
+
+On a CPU it trains a toy in about a minute, on a GPU a model of 0.4 billion parameters. OUT gets
+checkpoints, the losses (loss.csv) and a plot (loss.svg). The same command goes on where it was
+interrupted, and does every step as if it had not been. `--experts dense` trains the same model with
+every expert multiplying every token, to compare; `compare_experts.py` does so for several seeds.
 """
 
 import argparse
 import dataclasses
 import functools
+import json
 import math
 import sys
 import sysconfig
@@ -18,8 +23,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+import orbax.checkpoint as ocp
 
 import jaxmoe
+from jaxmoe import Routing
 
 VOCABULARY = 256  # bytes
 Params = dict[str, Any]
@@ -40,13 +48,17 @@ class Config:
     steps: int
     rate: float
     megabytes: int  # of text
-    dtype: Any
+    dtype: str
     balance: float = 1e-2  # coefficient of the load balancing loss
+    kind: str = "jaxmoe"  # of the expert layer, see EXPERTS
 
 
-TOY = Config(64, 2, 4, 8, 2, 64, 64, 16, 300, 4e-3, 4, jnp.float32)
-SMALL = Config(768, 12, 12, 32, 4, 384, 512, 32, 4000, 6e-4, 64, jnp.bfloat16)
+TOY = Config(64, 2, 4, 8, 2, 64, 64, 16, 300, 4e-3, 4, "float32")
+SMALL = Config(768, 12, 12, 32, 4, 384, 512, 32, 4000, 6e-4, 64, "bfloat16")
 WARM_UP, DECAY, CLIP, BETAS = 50, 0.1, 1.0, (0.9, 0.95)
+HELD_OUT = 8  # batches
+# Dense bf16 products per second, from the data sheets; for MFU.
+PEAK_FLOPS = {"NVIDIA H100": 989e12, "NVIDIA H200": 989e12}
 
 
 def read_text(megabytes: int) -> tuple[np.ndarray, np.ndarray]:
@@ -71,15 +83,16 @@ def unigram_entropy(text: np.ndarray) -> float:
     return float(-(p[p > 0] * np.log(p[p > 0])).sum())
 
 
-def sample(text: np.ndarray, config: Config, seed: int) -> jax.Array:
-    """Draws [batch, length + 1] bytes; the seed is the step, so that resuming repeats nothing."""
-    starts = np.random.default_rng(seed).integers(0, text.size - config.length - 1, config.batch)
+def sample(text: np.ndarray, config: Config, seed: int, step: int) -> jax.Array:
+    """Draws [batch, length + 1] bytes; the same for the same step, so that runs can be resumed."""
+    rng = np.random.default_rng((seed, step))
+    starts = rng.integers(0, text.size - config.length - 1, config.batch)
     return jnp.asarray(text[starts[:, None] + np.arange(config.length + 1)], jnp.int32)
 
 
-def init(config: Config) -> Params:
+def init(config: Config, seed: int | jax.Array) -> Params:
     """Draws float32 parameters; those of all layers are stacked, for one `scan`."""
-    c, keys = config, iter(jax.random.split(jax.random.key(0), 8))
+    c, keys = config, iter(jax.random.split(jax.random.key(seed), 8))
 
     def normal(*shape: int, fan_in: int) -> jax.Array:
         return jax.random.normal(next(keys), shape) * fan_in**-0.5
@@ -130,27 +143,41 @@ def attention(x: jax.Array, w: Params, heads: int) -> jax.Array:
     return x + out.reshape(x.shape) @ w["attention_out"].astype(x.dtype)
 
 
-def experts(x: jax.Array, w: Params, top_k: int) -> tuple[jax.Array, jax.Array]:
+def sparse_experts(tokens: jax.Array, routing: Routing, w: Params, x: jax.Array) -> jax.Array:
+    """The experts of each token, added to x; the float32 weights get float32 gradients."""
+    return jaxmoe.moe_mlp(
+        tokens, routing, w["w_gate_up"], w["w_down"], residual=x, master_weights=True
+    )
+
+
+def dense_experts(tokens: jax.Array, routing: Routing, w: Params, x: jax.Array) -> jax.Array:
+    """The same by einsum: every expert on every token, those not chosen with weight 0."""
+    w_gate_up, w_down = (w[name].astype(tokens.dtype) for name in ("w_gate_up", "w_down"))
+    chosen = jax.nn.one_hot(routing.expert_ids, w_down.shape[0])
+    weights = jnp.einsum("tk,tke->et", routing.weights, chosen)
+    gate, up = jnp.split(jnp.einsum("th,ehn->etn", tokens, w_gate_up), 2, axis=-1)
+    h = jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32) * weights[:, :, None]
+    return x + jnp.einsum("eti,eih->th", h.astype(tokens.dtype), w_down)
+
+
+EXPERTS = {"jaxmoe": sparse_experts, "dense": dense_experts}
+
+
+def experts(x: jax.Array, w: Params, config: Config) -> tuple[jax.Array, jax.Array]:
     """The expert layer of [B, S, H], added to x, and how unevenly it was used."""
     tokens = norm(x, w["norm_experts"]).reshape(-1, x.shape[-1])
     logits = tokens.astype(jnp.float32) @ w["router"]
-    routing = jaxmoe.route(logits, top_k=top_k)
-    y = jaxmoe.moe_mlp(
-        tokens,
-        routing,
-        w["w_gate_up"].astype(x.dtype),
-        w["w_down"].astype(x.dtype),
-        residual=x.reshape(tokens.shape),
-    )
-    scores = jax.nn.softmax(logits, axis=-1)
-    return y.reshape(x.shape), jaxmoe.load_balancing_loss(scores, routing.expert_ids) / top_k
+    routing = jaxmoe.route(logits, top_k=config.top_k)
+    y = EXPERTS[config.kind](tokens, routing, w, x.reshape(tokens.shape))
+    balance = jaxmoe.load_balancing_loss(jax.nn.softmax(logits, axis=-1), routing.expert_ids)
+    return y.reshape(x.shape), balance / config.top_k
 
 
 def predict(params: Params, text: jax.Array, config: Config) -> tuple[jax.Array, jax.Array]:
     """Returns logits of the byte after each, and the mean load balancing loss, 1 if it is even."""
 
     def layer(x: jax.Array, w: Params) -> tuple[jax.Array, jax.Array]:
-        return experts(attention(x, w, config.heads), w, config.top_k)
+        return experts(attention(x, w, config.heads), w, config)
 
     x = params["embed"][text].astype(config.dtype) * config.hidden**0.5
     x, balance = jax.lax.scan(layer, x, params["layers"])
@@ -164,67 +191,73 @@ def losses(params: Params, text: jax.Array, config: Config) -> tuple[jax.Array, 
     return -chosen.mean(), balance
 
 
-@functools.partial(jax.jit, static_argnames="config", donate_argnums=(0, 1))
-def train_step(
-    params: Params,
-    moments: tuple[Params, Params],
-    t: jax.Array,
-    rate: jax.Array,
-    text: jax.Array,
-    config: Config,
-) -> tuple[Params, tuple[Params, Params], jax.Array, jax.Array]:
-    """Step t = 1, 2, ... of Adam with decoupled weight decay, on a clipped gradient."""
+def optimizer(config: Config) -> optax.GradientTransformation:
+    """AdamW on a clipped gradient; the rate warms up, then falls to a tenth along a cosine."""
+    peak, steps = config.rate, max(config.steps, WARM_UP + 1)
+    rate = optax.warmup_cosine_decay_schedule(peak / WARM_UP, peak, WARM_UP, steps, peak / 10)
+    matrices = functools.partial(jax.tree.map, lambda p: p.ndim > 2)
+    return optax.chain(
+        optax.clip_by_global_norm(CLIP),
+        optax.adamw(rate, *BETAS, weight_decay=DECAY, mask=matrices),
+    )
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def new_state(config: Config, seed: int | jax.Array) -> Any:
+    """Returns the parameters and the optimizer's state before the first step."""
+    params = init(config, seed)
+    return params, optimizer(config).init(params)
+
+
+@functools.partial(jax.jit, static_argnames="config", donate_argnums=0)
+def train_step(state: Any, text: jax.Array, config: Config) -> tuple[Any, jax.Array, jax.Array]:
+    """Returns the parameters and the optimizer's state after a step, and the losses before it."""
 
     def loss(params: Params) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         nats, balance = losses(params, text, config)
         return nats + config.balance * balance, (nats, balance)
 
+    params, moments = state
     grads, (nats, balance) = jax.grad(loss, has_aux=True)(params)
-    size = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
-    scale = jnp.minimum(1.0, CLIP / (size + 1e-6))
-
-    def update(p: jax.Array, g: jax.Array, m: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
-        g = g * scale
-        m = BETAS[0] * m + (1 - BETAS[0]) * g
-        v = BETAS[1] * v + (1 - BETAS[1]) * g * g
-        change = m / (1 - BETAS[0] ** t) / (jnp.sqrt(v / (1 - BETAS[1] ** t)) + 1e-8)
-        return p - rate * (change + (DECAY * p if p.ndim > 2 else 0.0)), m, v
-
-    updated = jax.tree.map(update, params, grads, *moments)
-    params, *moments = (jax.tree.map(lambda _, u, i=i: u[i], params, updated) for i in range(3))
-    return params, tuple(moments), nats, balance
-
-
-def learning_rate(config: Config, step: int, steps: int) -> float:
-    """Rises for `WARM_UP` steps, then falls to a tenth along a cosine."""
-    done = max(step - WARM_UP, 0) / max(steps - WARM_UP, 1)
-    return config.rate * min((step + 1) / WARM_UP, 0.55 + 0.45 * math.cos(math.pi * done))
+    updates, moments = optimizer(config).update(grads, moments, params)
+    return (optax.apply_updates(params, updates), moments), nats, balance
 
 
 evaluate = jax.jit(losses, static_argnames="config")
 
 
-def save(path: Path, step: int, state: Any) -> None:
-    """Writes the state; a run that is killed meanwhile keeps the one before."""
-    part = path.with_suffix(".part.npz")
-    arrays = {f"a{i}": np.asarray(a) for i, a in enumerate(jax.tree.leaves(state))}
-    np.savez(part, step=step, **arrays)
-    part.replace(path)
+def step_flops(config: Config) -> float:
+    """Operations of a training step: 6 for each parameter in use and byte, 12 H S for attention.
+
+    https://arxiv.org/abs/2204.02311, appendix B.
+    """
+    c = config
+    in_use = 4 * c.hidden**2 + c.hidden * c.experts + 3 * c.top_k * c.hidden * c.intermediate
+    of_byte = 6 * (c.layers * in_use + VOCABULARY * c.hidden) + 12 * c.layers * c.hidden * c.length
+    return float(of_byte) * c.batch * c.length
 
 
-def restore(path: Path, state: Any) -> tuple[int, Any]:
-    """Reads what `save` wrote, (0, state) if there is nothing."""
+def same_model(path: Path, config: Config, seed: int) -> None:
+    """Writes what is trained to `path`, or refuses a folder of something else."""
+    fixed = dataclasses.asdict(config) | {"seed": seed}
+    del fixed["steps"], fixed["megabytes"]  # how long, and on how much, a second run may change
     if not path.exists():
+        path.write_text(json.dumps(fixed, indent=1) + "\n", encoding="utf-8")
+    if json.loads(path.read_text(encoding="utf-8")) != fixed:
+        raise SystemExit(f"{path} is of another model; choose another --out")
+
+
+def restore(manager: ocp.CheckpointManager, config: Config, seed: int) -> tuple[int, Any]:
+    """Returns the step of the newest checkpoint and its state; a new one before the first step."""
+    # Placed on a device as what is read will be, or each were a program of its own.
+    state = jax.device_put(new_state(config, seed), jax.devices()[0])
+    step = manager.latest_step()
+    if step is None:
         return 0, state
-    with np.load(path) as saved:
-        leaves, tree = jax.tree.flatten(state)
-        arrays = [saved[f"a{i}"] for i in range(len(leaves))]
-        if [a.shape for a in arrays] != [a.shape for a in leaves]:
-            raise SystemExit(f"{path} is of another model; choose another --out")
-        return int(saved["step"]), jax.tree.unflatten(tree, map(jnp.asarray, arrays))
+    return step, manager.restore(step, args=ocp.args.StandardRestore(state))
 
 
-def plot(path: Path, points: list[tuple[float, float]], entropy: float) -> None:
+def plot(path: Path, points: list[tuple[float, ...]], entropy: float) -> None:
     """Draws the loss against the step, and the entropy of single bytes as a line."""
     width, height, most = 640, 320, max(y for _, y in points)
     last = max(x for x, _ in points) or 1.0
@@ -249,63 +282,112 @@ def plot(path: Path, points: list[tuple[float, float]], entropy: float) -> None:
     )
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Trains; returns 1 if the model is no better than counting bytes."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path("lm"), help="folder of state and plot")
-    parser.add_argument("--preset", choices=("toy", "small"), help="toy on a CPU, small on a GPU")
-    parser.add_argument("--steps", type=int, help="to train to, all runs together")
-    parser.add_argument("--every", type=int, default=50, help="steps between reports")
-    args = parser.parse_args(arguments)
-    preset = args.preset or ("small" if jax.default_backend() == "gpu" else "toy")
-    config = {"toy": TOY, "small": SMALL}[preset]
-    steps = args.steps or config.steps
-    train, test = read_text(config.megabytes)
-    entropy = unigram_entropy(test)
-    args.out.mkdir(parents=True, exist_ok=True)
-    params = init(config)
-    zeros = jax.tree.map(jnp.zeros_like, params)
-    first, (params, moments) = restore(
-        args.out / "state.npz", (params, (zeros, jax.tree.map(jnp.copy, zeros)))
-    )
-    count = sum(a.size for a in jax.tree.leaves(params))
+def report(step: int, config: Config, loss: float, balance: float, seconds: float) -> float:
+    """Prints progress, losses, throughput and MFU, given seconds a step. Returns bytes a second."""
+    speed = config.batch * config.length / seconds
+    flops = step_flops(config) / seconds
+    kind = jax.devices()[0].device_kind
+    peak = next((v for name, v in PEAK_FLOPS.items() if kind.startswith(name)), None)
+    mfu = f"{flops / peak:.1%}" if peak else "-"
+    bar = "#" * (30 * step // config.steps)
+    left = (config.steps - step) * seconds
     print(
-        f"{preset}: {count / 1e6:.1f} M parameters, {train.size / 1e6:.1f} MB of text, "
-        f"from step {first}; single bytes have {entropy:.3f} nats"
+        f"[{bar:30s}] {step}/{config.steps} loss {loss:.3f} balance {balance:.2f} "
+        f"{speed / 1e3:.1f} k bytes/s {flops / 1e12:.3g} TFLOP/s MFU {mfu} {left:.0f} s left",
+        flush=True,
     )
-    log = args.out / "loss.csv"
-    kept = log.read_text().splitlines()[1:] if first else []
-    points = [(float(s), float(loss)) for s, loss, *_ in (line.split(",") for line in kept)]
-    held_out = [sample(test, config, -1 - i & 0xFFFF) for i in range(4)]
-    since, steps_since = time.perf_counter(), 0
-    for step in range(first, steps):
-        text = sample(train, config, step)
-        rate = jnp.float32(learning_rate(config, step, steps))
-        params, moments, nats, balance = train_step(
-            params, moments, jnp.float32(step + 1), rate, text, config
-        )
-        steps_since += 1
-        if (step + 1) % args.every and step + 1 < steps:
-            continue
-        loss = float(nats)
-        speed = steps_since * config.batch * config.length / (time.perf_counter() - since)
-        points.append((step + 1, loss))
-        kept.append(f"{step + 1},{loss:.5f},{float(balance):.4f},{speed:.0f}")
-        bar = "#" * (30 * (step + 1) // steps)
-        print(
-            f"[{bar:30s}] {step + 1}/{steps} loss {loss:.3f} balance {float(balance):.2f} "
-            f"{speed / 1e3:.1f} k bytes/s",
-            flush=True,
-        )
-        save(args.out / "state.npz", step + 1, (params, moments))
-        log.write_text("\n".join(["step,loss,balance,bytes_per_s", *kept]) + "\n")
-        plot(args.out / "loss.svg", points, entropy)
-        since, steps_since = time.perf_counter(), 0
+    return speed
+
+
+def train(
+    config: Config,
+    seed: int,
+    out: Path,
+    every: int,
+    save_every: int,
+    text: np.ndarray,
+    entropy: float,
+) -> Params:
+    """Trains from the newest checkpoint to `config.steps`; writes losses, plot and checkpoints."""
+    options = ocp.CheckpointManagerOptions(max_to_keep=2)
+    with ocp.CheckpointManager((out / "checkpoints").absolute(), options=options) as manager:
+        first, state = restore(manager, config, seed)
+        print(f"{config.kind} experts, seed {seed}, from step {first}")
+        log = out / "loss.csv"
+        kept = log.read_text(encoding="utf-8").splitlines()[1:] if first else []
+        kept = [line for line in kept if int(line.partition(",")[0]) <= first]
+        since, done = time.perf_counter(), first
+        for step in range(first + 1, config.steps + 1):
+            state, nats, balance = train_step(state, sample(text, config, seed, step), config)
+            last = step == config.steps
+            if step % every == 0 or last:
+                losses = float(nats), float(balance)
+                seconds = (time.perf_counter() - since) / (step - done)
+                speed = report(step, config, *losses, seconds)
+                kept.append(f"{step},{losses[0]:.6f},{losses[1]:.4f},{speed:.0f}")
+                log.write_text("\n".join(["step,loss,balance,bytes_per_s", *kept]) + "\n")
+                points = [tuple(map(float, line.split(",")[:2])) for line in kept]
+                plot(out / "loss.svg", points, entropy)
+                since, done = time.perf_counter(), step
+            elif step == first + 1:  # which was compiled first
+                jax.block_until_ready(nats)
+                since, done = time.perf_counter(), step
+            if save_every and (step % save_every == 0 or last):
+                manager.save(step, args=ocp.args.StandardSave(state))
+    return state[0]
+
+
+def run(config: Config, seed: int, out: Path, every: int, save_every: int) -> tuple[float, float]:
+    """Trains and plots; returns the held-out loss and the entropy of single bytes, in nats."""
+    out.mkdir(parents=True, exist_ok=True)
+    same_model(out / "model.json", config, seed)
+    train_text, test = read_text(config.megabytes)
+    entropy = unigram_entropy(test)
+    count = sum(a.size for a in jax.tree.leaves(jax.eval_shape(lambda: init(config, seed))))
+    print(
+        f"{count / 1e6:.1f} M parameters, {train_text.size / 1e6:.1f} MB of text; "
+        f"single bytes have {entropy:.3f} nats"
+    )
+    params = train(config, seed, out, every, save_every, train_text, entropy)
+    held_out = (sample(test, config, 0, i) for i in range(HELD_OUT))  # the same for every seed
     final = float(np.mean([evaluate(params, text, config)[0] for text in held_out]))
     print(
-        f"held out: {final:.3f} nats a byte ({final / math.log(2):.2f} bits), "
-        f"single bytes {entropy:.3f}; see {args.out / 'loss.svg'}"
+        f"held out: {final:.4f} nats a byte ({final / math.log(2):.2f} bits), "
+        f"single bytes {entropy:.3f}; see {out / 'loss.svg'}"
     )
+    return final, entropy
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """Returns a parser of the options that say what to train."""
+    made = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
+    made.add_argument("--out", type=Path, default=Path("lm"), help="folder of what is written (lm)")
+    made.add_argument("--preset", choices=("toy", "small"), help="toy on a CPU, small on a GPU")
+    made.add_argument("--steps", type=int, help="to train to, all runs together")
+    made.add_argument("--every", type=int, default=50, help="steps between reports (50)")
+    made.add_argument(
+        "--save-every", type=int, default=200, help="steps between checkpoints, 0 for none (200)"
+    )
+    return made
+
+
+def chosen(args: argparse.Namespace, kind: str) -> Config:
+    """Returns what the command line says to train."""
+    preset = args.preset or ("small" if jax.default_backend() == "gpu" else "toy")
+    config = {"toy": TOY, "small": SMALL}[preset]
+    return dataclasses.replace(config, steps=args.steps or config.steps, kind=kind)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Trains; returns 1 if the model is no better than counting bytes."""
+    options = parser(__doc__)
+    options.add_argument("--seed", type=int, default=0, help="of parameters and text order (0)")
+    options.add_argument(
+        "--experts", choices=EXPERTS, default="jaxmoe", help="dense: every expert on every token"
+    )
+    args = options.parse_args(arguments)
+    config = chosen(args, args.experts)
+    final, entropy = run(config, args.seed, args.out, args.every, args.save_every)
     return int(not final < entropy)
 
 

@@ -25,3 +25,4 @@ from .quantize import quantize_tokens as quantize_tokens
 from .route_and_plan import route_and_plan as route_and_plan
 from .routing import Routing as Routing
 from .routing import route as route
+from .weight_grad import grouped_gemm_weight_grad as grouped_gemm_weight_grad

@@ -100,7 +100,8 @@ def _rows_out(x: Any, expert_ids: Any, *_: Any, **_params: Any) -> list[_primiti
     return [((expert_ids.size, x.shape[1]), x.dtype), (expert_ids.shape, jnp.int32)]
 
 
-def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+def mlp_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+    """The rule of `moe_mlp_p`; tangents of weights and biases may be float32."""
     weights, residual = primals[2], primals[8]
     arrays, moving = _without_finalize(primals), _without_finalize(tangents)
     rows, order, tangent = _linearized(
@@ -109,7 +110,8 @@ def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
     return (_finish(rows, order, weights, residual),), (tangent,)
 
 
-def _rows_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+def rows_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+    """The rule of `moe_mlp_rows_p`; tangents of weights and biases may be float32."""
     weights = jnp.zeros(primals[1].shape, jnp.float32)  # no part of the rows
     rows, order, tangent = _linearized(primals, tangents, weights, None, params)
     return (rows, order.slot_to_row), (tangent, None)
@@ -140,26 +142,28 @@ def _linearized(
     return rows, order, tangent_of(residuals, moving, finalized=others is not None, **shared)
 
 
-def _batch(args: Any, dims: Any, **params: Any) -> Any:
+def mlp_batch(op: _primitive.Op, args: Any, dims: Any, **params: Any) -> Any:
+    """Batches an `op` with the arguments of `moe_mlp_p`: one call where no weights are copied."""
     size = _primitive.batch_size(args, dims)
     folded = _fold(_without_finalize(args), _without_finalize(dims), size, params)
     if folded is None:
-        return _primitive.one_by_one(moe_mlp_p, args, dims, **params)
+        return _primitive.one_by_one(op, args, dims, **params)
     (x, expert_ids, *rest), params = folded
     residual = args[8]
     residual = _merge(residual, dims[8], size) if residual.size else no_residual(residual.dtype)
     weights = _merge(args[2], dims[2], size)
-    (y,) = moe_mlp_p(x, expert_ids, weights, *rest, residual, **params)
+    (y,) = op(x, expert_ids, weights, *rest, residual, **params)
     return (y.reshape(size, y.shape[0] // size, y.shape[1]),), (0,)
 
 
-def _rows_batch(args: Any, dims: Any, **params: Any) -> Any:
+def rows_batch(op: _primitive.Op, args: Any, dims: Any, **params: Any) -> Any:
+    """Batches an `op` with the arguments of `moe_mlp_rows_p`."""
     size = _primitive.batch_size(args, dims)
     folded = _fold(args, dims, size, params)
     if folded is None:
-        return _primitive.one_by_one(moe_mlp_rows_p, args, dims, **params)
+        return _primitive.one_by_one(op, args, dims, **params)
     arrays, params = folded
-    rows, slot_to_row = moe_mlp_rows_p(*arrays, **params)
+    rows, slot_to_row = op(*arrays, **params)
     return _unfold_rows(rows, slot_to_row, size), (0, 0)
 
 
@@ -305,8 +309,8 @@ moe_mlp_p = _primitive.define(
     "jaxmoe_moe_mlp",
     out=_out,
     xla=_stages,
-    batch=_batch,
-    jvp=_jvp,
+    batch=lambda args, dims, **params: mlp_batch(moe_mlp_p, args, dims, **params),
+    jvp=mlp_jvp,
     cuda=_primitive.CudaTarget("jaxmoe_moe_mlp_v1", attrs=_attrs, scratch=_scratch, reason=_reason),
 )
 
@@ -314,8 +318,8 @@ moe_mlp_rows_p = _primitive.define(
     "jaxmoe_moe_mlp_rows",
     out=_rows_out,
     xla=_rows_xla,
-    batch=_rows_batch,
-    jvp=_rows_jvp,
+    batch=lambda args, dims, **params: rows_batch(moe_mlp_rows_p, args, dims, **params),
+    jvp=rows_jvp,
     cuda=_primitive.CudaTarget(
         "jaxmoe_moe_mlp_rows_v1", attrs=_rows_attrs, scratch=_rows_scratch, reason=_rows_reason
     ),

@@ -43,7 +43,9 @@ def check_tokens(x: Any, routing: Any, residual: Any) -> None:
         _checks.check_same_dim(_OP, "residual", residual, 1, "x", x, 1, "hidden")
 
 
-def check_weights(x: Any, w_gate_up: Any, w_down: Any, act: Activation, layout: str) -> str | None:
+def check_weights(
+    x: Any, w_gate_up: Any, w_down: Any, act: Activation, layout: str, master: bool
+) -> str | None:
     """Checks the weights against each other and `x`. Returns their format, None for plain ones."""
     kn, format = layout == "kn", None
     quantized = [isinstance(w, QuantizedArray) for w in (w_gate_up, w_down)]
@@ -57,6 +59,9 @@ def check_weights(x: Any, w_gate_up: Any, w_down: Any, act: Activation, layout: 
         _fp8_checks.check_same_format(_OP, "w_down", w_down, "w_gate_up", w_gate_up)
         _fp8_checks.check_same_format(_OP, "x", x, "w_gate_up", w_gate_up)
         format = w_gate_up.format
+        if master:
+            rule = "master_weights must be False with quantized weights, which have no gradient"
+            raise ValueError(_checks.message(_OP, rule, master_weights=master))
     else:
         width = "2I" if act.gated else "I"
         check_float(_OP, "w_gate_up", w_gate_up)
@@ -64,8 +69,8 @@ def check_weights(x: Any, w_gate_up: Any, w_down: Any, act: Activation, layout: 
         _fp8_checks.check_tokens_are_plain(_OP, "x", x, "w_gate_up", "w_down")
         _checks.check_rank(_OP, "w_gate_up", w_gate_up, f"E,H,{width}" if kn else f"E,{width},H")
         _checks.check_rank(_OP, "w_down", w_down, "E,I,H" if kn else "E,H,I")
-        _checks.check_same_dtype(_OP, "w_gate_up", w_gate_up, "x", x)
-        _checks.check_same_dtype(_OP, "w_down", w_down, "x", x)
+        _check_weight_dtype("w_gate_up", w_gate_up, x, master)
+        _check_weight_dtype("w_down", w_down, x, master)
     k_axis, n_axis = (1, 2) if kn else (2, 1)
     _checks.check_same_dim(
         _OP, "w_down", w_down, 0, "w_gate_up", w_gate_up, 0, "num_experts of this device"
@@ -84,13 +89,23 @@ def check_weights(x: Any, w_gate_up: Any, w_down: Any, act: Activation, layout: 
     return format
 
 
-def check_bias(x: Any, name: str, bias: Any, w_name: str, w: Any, n_axis: int) -> None:
+def _check_weight_dtype(name: str, w: Any, x: Any, master: bool) -> None:
+    if not master:
+        _checks.check_same_dtype(_OP, name, w, "x", x)
+    elif w.dtype != "float32":
+        rule = f"{name}.dtype={_checks.dtype_name(w.dtype)} must be f32 if master_weights=True"
+        raise TypeError(_checks.message(_OP, rule, **{name: w}))
+
+
+def check_bias(
+    x: Any, name: str, bias: Any, w_name: str, w: Any, n_axis: int, master: bool
+) -> None:
     """Checks a bias against the weights it belongs to."""
     if bias is None:
         return
     check_float(_OP, name, bias)
     _checks.check_rank(_OP, name, bias, "E,N")
-    _checks.check_same_dtype(_OP, name, bias, "x", x)
+    _check_weight_dtype(name, bias, x, master)
     _checks.check_same_dim(_OP, name, bias, 0, w_name, w, 0, "num_experts of this device")
     _checks.check_same_dim(_OP, name, bias, 1, w_name, w, n_axis, "its outputs")
 

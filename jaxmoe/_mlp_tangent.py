@@ -3,7 +3,8 @@
 moe_mlp_tangent: the residuals x [T,H], z [R,N] before the activation, weights [T,K] f32,
 w_gate_up [E1,...], w_down [E2,...], b_down [E2,H] or [0,0], row_to_token [R], slot_to_row [T,K],
 expert_offsets [G+1] int32, then one tangent for each name of `wrt` -> the tangent of y [T,H], or
-with finalized=False of the rows [R,H]
+with finalized=False of the rows [R,H]. Tangents of weights and biases have their dtype or float32:
+then they are those of master weights (`_mlp_master.py`), and so are the gradients.
 
 JAX decides what reverse mode keeps: the arguments of a linear op that are not tangents. That is why
 this is an op: only the residuals above outlive the forward pass, none of [R,H], and the transpose
@@ -111,6 +112,7 @@ def _times_bias(r: Residuals, values: jax.Array, bias: jax.Array) -> jax.Array:
 def _tangent(*args: jax.Array, wrt: tuple[str, ...], **params: Any) -> tuple[jax.Array]:
     r, t = _split(args, wrt)
     layout, dtype = params["weight_layout"], r.x.dtype
+    t = {name: a if name == "weights" else a.astype(dtype) for name, a in t.items()}
     multiply = functools.partial(
         product, expert_offsets=r.expert_offsets, weight_layout=layout, dtype=jnp.float32
     )
@@ -152,6 +154,7 @@ def _tangent(*args: jax.Array, wrt: tuple[str, ...], **params: Any) -> tuple[jax
 def _transpose(cts: Any, args: Any, *, wrt: tuple[str, ...], **params: Any) -> list[Any]:
     r, t = _split(args, wrt)
     wanted = {name for name, value in t.items() if _primitive.is_linear(value)}
+    dtypes = {name: t[name].aval.dtype for name in wanted}
     layout, finalized, dtype = params["weight_layout"], params["finalized"], r.x.dtype
     # NOTE: or XLA, which takes equal expressions for one, keeps the rows of x and float32 parts of
     # the activation from the forward pass until here, where they are computed again.
@@ -187,16 +190,18 @@ def _transpose(cts: Any, args: Any, *, wrt: tuple[str, ...], **params: Any) -> l
     if "w_gate_up" in wanted:
         # NOTE: copied, as fetching them by index takes the product twice as long.
         pair = (_to_rows(r, r.x), dz) if layout == "kn" else (dz, _to_rows(r, r.x))
-        grads["w_gate_up"] = contract(*pair, r.w_gate_up.shape[0], dtype)
+        grads["w_gate_up"] = contract(*pair, r.w_gate_up.shape[0], dtypes["w_gate_up"])
     if "b_gate_up" in wanted:
         ones, count = _columns(jnp.ones_like(s), dtype), t["b_gate_up"].aval.shape[0]
-        grads["b_gate_up"] = contract(ones, dz, count, jnp.float32).sum(1).astype(dtype)
+        sums = contract(ones, dz, count, jnp.float32).sum(1)
+        grads["b_gate_up"] = sums.astype(dtypes["b_gate_up"])
     if "w_down" in wanted:
         pair = (weighted, rows) if layout == "kn" else (rows, weighted)
-        grads["w_down"] = contract(*pair, r.w_down.shape[0], dtype)
+        grads["w_down"] = contract(*pair, r.w_down.shape[0], dtypes["w_down"])
     if "b_down" in wanted:
         ones, count = _columns(s, dtype), r.b_down.shape[0]
-        grads["b_down"] = contract(ones, rows, count, jnp.float32).sum(1).astype(dtype)
+        sums = contract(ones, rows, count, jnp.float32).sum(1)
+        grads["b_down"] = sums.astype(dtypes["b_down"])
     return [None] * len(r) + [grads.get(name) for name in wrt]
 
 

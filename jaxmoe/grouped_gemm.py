@@ -96,7 +96,9 @@ def grouped_gemm(
     _checks.check_same_dim(op, "rhs", rhs, k_axis, "lhs", lhs, 1, "K, the contracted axis")
     check_accum(op, accum, format)
     promoted = None if format is None else promotes(format, accum, lhs.shape[1])
-    out_dtype = lhs.dtype if preferred_element_type is None else _out_dtype(preferred_element_type)
+    out_dtype = lhs.dtype
+    if preferred_element_type is not None:
+        out_dtype = element_type(op, preferred_element_type)
     narrow = None if format is None else promoted or out_dtype == jnp.float32  # see NOT_PROMOTED
     check_config(op, "config", config, lhs.shape[1], promoted=narrow)
     if type(batch_invariant) is not bool:
@@ -113,7 +115,7 @@ def grouped_gemm(
             lhs.shape[0], rhs.shape[0], lhs.shape[1], rhs.shape[3 - k_axis], promoted=narrow
         )
         config = whole_k(op, "config", config, chosen)
-    _check_precision(precision, lhs.dtype, format)
+    check_precision(op, precision, lhs.dtype, format)
     check_num_rows(op, lhs.shape[0], lhs=lhs)
     if bias is None:
         bias_array = no_bias(lhs.dtype)
@@ -181,10 +183,7 @@ def _groups(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the first row and the number of rows of each group of `rhs`."""
     op = "grouped_gemm"
-    _checks.check_rank(op, "group_sizes", group_sizes, "E")
-    if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
-        rule = f"group_sizes.dtype={_checks.dtype_name(group_sizes.dtype)} must be an integer type"
-        raise TypeError(_checks.message(op, rule, group_sizes=group_sizes))
+    check_group_sizes(op, group_sizes)
     num_groups = rhs.shape[0]
     if group_offset is None:
         _checks.check_same_dim(
@@ -204,6 +203,14 @@ def _groups(
     exists = (group >= 0) & (group < sizes.shape[0])
     group = jnp.where(exists, group, 0)
     return starts[group], jnp.where(exists, sizes[group], 0)
+
+
+def check_group_sizes(op: str, group_sizes: Any) -> None:
+    """Refuses anything but a list of integers."""
+    _checks.check_rank(op, "group_sizes", group_sizes, "E")
+    if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
+        rule = f"group_sizes.dtype={_checks.dtype_name(group_sizes.dtype)} must be an integer type"
+        raise TypeError(_checks.message(op, rule, group_sizes=group_sizes))
 
 
 def ranges(group_sizes: Any, num_rows: int) -> tuple[jax.Array, jax.Array]:
@@ -241,7 +248,8 @@ def _first_group(group_offset: Any, num_groups: int, num_sizes: int) -> jax.Arra
     return _clip(offset, -num_groups, num_sizes).reshape(1)
 
 
-def _out_dtype(value: Any) -> np.dtype:
+def element_type(op: str, value: Any) -> np.dtype:
+    """Returns `preferred_element_type` as a dtype, refusing any that no result has."""
     try:
         dtype = np.dtype(value)
         name = _checks.dtype_name(dtype)
@@ -249,17 +257,17 @@ def _out_dtype(value: Any) -> np.dtype:
         dtype, name = None, repr(value) if isinstance(value, str) else _checks.describe(value)
     if dtype is None or dtype.name not in _checks.FLOATS:
         rule = f"preferred_element_type={name} must be bf16 or f16 or f32"
-        raise TypeError(_checks.message("grouped_gemm", rule))
+        raise TypeError(_checks.message(op, rule))
     return dtype
 
 
-def _check_precision(precision: Any, dtype: Any, format: str | None) -> None:
+def check_precision(op: str, precision: Any, dtype: Any, format: str | None) -> None:
     """Refuses what `jax.lax.dot` does not take; asked of JAX, whose list grows."""
     if precision is None:
         return
     if format is not None:
         rule = "precision must be None if rhs is quantized: products of FP8 numbers are exact"
-        raise ValueError(_checks.message("grouped_gemm", rule, precision=precision))
+        raise ValueError(_checks.message(op, rule, precision=precision))
     square = jax.ShapeDtypeStruct((1, 1), dtype)
     try:
         hash(precision)
@@ -270,7 +278,7 @@ def _check_precision(precision: Any, dtype: Any, format: str | None) -> None:
             "name, a tuple of two, or a hashable dot algorithm"
         )
         kind = ValueError if isinstance(precision, str) else TypeError
-        raise kind(_checks.message("grouped_gemm", rule, precision=precision)) from error
+        raise kind(_checks.message(op, rule, precision=precision)) from error
 
 
 def check_num_rows(op: str, num_rows: int, **arrays: Any) -> None:

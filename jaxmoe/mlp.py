@@ -20,6 +20,7 @@ from jaxmoe._mlp_checks import (
     check_weights,
 )
 from jaxmoe._mlp_fp8 import moe_mlp_fp8_p, no_scale
+from jaxmoe._mlp_master import moe_mlp_master_p, moe_mlp_rows_master_p
 from jaxmoe.activation import GATE_UP_ORDERS, Activation, resolve
 from jaxmoe.finalize import ExpertRows, no_residual
 from jaxmoe.grouped_gemm import WEIGHT_LAYOUTS, check_num_rows, whole_k
@@ -53,6 +54,7 @@ def moe_mlp(
     accum: str | None = None,
     config: tuple[GemmConfig | None, GemmConfig | None] | None = None,
     recompute: str | None = None,
+    master_weights: bool = False,
 ) -> jax.Array: ...
 
 
@@ -77,6 +79,7 @@ def moe_mlp(
     batch_invariant: bool = False,
     config: tuple[GemmConfig | None, GemmConfig | None] | None = None,
     recompute: str | None = None,
+    master_weights: bool = False,
 ) -> ExpertRows: ...
 
 
@@ -103,6 +106,7 @@ def moe_mlp(
     accum: str | None = None,
     config: tuple[GemmConfig | None, GemmConfig | None] | None = None,
     recompute: str | None = None,
+    master_weights: bool = False,
 ) -> jax.Array | ExpertRows:
     """Runs each token through its experts and adds up the results.
 
@@ -113,7 +117,8 @@ def moe_mlp(
 
     Args:
       x: [T, H] bfloat16, float16 or float32. Every other floating array but the routing weights has
-        this dtype. With quantized weights also a `QuantizedArray` in their format.
+        this dtype, but for `master_weights`. With quantized weights also a `QuantizedArray` in
+        their format.
       routing: from `jaxmoe.route`, or your own expert_ids [T, K] int32 and weights [T, K] float32.
       w_gate_up: [E, H, 2I], or [E, H, I] for an activation without gate. E local experts. An array,
         or a `QuantizedArray` of layout `weight_layout`.
@@ -146,6 +151,8 @@ def moe_mlp(
       config: tiles of the two CUDA products; chosen from the shapes by default.
       recompute: "z" computes the first product again in the backward pass instead of keeping its
         result, [T * K, 2I] in the dtype of `x`, from the forward pass; see docs/training.md.
+      master_weights: w_gate_up, w_down and the biases are float32 and are rounded to the dtype of
+        `x` for the products. Their gradients are float32 sums that are never rounded.
 
     Returns:
       [T, H] in the dtype of `x`. With do_finalize=False `ExpertRows`: rows [T * K, H] in the dtype
@@ -185,10 +192,19 @@ def moe_mlp(
     _checks.check_choice(_OP, "gate_up", gate_up, GATE_UP_ORDERS)
     _checks.check_choice(_OP, "weight_layout", weight_layout, WEIGHT_LAYOUTS)
     check_tokens(x, routing, residual)
-    format = check_weights(x, w_gate_up, w_down, act, weight_layout)
+    flags = {
+        "apply_weight_on_input": apply_weight_on_input,
+        "do_finalize": do_finalize,
+        "batch_invariant": batch_invariant,
+        "master_weights": master_weights,
+    }
+    for name, value in flags.items():
+        if type(value) is not bool:
+            raise TypeError(_checks.message(_OP, f"{name} must be a bool", **{name: value}))
+    format = check_weights(x, w_gate_up, w_down, act, weight_layout, master_weights)
     n_axis = 2 if weight_layout == "kn" else 1
-    check_bias(x, "b_gate_up", b_gate_up, "w_gate_up", w_gate_up, n_axis)
-    check_bias(x, "b_down", b_down, "w_down", w_down, n_axis)
+    check_bias(x, "b_gate_up", b_gate_up, "w_gate_up", w_gate_up, n_axis, master_weights)
+    check_bias(x, "b_down", b_down, "w_down", w_down, n_axis, master_weights)
     num_local = w_gate_up.shape[0]
     if num_experts is None:
         if expert_map is None:
@@ -224,14 +240,6 @@ def moe_mlp(
     check_configs(config, hidden, intermediate, promoted, odd)
     scales = check_scales(x, format, x_scale, intermediate_scale, num_local)
     weights = routing.weights
-    flags = {
-        "apply_weight_on_input": apply_weight_on_input,
-        "do_finalize": do_finalize,
-        "batch_invariant": batch_invariant,
-    }
-    for name, value in flags.items():
-        if type(value) is not bool:
-            raise TypeError(_checks.message(_OP, f"{name} must be a bool", **{name: value}))
     if format is not None and not do_finalize:
         rule = "do_finalize=False is not supported with quantized weights"
         raise NotImplementedError(_checks.message(_OP, rule, w_gate_up=w_gate_up))
@@ -301,9 +309,11 @@ def moe_mlp(
         )
         return y
     shared = (w_gate_up, w_down, *biases, expert_map)
-    op = functools.partial(
-        moe_mlp_p if do_finalize else moe_mlp_rows_p, weight_layout=weight_layout, **params
-    )
+    if master_weights:
+        op = moe_mlp_master_p if do_finalize else moe_mlp_rows_master_p
+    else:
+        op = moe_mlp_p if do_finalize else moe_mlp_rows_p
+    op = functools.partial(op, weight_layout=weight_layout, **params)
     if recompute == "z":
         policy = jax.checkpoint_policies.save_only_these_names("jaxmoe_plan")
         op = jax.checkpoint(op, policy=policy)

@@ -193,6 +193,25 @@ def grouped_gemm(
     return jnp.where(exists[:, None], every[jnp.where(exists, matrix, 0), row], 0)
 
 
+def grouped_gemm_weight_grad(
+    lhs: jax.Array,
+    dy: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    accumulate_into: jax.Array | None = None,
+    weight_layout: str = "kn",
+    dtype: jax.typing.DTypeLike = jnp.float32,
+) -> jax.Array:
+    """Adds up outer products of the rows of each group: lhs [R,K], dy [R,N] -> [G,K,N]."""
+    ends = jnp.cumsum(jnp.maximum(group_sizes, 0))
+    row = jnp.arange(lhs.shape[0])[None, :]
+    mine = (row >= (ends - jnp.maximum(group_sizes, 0))[:, None]) & (row < ends[:, None])
+    parts = jnp.where(mine[:, :, None], lhs[None], 0)  # [G, R, K]
+    dw = matmul(parts.swapaxes(1, 2), jnp.where(mine[:, :, None], dy[None], 0), dtype)
+    dw = dw.swapaxes(1, 2) if weight_layout == "nk" else dw
+    return dw if accumulate_into is None else accumulate_into.astype(dtype) + dw
+
+
 def finalize(
     rows: jax.Array,
     slot_to_row: jax.Array,

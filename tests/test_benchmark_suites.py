@@ -24,7 +24,15 @@ from benchmarks.cases import (  # noqa: E402
     weight_sets,
 )
 from benchmarks.models import DEFAULT_MODELS, MODELS, layer_bytes  # noqa: E402
-from benchmarks.suites import SUITES, layer, routing, stack, tiles, train  # noqa: E402
+from benchmarks.suites import (  # noqa: E402
+    SUITES,
+    layer,
+    routing,
+    stack,
+    tiles,
+    train,
+    train_products,
+)
 from jaxmoe._heuristics import mlp_configs  # noqa: E402
 
 
@@ -212,10 +220,19 @@ def test_training_checks_every_gradient(tmp_path: Path) -> None:
     path = tmp_path / "train.json"
     command = f"--suite train --models all --tokens 8 --skew uniform --repeats 3 --json {path}"
     assert run.main([*command.split(), "--impl", "jaxmoe,floor"]) == 0
-    floor, ours = [rows.Row.from_json(row) for row in json.loads(path.read_text())["rows"]]
+    found = [rows.Row.from_json(row) for row in json.loads(path.read_text())["rows"]]
+    floor, ours, *others = found
+    ops = [f"grouped_gemm/{name}" for name in ("gate_up", "down")]
+    assert [(r.op, r.impl) for r in others] == [
+        (op, impl) for op in ops for impl in ("floor", "jaxmoe")
+    ]
+    for row in others[1::2]:
+        assert row.us and row.rel_err is not None and row.rel_err < 1e-2
     assert (floor.pass_, ours.pass_) == ("forward+backward",) * 2
     assert ours.us and ours.rel_err is not None and 0 < ours.rel_err < 1e-2
-    assert ours.temp_bytes
+    weights_and_gradients = 2 * layer_bytes(MODELS["all"])
+    assert ours.temp_bytes and ours.peak_bytes
+    assert ours.peak_bytes > ours.temp_bytes + weights_and_gradients
     # 18 T K H I operations; two weights read and one written, of all four experts
     model = MODELS["all"]
     assert ours.tflops == pytest.approx(18 * 8 * 4 * 16 * 32 / ours.us * 1e-6, rel=1e-3)
@@ -233,6 +250,27 @@ def test_training_checks_every_gradient(tmp_path: Path) -> None:
         assert train._error(case, *wrong) > 0.05  # pyright: ignore[reportPrivateUsage]
 
 
+def test_training_checks_both_gradients_of_a_product() -> None:
+    case = Case(MODELS["all"], 8, "uniform", 1, weight_sets(MODELS["all"], 0))
+    entries = [e for e in train_products.entries(case, train.PASS) if e.op == "grouped_gemm/down"]
+    assert [e.impl for e in entries] == ["jaxmoe", "xla_ragged_dot"]
+    slow = entries[1]
+    assert slow.pass_ == train.PASS and slow.check is not None and slow.check() < 1e-2
+    # 6 R K N operations; a matrix read twice and its gradient written
+    assert slow.work.flops == 6 * 32 * 32 * 16
+    assert slow.work.weight_bytes == 3 * 4 * 32 * 16 * 2
+    sizes = np.asarray(case.group_sizes(1)[0], np.int32)
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jax.numpy.asarray(rng.standard_normal(shape), "bfloat16")  # noqa: E731
+    arguments = draw(32, 32), draw(4, 32, 16), jax.numpy.asarray(sizes), draw(32, 16)
+    right = jax.jit(train_products.training("xla_ragged_dot"))(*arguments)
+    at = np.array([0, 7, 31])
+    assert train_products.error(at, arguments, right) < 1e-2
+    for i in range(3):
+        wrong = [1.1 * a if i == j else a for j, a in enumerate(right)]
+        assert train_products.error(at, arguments, wrong) > 0.05
+
+
 def test_report_has_a_table_of_training() -> None:
     base = rows.Row("train", "moe_mlp", "qwen3-30b-a3b", 4096, "bf16", train.PASS, "floor", us=1190)
     ours = {"us": 1900.0, "tflops": 488.0, "vs_dense": 0.7, "temp_bytes": 10**9, "regime": "burst"}
@@ -241,7 +279,15 @@ def test_report_has_a_table_of_training() -> None:
     text = report_train.summary(report.Report([], found, peers))
     assert "| qwen3-30b-a3b | 4096 | 1190 | 1900 | 488 | 0.70 | 1000 | 2853 |" in text
     assert report_train.summary(report.Report([], found[:1], peers)) == ""
-    assert "recompute z MB" not in text and "sustained" not in text  # columns with nothing in them
+    assert "recompute z MB" not in text and "peak" not in text  # columns with nothing in them
+    product = dataclasses.replace(base, op="grouped_gemm/down", us=100.0)
+    slow = {"us": 15000.0, "regime": "burst"}
+    found += [product, dataclasses.replace(product, impl="jaxmoe", us=150.0, regime="burst")]
+    found += [dataclasses.replace(product, impl="xla_ragged_dot", **slow)]
+    found[1].peak_bytes = 3 * 10**9
+    text = report_train.summary(report.Report([], found, peers))
+    assert "| 488 | 0.70 | 1000 | 3000 | 2853 |" in text and "*peak*" in text
+    assert "| qwen3-30b-a3b | 4096 | down | 100 | 150 | 15000 | 100.0 |" in text
 
 
 def test_dense_training_is_products_of_equal_flops() -> None:

@@ -105,6 +105,11 @@ def _product(lhs, rhs, bias):
     return jaxmoe.grouped_gemm(lhs, rhs, jnp.array([2, 2], jnp.int32), bias=bias)
 
 
+def _weight_gradient(lhs, dy, into):
+    sizes = jnp.array([2, 2], jnp.int32)
+    return jaxmoe.grouped_gemm_weight_grad(lhs, dy, sizes, accumulate_into=into)
+
+
 def _sum_of_rows(rows, weights):
     plan = jaxmoe.plan(jnp.zeros(weights.shape, jnp.int32), 2)
     return jaxmoe.finalize(rows, plan, weights)
@@ -124,6 +129,7 @@ GRADIENTS = {
     ),
     "finalize": (_sum_of_rows, (BF16_4X8, WEIGHTS), ()),
     "grouped_gemm": (_product, (BF16_4X8, BF16_2X8X8, BF16_4X8[:2]), ()),
+    "grouped_gemm_weight_grad": (_weight_gradient, (BF16_4X8, BF16_4X8, BF16_2X8X8), ()),
     "moe_mlp": (
         _layer,
         (BF16_4X8, WEIGHTS, jnp.zeros((2, 8, 16), jnp.bfloat16), BF16_2X8X8),

@@ -1,7 +1,7 @@
-"""examples/train_lm.py learns, goes on where it stopped, and never looks ahead."""
+"""examples/: the language model learns, goes on where it stopped, and never looks ahead."""
 
 import dataclasses
-import importlib.util
+import importlib
 import sys
 from pathlib import Path
 
@@ -10,45 +10,83 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-PATH = Path(__file__).resolve().parents[1] / "examples" / "train_lm.py"
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 
 @pytest.fixture(scope="module")
 def example():
-    spec = importlib.util.spec_from_file_location("train_lm", PATH)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["train_lm"] = module  # where dataclasses look up annotations
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["train_lm"]
+    sys.path.insert(0, str(EXAMPLES))
+    yield importlib.import_module("train_lm")
+    sys.path.remove(str(EXAMPLES))
 
 
-def test_learns_more_than_the_frequency_of_bytes_and_resumes(
-    example, tmp_path, capsys, monkeypatch
-):
-    few = dataclasses.replace(example.TOY, hidden=32, intermediate=32, batch=8, megabytes=1)
+@pytest.fixture(autouse=True)
+def usual_promotion():
+    """Examples run with JAX's defaults, not with the stricter ones of the tests."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def test_learns_and_an_interruption_changes_nothing(example, tmp_path, capsys, monkeypatch):
+    sizes = {"hidden": 32, "intermediate": 16, "layers": 1, "length": 32, "batch": 8}
+    few = dataclasses.replace(example.TOY, **sizes, megabytes=1, rate=1e-2)
     monkeypatch.setattr(example, "TOY", few)
-    command = ["--preset", "toy", "--every", "30", "--out", str(tmp_path)]
-    assert example.main([*command, "--steps", "30"]) in (0, 1)
-    assert "from step 0" in capsys.readouterr().out
-    assert example.main([*command, "--steps", "90"]) == 0  # below the entropy of single bytes
+    options = ["--preset", "toy", "--steps", "60", "--every", "10", "--save-every", "20"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert example.main([*options, "--out", str(whole)]) == 0  # below the entropy of single bytes
     printed = capsys.readouterr().out
-    assert "from step 30" in printed and "30/90" not in printed and "90/90" in printed
-    lines = [line.split(",") for line in (tmp_path / "loss.csv").read_text().splitlines()]
-    assert lines[0] == ["step", "loss", "balance", "bytes_per_s"]
-    assert [line[0] for line in lines[1:]] == ["30", "60", "90"]
-    assert float(lines[3][1]) < float(lines[1][1]) < np.log(256)
-    assert "90</text></svg>" in (tmp_path / "loss.svg").read_text()
-    other = example.init(dataclasses.replace(few, hidden=16))
+    assert "from step 0" in printed and "60/60" in printed and "TFLOP/s MFU - 0 s left" in printed
+    step = example.train_step
+
+    def until_35(state, text, config):
+        if int(state[1][1][0].count) == 35:
+            raise KeyboardInterrupt
+        return step(state, text, config)
+
+    with monkeypatch.context() as interrupted, pytest.raises(KeyboardInterrupt):
+        interrupted.setattr(example, "train_step", until_35)
+        example.main([*options, "--out", str(parts)])
+    assert "30/60" in capsys.readouterr().out
+    assert example.main([*options, "--out", str(parts)]) == 0
+    printed = capsys.readouterr().out
+    assert "from step 20" in printed and "20/60" not in printed and "30/60" in printed
+    losses = [
+        [line.split(",")[:3] for line in (out / "loss.csv").read_text().splitlines()]
+        for out in (whole, parts)
+    ]
+    assert losses[0] == losses[1] and losses[0][0] == ["step", "loss", "balance"]
+    assert [line[0] for line in losses[0][1:]] == ["10", "20", "30", "40", "50", "60"]
+    assert float(losses[0][-1][1]) < float(losses[0][1][1]) - 2.0
+    assert "60</text></svg>" in (parts / "loss.svg").read_text()
     with pytest.raises(SystemExit, match="is of another model"):
-        example.restore(tmp_path / "state.npz", (other, (other, other)))
+        example.main([*options, "--out", str(parts), "--seed", "1"])
 
 
-def test_a_byte_is_predicted_from_those_before_it(example):
+def test_both_kinds_of_experts_are_one_model_that_looks_only_back(example):
     small = dataclasses.replace(example.TOY, hidden=16, intermediate=8, layers=1)
-    params = example.init(small)
+    params = example.init(small, 0)
     text = jnp.arange(7, dtype=jnp.int32)[None]
-    predict = jax.jit(lambda text: example.predict(params, text, small)[0][0])
-    logits, changed = predict(text), predict(text.at[0, 4].set(99))
+
+    @jax.jit
+    def predict(text):
+        kinds = [dataclasses.replace(small, kind=kind) for kind in example.EXPERTS]
+        return [example.predict(params, text, config)[0][0] for config in kinds]
+
+    (logits, dense), (changed, _) = predict(text), predict(text.at[0, 4].set(99))
+    np.testing.assert_allclose(logits, dense, rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(logits[:4], changed[:4])
     assert (np.abs(logits[4:] - changed[4:]).max(axis=1) > 1e-4).all()
+
+
+def test_kinds_are_compared_with_the_spread_over_seeds(example):
+    del example  # the folder of examples is on the path with it
+    compare = importlib.import_module("compare_experts")
+    losses = {"jaxmoe": {0: 1.0, 1: 1.2}, "dense": {0: 1.1, 1: 1.3}}
+    assert compare.table(losses).splitlines() == [
+        *("| seed | jaxmoe | dense |", "|---|--:|--:|"),
+        *("| 0 | 1.0000 | 1.1000 |", "| 1 | 1.2000 | 1.3000 |"),
+        *("| mean | 1.1000 | 1.2000 |", "| standard deviation | 0.1414 | 0.1414 |"),
+    ]
+    assert compare.within_noise(losses)
+    losses["dense"] = {seed: loss + 0.1 for seed, loss in losses["dense"].items()}
+    assert not compare.within_noise(losses)

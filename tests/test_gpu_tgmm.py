@@ -5,7 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe import _gmm, _gmm_xla, _targets, _tgmm_rows, grouped_gemm, reference
+from jaxmoe import (
+    _gmm,
+    _gmm_xla,
+    _targets,
+    _tgmm_rows,
+    grouped_gemm,
+    grouped_gemm_weight_grad,
+    reference,
+)
 from jaxmoe._testing import assert_close, assert_equal, normal, poison
 
 pytestmark = pytest.mark.gpu
@@ -219,6 +227,29 @@ def test_gathered_and_accumulated(gathered, accumulate, out_f32, dtype):
                 old = np.asarray(init, np.float64)
                 want, size = want + old, size + abs(old)
         assert_close_sums(out, want, naive, size)
+
+
+@pytest.mark.parametrize("layout", ("kn", "nk"))
+def test_microbatches_add_up_in_the_memory_of_the_first(layout):
+    rng = np.random.default_rng(14)
+    sizes = jnp.asarray(rng.integers(0, 60, (3, 5)), jnp.int32)
+    lhs, dy = normal(rng, (3, 300, 136), jnp.bfloat16), normal(rng, (3, 300, 72), jnp.bfloat16)
+    shape = (5, 136, 72) if layout == "kn" else (5, 72, 136)
+    into = normal(rng, shape)
+
+    def add(into, *part):
+        return grouped_gemm_weight_grad(*part, accumulate_into=into, weight_layout=layout)
+
+    want = into
+    for part in zip(lhs, dy, sizes, strict=True):
+        want = jax.jit(add)(want, *part)
+    scanned = jax.jit(lambda i, *a: jax.lax.scan(lambda i, p: (add(i, *p), None), i, a)[0])
+    assert_equal(scanned(into, lhs, dy, sizes), want)
+    donated = jnp.array(into)
+    address = donated.unsafe_buffer_pointer()
+    out = jax.jit(add, donate_argnums=0)(donated, lhs[0], dy[0], sizes[0])
+    assert out.unsafe_buffer_pointer() == address
+    assert_equal(out, jax.jit(add)(into, lhs[0], dy[0], sizes[0]))
 
 
 @pytest.mark.parametrize("layout", ("kn", "nk"))

@@ -126,6 +126,31 @@ def test_recomputing_z(layout):
     near(again, kept)
 
 
+@pytest.mark.parametrize("layout", ("kn", "nk"))
+def test_master_weights(layout):
+    """Float32 gradients, of which those of weights in bf16 are the rounded ones."""
+    layer, num_tokens, routing, _ = CASES["biases"]
+    narrow, ct = draw(layer, num_tokens, routing, layout, jnp.bfloat16)
+    masters = [name for name in narrow if name.startswith(("w_", "b_"))]
+    wide = narrow | {name: narrow[name].astype(jnp.float32) for name in masters}
+    given = options(layer, layout)
+
+    def both(wide, narrow):
+        ours = value_and_gradients(run, wide, ct, master_weights=True, **given)
+        return ours, value_and_gradients(run, narrow, ct, **given)
+
+    poison(wide["w_gate_up"].shape, jnp.float32)
+    (y, grads), (want_y, want) = jax.jit(both)(wide, narrow)
+    near(y, want_y)
+    for name in masters:
+        assert grads[name].dtype == jnp.float32
+        near(grads[name].astype(jnp.bfloat16), want[name])
+        assert (grads[name] != grads[name].astype(jnp.bfloat16).astype(jnp.float32)).any()
+    assert_equal(
+        jax.jit(lambda i: run(i, master_weights=True, **given))(wide), run(narrow, **given)
+    )
+
+
 def test_rows_without_finalize():
     layer, num_tokens, routing, layout = CASES["wide"]
     inputs, ct = draw(layer, num_tokens, routing, layout, jnp.bfloat16, residual=False)

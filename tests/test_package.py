@@ -30,6 +30,7 @@ PUBLIC_NAMES = {
     "explain",
     "finalize",
     "grouped_gemm",
+    "grouped_gemm_weight_grad",
     "load_balancing_loss",
     "moe_mlp",
     "permute",

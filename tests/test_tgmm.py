@@ -1,12 +1,16 @@
-"""The weight gradient of gathered rows, in pure XLA, against a loop over its rows."""
+"""Weight gradients: of gathered rows against a loop over them; the public one and its sums."""
+
+import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe import _heuristics, _tgmm_rows
+from jaxmoe import _heuristics, _tgmm_rows, grouped_gemm, grouped_gemm_weight_grad, reference
 from jaxmoe._testing import assert_equal, assert_vmap_is_loop, normal
+from tests.test_lowering import cuda_text
 
 E, T, SOURCE, K, N = 4, 23, 9, 6, 5
 SIZES = (7, 0, 11, 2)  # three rows are in no group
@@ -75,3 +79,108 @@ def test_vmap_is_a_loop(mask):
 
 def test_pairs_need_columns_for_both():
     assert [_heuristics.tgmm_cluster(c) for c in (8, 128, 136, 2048)] == [1, 1, 2, 2]
+
+
+def factors(dtype=jnp.bfloat16):
+    rng = np.random.default_rng(6)
+    return normal(rng, (T, 8), dtype), normal(rng, (T, 16), dtype)
+
+
+@pytest.mark.parametrize("layout", ("kn", "nk"))
+def test_is_the_gradient_of_grouped_gemm(layout):
+    """The same bits; added to a float32 gradient it is not rounded first."""
+    lhs, dy = factors()
+    sizes = jnp.array([7, -3, 11, 40], jnp.int32)  # 40 is cut to the rows that are left
+    shape = (E, 8, 16) if layout == "kn" else (E, 16, 8)
+    rhs = normal(np.random.default_rng(7), shape, jnp.bfloat16)
+    wgrad = functools.partial(grouped_gemm_weight_grad, weight_layout=layout)
+
+    def results(lhs, rhs, dy, into):
+        product = lambda rhs: grouped_gemm(lhs, rhs, sizes, weight_layout=layout)  # noqa: E731
+        expected = functools.partial(
+            reference.grouped_gemm_weight_grad, lhs, dy, sizes, weight_layout=layout
+        )
+        pulled = jax.vjp(product, rhs)[1](dy)[0], wgrad(lhs, dy, sizes)
+        return *pulled, wgrad(lhs, dy, sizes, accumulate_into=into), expected(accumulate_into=into)
+
+    into = normal(np.random.default_rng(8), shape)
+    pulled, alone, added, want = jax.jit(results)(lhs, rhs, dy, into)
+    assert_equal(alone, pulled)
+    np.testing.assert_allclose(added, want, rtol=1e-5, atol=1e-5)
+    assert_equal(added[1], into[1])
+
+
+def accumulated(into, lhs, dy, sizes):
+    """Adds the gradients of all microbatches to `into`."""
+
+    def one(into, factors):
+        return grouped_gemm_weight_grad(*factors, accumulate_into=into), None
+
+    return jax.lax.scan(one, into, (lhs, dy, sizes))[0]
+
+
+def test_microbatches_add_up_in_one_buffer():
+    lhs, dy = factors(jnp.float32)
+    split = [a[:22].reshape(2, 11, -1) for a in (lhs, dy)]
+    sizes = jnp.array([[3, 0, 5, 2], [1, 4, 0, 6]], jnp.int32)
+    into = jnp.ones((E, 8, 16))
+    add = jax.jit(accumulated, donate_argnums=0).lower(into, *split, sizes).compile()
+    assert add.memory_analysis().alias_size_in_bytes == into.nbytes
+    parts = map(reference.grouped_gemm_weight_grad, *split, sizes)
+    want = 1.0 + sum(map(np.asarray, parts))
+    np.testing.assert_allclose(add(into, *split, sizes), want, rtol=1e-5, atol=1e-5)
+    assert into.is_deleted()
+
+
+def test_cuda_adds_in_the_memory_of_the_carry():
+    lhs, dy = (a[:22].reshape(2, 11, -1) for a in factors())
+    sizes = jnp.ones((2, E), jnp.int32)
+    text = cuda_text(accumulated, jnp.ones((E, 8, 16)), lhs, dy, sizes)
+    assert text.count("@jaxmoe_tgmm_rows_v1") == 1
+    alias = r"output_operand_alias<output_tuple_indices = \[0\],\s*operand_index = 5"
+    assert re.search(alias, text)
+
+
+def test_derivatives_of_a_weight_gradient():
+    """Of every argument, against those of the reference."""
+    lhs, dy = factors(jnp.float32)
+    sizes = jnp.array(SIZES, jnp.int32)
+
+    def gradients(fn):
+        def loss(lhs, dy, into):
+            return jnp.sum(jnp.sin(fn(lhs, dy, sizes, accumulate_into=into)))
+
+        return jax.grad(loss, (0, 1, 2))
+
+    both = lambda *a: [  # noqa: E731
+        gradients(fn)(*a) for fn in (grouped_gemm_weight_grad, reference.grouped_gemm_weight_grad)
+    ]
+    ours, want = jax.jit(both)(lhs, dy, jnp.ones((E, 8, 16)))
+    for a, b in zip(ours, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+WRONG = (
+    ({"dy": (9, 16)}, "dy.shape[0]=9 must equal lhs.shape[0]=23 (R, the rows)"),
+    ({"dy": (T, 16, 1)}, "dy must have 2 axes [R,N], not 3"),
+    ({"group_sizes": (0,)}, "group_sizes.shape[0]=0 must be at least 1 (num_groups)"),
+    ({"accumulate_into": (E, 16, 8)}, "accumulate_into.shape=[4,16,8] must be [4,8,16] ([E,K,N])"),
+    ({"weight_layout": "ke"}, "weight_layout='ke' must be one of kn, nk"),
+    (
+        {"accumulate_into": (E, 8, 16), "preferred_element_type": jnp.bfloat16},
+        "accumulate_into.dtype=f32 must equal preferred_element_type=bf16",
+    ),
+)
+
+
+@pytest.mark.parametrize("change, message", WRONG)
+def test_errors(change, message):
+    right = {"lhs": (T, 8), "dy": (T, 16), "group_sizes": (E,)}
+    dtypes = {"group_sizes": jnp.int32}
+    given = {
+        n: jnp.zeros(v, dtypes.get(n, jnp.float32)) if isinstance(v, tuple) else v
+        for n, v in (right | change).items()
+    }
+    with pytest.raises((ValueError, TypeError)) as error:
+        grouped_gemm_weight_grad(**given)
+    assert str(error.value).startswith(f"jaxmoe.grouped_gemm_weight_grad: {message}.")

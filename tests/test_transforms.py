@@ -238,6 +238,24 @@ def test_remat_policies_know_the_residuals(names, products, plans):
     assert ops(rematted, arrays) == {n: count + more.get(n, 0) for n, count in plain.items()}
 
 
+def test_z_can_be_offloaded():
+    """To the host and back; no product is repeated, and the gradients are the same."""
+    ids, arrays = layer_arguments()
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=["jaxmoe_plan"],
+        names_which_can_be_offloaded=["jaxmoe_z"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+    gradient = jax.grad(loss_of(jax.checkpoint(layer, policy=policy), ids))
+    want, plain = plain_gradient()
+    program = jax.make_jaxpr(gradient)(arrays)
+    moved = [e for e in equations(program.jaxpr) if e.primitive.name == "device_put"]
+    assert [e.outvars[0].aval.shape for e in moved] == [(18, 48)] * 2  # there and back
+    assert ops(gradient, arrays) == plain
+    close(jax.jit(gradient)(arrays), want)
+
+
 def test_the_layer_is_the_composition_of_its_ops():
     ids, arrays = layer_arguments()
 

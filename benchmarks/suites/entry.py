@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 
@@ -9,6 +10,26 @@ from benchmarks import bounds, timing
 from benchmarks.chain import Chain
 
 _OUTPUT_BYTES = 16 * 2**30
+
+
+class Memory(NamedTuple):
+    """What one call needs of the device's memory, as XLA has assigned it.
+
+    Attributes:
+      temp_bytes: beyond arguments and results.
+      peak_bytes: all three together, the most there is at any time.
+    """
+
+    temp_bytes: int
+    peak_bytes: int
+
+    @classmethod
+    def of(cls, compiled: Any) -> "Memory":
+        """Reads it from a compiled program."""
+        found = compiled.memory_analysis()
+        outside = found.argument_size_in_bytes + found.output_size_in_bytes
+        peak = outside - found.alias_size_in_bytes + found.temp_size_in_bytes
+        return cls(found.temp_size_in_bytes, peak)
 
 
 @dataclasses.dataclass
@@ -27,7 +48,7 @@ class Entry:
       chosen: whether the heuristics choose this tile; None where tiles are not compared.
       scheme: what it multiplies, "bf16" or "fp8".
       pass_: "forward" or "forward+backward".
-      temp_bytes: returns what XLA allocates for one call beyond arguments and results.
+      memory: returns what one call needs of the device's memory.
     """
 
     op: str
@@ -42,7 +63,7 @@ class Entry:
     chosen: bool | None = None
     scheme: str = "bf16"
     pass_: str = "forward"
-    temp_bytes: Callable[[], int] | None = None
+    memory: Callable[[], Memory] | None = None
 
 
 def chain_length(

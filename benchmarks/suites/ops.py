@@ -211,7 +211,7 @@ def _grouped_gemm(case: Case, name: str, k: int, n: int) -> list[Entry]:
             out = chain.single(call)(lhs(), weights(0), plan.group_sizes)
             at = case.sample * model.top_k
             expert = np.searchsorted(np.asarray(plan.expert_offsets), at, side="right") - 1
-            return relative_error(out[at], _reference_rows(lhs()[at], weights(0), expert))
+            return relative_error(out[at], reference_rows(lhs()[at], weights(0), expert))
 
         count = chain_length(even, output_bytes, times_floor)
         return Entry(op, impl, work, hit, count, make, check, refusal, len(case.sets))
@@ -233,7 +233,9 @@ def _grouped_gemm(case: Case, name: str, k: int, n: int) -> list[Entry]:
 
 
 @jax.jit
-def _reference_rows(rows: jax.Array, w: jax.Array, expert: jax.Array) -> jax.Array:
+def reference_rows(rows: jax.Array, w: jax.Array, expert: jax.Array) -> jax.Array:
+    """Multiplies each row by the matrix of its expert in float32."""
+
     def one(item: tuple[jax.Array, jax.Array]) -> jax.Array:
         row, e = item
         w32 = w[e].astype(jnp.float32)

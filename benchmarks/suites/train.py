@@ -1,5 +1,7 @@
 """Suite `train`: forward and backward of one layer, all gradients, against dense products.
 
+And of its grouped products alone, against `jax.lax.ragged_dot` (`train_products.py`).
+
 One call returns y and the gradients of x, the routing weights and the layer's weights, for a given
 cotangent of y. TFLOP/s count three times the forward's products: 18 T K H I for a gated layer.
 """
@@ -17,7 +19,8 @@ from benchmarks import bounds, chain
 from benchmarks.baselines import composed, dense, xla_ragged_dot
 from benchmarks.cases import Case, Routed, Weights, relative_error, tokens
 from benchmarks.models import BYTES, Layer, layer_bytes
-from benchmarks.suites.entry import Entry, chain_length
+from benchmarks.suites import train_products
+from benchmarks.suites.entry import Entry, Memory, chain_length
 from jaxmoe import reference
 
 KN, RECOMPUTE = "jaxmoe[kn]", "jaxmoe[recompute_z]"
@@ -92,7 +95,7 @@ def entries(case: Case) -> list[Entry]:
     if work.compute_heavy(case.ceiling):
         make = functools.partial(dense.training_layers, model, case.num_rows, seed=case.seed)
         out.append(Entry("moe_mlp", dense.NAME, work, None, layers, make, None, pass_=PASS))
-    return out
+    return out + train_products.entries(case, PASS)
 
 
 def _entry(case: Case, impl: str, work: bounds.Work, layers: int) -> Entry:
@@ -120,8 +123,8 @@ def _entry(case: Case, impl: str, work: bounds.Work, layers: int) -> Entry:
             dw = dw._replace(w_gate_up=turn(dw.w_gate_up), w_down=turn(dw.w_down))
         return _error(case, y, dx, dweights, dw)
 
-    def temporary() -> int:
-        return program().memory_analysis().temp_size_in_bytes
+    def memory() -> Memory:
+        return Memory.of(program())
 
     return Entry(
         "moe_mlp",
@@ -133,7 +136,7 @@ def _entry(case: Case, impl: str, work: bounds.Work, layers: int) -> Entry:
         check,
         weight_sets=len(case.sets),
         pass_=PASS,
-        temp_bytes=temporary,
+        memory=memory,
     )
 
 
