@@ -104,13 +104,11 @@ def gmm_config(
     weight_rows: int,
     local_share: float = 1.0,
     promoted: bool | None = None,
-    gradient: bool = False,
 ) -> GemmConfig:
     """The tile for `num_rows` rows spread over `num_groups` groups.
 
     Each group has `weight_rows` rows of `k` elements. `local_share` of the groups are here.
     `promoted` says whether the sums of an FP8 product are promoted; None: 2-byte elements.
-    `gradient`: the epilogue takes the result through an activation, which pairs have no kernel for.
     """
     usual = _usual_rows(num_rows, num_groups)
     row_bytes = k * (2 if promoted is None else 1)
@@ -128,8 +126,6 @@ def gmm_config(
         return GemmConfig(256, 128, raster=raster)
     if usual <= 192:
         return GemmConfig(128, 192)
-    if gradient:
-        return GemmConfig(256, 128, raster=raster)
     return GemmConfig(256, 160, cluster=2, raster=raster)
 
 

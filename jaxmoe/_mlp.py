@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxmoe import _gmm, _primitive
+from jaxmoe._gate_up import activate, gate_up_p, no_index
 from jaxmoe._heuristics import mlp_configs, mlp_index_size
-from jaxmoe._mlp_products import activate, gate_up_p, no_index
 from jaxmoe._mlp_tangent import Residuals, product, tangent_of
 from jaxmoe.activation import GATE_UP_ORDERS
 from jaxmoe.finalize import finalize, no_residual

@@ -27,13 +27,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxmoe import _gmm, _primitive
-from jaxmoe._mlp_products import OTHER_LAYOUT, activate, down_dgrad_p, multiply, of_moving
+from jaxmoe._gate_up import activate, multiply, of_moving
 from jaxmoe.finalize import sum_rows
 from jaxmoe.permute import permute_p
 
 # What can have a tangent, in the order in which tangents are passed.
 VARIABLES = ("x", "weights", "w_gate_up", "w_down", "b_gate_up", "b_down", "residual")
 _OF_Z = ("x", "w_gate_up", "b_gate_up")
+_OTHER_LAYOUT = {"kn": "nk", "nk": "kn"}
 _COLUMNS = 8  # the shortest row that the kernels multiply
 
 
@@ -167,25 +168,22 @@ def _transpose(cts: Any, args: Any, *, wrt: tuple[str, ...], **params: Any) -> l
     if finalized:
         s = _row_weights(r, r.weights)
     rows = _to_rows(r, dy) if finalized else dy
-    shared = {n: params[n] for n in ("activation", "gate_up")}
+    act = functools.partial(activate, activation=params["activation"], gate_up=params["gate_up"])
+    h, pull = jax.vjp(act, r.z)
     dz: Any = None
-    products: Any = None
     if wanted & {"weights", *_OF_Z}:
-        groups = r.expert_offsets[:-1], jnp.diff(r.expert_offsets)
-        dz, weighted, products = down_dgrad_p(
-            rows, r.w_down, r.z, s, *groups, weight_layout=layout, **shared
-        )
-    else:
-        weighted = (s[:, None] * activate(r.z, **shared)).astype(dtype)
-    if "weights" in wanted:
-        ds = jnp.sum(products, axis=1)
-        if r.b_down.size:
-            pad = ((0, 0), (0, 0), (0, _COLUMNS - 1))
-            column = jnp.pad(r.b_down[:, :, None], pad)
-            ds += multiply(rows, column, weight_layout="kn", dtype=jnp.float32)[:, 0]
-        grads["weights"] = _slot_values(r, ds)
+        dh = multiply(rows, r.w_down, weight_layout=_OTHER_LAYOUT[layout], dtype=dtype)
+        dh = dh.astype(jnp.float32)
+        (dz,) = pull(s[:, None] * dh)
+        if "weights" in wanted:
+            ds = jnp.sum(dh * h, axis=-1)
+            if r.b_down.size:
+                pad = ((0, 0), (0, 0), (0, _COLUMNS - 1))
+                column = jnp.pad(r.b_down[:, :, None], pad)
+                ds += multiply(rows, column, weight_layout="kn", dtype=jnp.float32)[:, 0]
+            grads["weights"] = _slot_values(r, ds)
     if "x" in wanted:
-        dx = multiply(dz, r.w_gate_up, weight_layout=OTHER_LAYOUT[layout], dtype=dtype)
+        dx = multiply(dz, r.w_gate_up, weight_layout=_OTHER_LAYOUT[layout], dtype=dtype)
         grads["x"] = sum_rows(dx, r.slot_to_row)
     if "w_gate_up" in wanted:
         # NOTE: copied, as fetching them by index takes the product twice as long.
@@ -196,6 +194,7 @@ def _transpose(cts: Any, args: Any, *, wrt: tuple[str, ...], **params: Any) -> l
         sums = contract(ones, dz, count, jnp.float32).sum(1)
         grads["b_gate_up"] = sums.astype(dtypes["b_gate_up"])
     if "w_down" in wanted:
+        weighted = (s[:, None] * h).astype(dtype)
         pair = (weighted, rows) if layout == "kn" else (rows, weighted)
         grads["w_down"] = contract(*pair, r.w_down.shape[0], dtypes["w_down"])
     if "b_down" in wanted:

@@ -20,7 +20,6 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(GroupedGemmFp8Ffi);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(TgmmFfi);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(TgmmRowsFfi);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(GateUpFfi);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(DownDgradFfi);
 
 namespace nb = nanobind;
 
@@ -41,8 +40,7 @@ constexpr XLA_FFI_Handler* kHandlers[kNumTargets] = {RouteFfi,
                                                      GroupedGemmFp8Ffi,
                                                      TgmmFfi,
                                                      TgmmRowsFfi,
-                                                     GateUpFfi,
-                                                     DownDgradFfi};
+                                                     GateUpFfi};
 
 nb::dict Registrations() {
   nb::dict handlers;

@@ -22,8 +22,7 @@ enum class Target {
   kGmmFp8,
   kTgmm,
   kTgmmRows,
-  kGateUp,
-  kDownDgrad
+  kGateUp
 };
 
 inline constexpr const char* kTargetNames[] = {
@@ -41,7 +40,6 @@ inline constexpr const char* kTargetNames[] = {
     "jaxmoe_tgmm_v1",
     "jaxmoe_tgmm_rows_v1",
     "jaxmoe_gate_up_v1",
-    "jaxmoe_down_dgrad_v1",
 };
 inline constexpr int kNumTargets = static_cast<int>(std::size(kTargetNames));
 

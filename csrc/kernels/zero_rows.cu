@@ -41,9 +41,7 @@ cudaError_t LaunchZeroRows(const ZeroRowsParams& params, cudaStream_t stream) {
     p.batch = p.num_rows = p.row_bytes = p.num_groups = 0;
   }
   uintptr_t bits = reinterpret_cast<uintptr_t>(p.out) | static_cast<uintptr_t>(p.row_bytes);
-  for (const ZeroRowsParams::Other& other : p.others) {
-    bits |= reinterpret_cast<uintptr_t>(other.out) | static_cast<uintptr_t>(other.row_bytes);
-  }
+  bits |= reinterpret_cast<uintptr_t>(p.other.out) | static_cast<uintptr_t>(p.other.row_bytes);
   if (bits % 16 == 0) return LaunchZeroRowsUnit<uint4>(p, stream);
   if (bits % 2 == 0) return LaunchZeroRowsUnit<uint16_t>(p, stream);
   return LaunchZeroRowsUnit<uint8_t>(p, stream);

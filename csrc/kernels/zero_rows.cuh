@@ -94,12 +94,10 @@ __global__ void __launch_bounds__(kZeroRowsThreads)
                end_unit,
                covered,
                block_rows);
-  if (blockIdx.y != 0) return;
-  for (const ZeroRowsParams::Other& other : params.others) {
-    const int64_t units = other.row_bytes / static_cast<int64_t>(sizeof(Unit));
-    Unit* out = static_cast<Unit*>(other.out) + row * units;
-    if (other.out != nullptr) ZeroOpenRows(out, units, 0, units, covered, block_rows);
-  }
+  if (blockIdx.y != 0 || params.other.out == nullptr) return;
+  const int64_t units = params.other.row_bytes / static_cast<int64_t>(sizeof(Unit));
+  Unit* other = static_cast<Unit*>(params.other.out) + row * units;
+  ZeroOpenRows(other, units, 0, units, covered, block_rows);
 }
 
 }  // namespace jaxmoe

@@ -10,7 +10,7 @@ namespace jaxmoe {
 // out[b,t,:] = 0 for every t in no [starts[b,e], starts[b,e] + sizes[b,e]). Groups may hold any
 // values: negative sizes cover nothing, the rest is clipped to [0,T).
 struct ZeroRowsParams {
-  // Further results with rows of the same groups, null where there are none.
+  // Another result with rows of the same groups; null if there is none.
   struct Other {
     void* out;  // [B,T,row_bytes]
     int64_t row_bytes;
@@ -22,7 +22,7 @@ struct ZeroRowsParams {
   int64_t batch;
   int64_t num_rows;   // T
   int64_t row_bytes;  // N * element size
-  Other others[2];
+  Other other;
   int64_t num_groups;      // E
   int32_t* zero_counters;  // nullable; [num_zero_counters] set to 0
   int64_t num_zero_counters;

@@ -23,19 +23,6 @@ struct ScaleArgs {
   bool half;     // bias and output are fp16, else bf16
 };
 
-// ActivationGradient of moe_gemm.h, unused if z is null.
-struct GradientArgs {
-  const void* z;
-  const float* weights;
-  void* weighted;
-  float* products;
-  int width;
-  int gate_base;  // first column of the gate half
-  int up_base;
-  bool gated;
-  bool interleaved;
-};
-
 struct MoeGemmArgs {
   CUtensorMap
       w_map;  // 3-D: (k, n, weight) or (n, k, weight), box 128 bytes of rows x 64 x 1, swizzled
@@ -68,9 +55,8 @@ struct MoeGemmArgs {
   bool writes_plan;     // slot_to_row and the number of rows, for the kernels after
   PlanParams plan;
   ActivationParams activation;
-  void* z;                // null, or where the sums go that the activation is of; not FP8
-  GradientArgs gradient;  // not FP8
-  ScaleArgs scales;       // FP8
+  void* z;           // null, or where the sums go that the activation is of; not FP8
+  ScaleArgs scales;  // FP8
 };
 
 // One instantiated kernel. `launch` sets attributes and launches on `grid` CTAs.

@@ -70,21 +70,6 @@ ScaleArgs MakeScales(const MoeGemmProblem& p) {
   return s;
 }
 
-GradientArgs MakeGradient(const MoeGemmProblem& p) {
-  const ActivationGradient& from = *p.gradient;
-  GradientArgs g{};
-  g.z = from.z;
-  g.weights = from.weights;
-  g.weighted = from.weighted;
-  g.products = from.products;
-  g.width = from.gated ? 2 * p.n : p.n;
-  g.gate_base = from.gated && from.gate_up == GateUp::kUpGate ? p.n : 0;
-  g.up_base = from.gate_up == GateUp::kUpGate ? 0 : p.n;
-  g.gated = from.gated;
-  g.interleaved = from.gated && from.gate_up == GateUp::kInterleaved;
-  return g;
-}
-
 template <class... Args>
 const char* Message(const char* format, Args... args) {
   thread_local char text[160];
@@ -115,11 +100,8 @@ const char* LaunchMoeGemm(const MoeGemmProblem& p, const TileConfig& tile, cudaS
                    p.n,
                    p.gated ? " (both halves)" : "");
   }
-  if ((p.z != nullptr || p.gradient != nullptr) && (fp8 || p.out_f32)) {
-    return "gradients are of bf16 and fp16 products alone";
-  }
-  if (p.gradient != nullptr && (p.gated || p.bias != nullptr || tile.token_tile == 160)) {
-    return "the cotangent of an activation is one plain product of tiles of up to 128 tokens";
+  if (p.z != nullptr && (fp8 || p.out_f32)) {
+    return "sums beside the activation are those of bf16 and fp16 products";
   }
   const int step_k = 128 / ElementSize(p.dtype);
   if (fp8 && tile.gather && tile.token_tile > 32) return "wide FP8 tiles do not gather";
@@ -169,7 +151,6 @@ const char* LaunchMoeGemm(const MoeGemmProblem& p, const TileConfig& tile, cudaS
   args.stream_weights = mean_rows <= tile_rows;  // about one token tile a group
   args.activation = p.activation;
   args.z = p.z;
-  if (p.gradient != nullptr) args.gradient = MakeGradient(p);
   args.plans = p.plan != nullptr;
   args.writes_plan = p.writes_plan;
   if (args.plans) args.plan = *p.plan;

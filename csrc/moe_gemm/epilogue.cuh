@@ -7,7 +7,7 @@
 #pragma once
 
 #include "csrc/common/quant_scale.cuh"
-#include "csrc/moe_gemm/gradient.cuh"
+#include "csrc/moe_gemm/activation.cuh"
 #include "csrc/moe_gemm/scales.cuh"
 
 namespace jaxmoe {
@@ -69,22 +69,16 @@ class Epilogue {
         lane_(site.thread % 32) {}
 
   __device__ __forceinline__ void Run(Accumulators<T>& acc) {
-    const bool silu =
-        args_.activation.kind == ActivationParams::kSigmoid && args_.activation.c3 == 0.0f;
     LoadBias();
     if constexpr (T::kFp8) {
       scales_.Publish(token_scales_, site_.thread);
       Sync();
     } else {
       if (args_.z != nullptr) StoreSums(acc);
-      if constexpr (T::kStoresGradients) {
-        if (args_.gradient.z != nullptr) {
-          const bool plain = silu && isinf(args_.activation.limit) && args_.activation.beta == 0.0f;
-          return plain ? StoreGradients<PlainSiluForm>(acc) : StoreGradients<OtherForm>(acc);
-        }
-      }
     }
     if constexpr (T::kGated) {
+      const bool silu =
+          args_.activation.kind == ActivationParams::kSigmoid && args_.activation.c3 == 0.0f;
       if (args_.interleaved) {
         silu ? StageAll<StageMode::kInterleaved, SiluForm>(acc)
              : StageAll<StageMode::kInterleaved, OtherForm>(acc);
@@ -202,71 +196,6 @@ class Epilogue {
         Sync();  // the staging buffer is free again
       }
     }
-  }
-
-  // See ActivationGradient. The first tokens' part of z is on its way while dh is staged, the
-  // others' while the one before is in use.
-  template <class Form>
-  __device__ __forceinline__ void StoreGradients(const Accumulators<T>& acc) const {
-    const GradientArgs& g = args_.gradient;
-    const int feature = site_.feature + 8 * (site_.thread % kChunksPerRow);
-    const bool exists = feature < args_.n_out;
-    const int gate_column = g.interleaved ? 2 * feature : g.gate_base + feature;
-    const int up_column = g.interleaved ? 2 * feature + 8 : g.up_base + feature;
-    const auto load = [&](int token) {
-      GateUpColumns z{};
-      if (exists && token < site_.rows) {
-        const uint16_t* const row =
-            static_cast<const uint16_t*>(g.z) + (site_.row + token) * static_cast<int64_t>(g.width);
-        z.weight = __ldg(g.weights + site_.row + token);
-        z.gate = __ldg(reinterpret_cast<const uint4*>(row + gate_column));
-        if (g.gated) z.up = __ldg(reinterpret_cast<const uint4*>(row + up_column));
-      }
-      return z;
-    };
-#pragma unroll
-    for (int t0 = 0; t0 < T::kWarpgroupTokens; t0 += T::kChunkTokens) {
-      if (t0 >= site_.rows) break;
-      int token = site_.thread / kChunksPerRow;
-      GateUpColumns z = load(t0 + token);
-      if (t0 > 0) Sync();  // the chunk before has been used
-#pragma unroll
-      for (int j = 0; j < T::kChunkTokens / 8; ++j) {
-#pragma unroll
-        for (int b = 0; b < 2; ++b) {
-          const float4 v = Values(acc, b, t0 / 8 + j);
-          StageBlock(b, j, v.x, v.y, v.z, v.w);
-        }
-      }
-      Sync();
-#pragma unroll 1
-      for (; token < T::kChunkTokens; token += kRowsPerPass) {
-        const GateUpColumns next = load(t0 + token + kRowsPerPass);
-        const bool here = exists && t0 + token < site_.rows;
-        const int64_t row = site_.row + t0 + token;
-        float product = 0.0f;
-        if (here) {
-          const uint4 dh = *reinterpret_cast<const uint4*>(staging_ + token * T::kStagingPitch +
-                                                           16 * (site_.thread % kChunksPerRow));
-          uint4 weighted;
-          product = Backward<Form>(args_, Out(), dh, z, weighted);
-          uint16_t* const dz = static_cast<uint16_t*>(args_.out) + row * g.width;
-          *reinterpret_cast<uint4*>(dz + gate_column) = z.gate;
-          if (g.gated) *reinterpret_cast<uint4*>(dz + up_column) = z.up;
-          *reinterpret_cast<uint4*>(static_cast<uint16_t*>(g.weighted) + row * args_.n_out +
-                                    feature) = weighted;
-        }
-#pragma unroll
-        for (int lanes = kChunksPerRow / 2; lanes > 0; lanes /= 2) {
-          product += __shfl_xor_sync(0xffffffffu, product, lanes);
-        }
-        if (here && site_.thread % kChunksPerRow == 0) {
-          g.products[row * ((args_.n_out + 127) / 128) + feature / 128] = product;
-        }
-        z = next;
-      }
-    }
-    if (site_.rows > 0) Sync();
   }
 
   // Eight tokens of a 64-row block of weights, rounded.

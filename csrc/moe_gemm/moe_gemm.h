@@ -68,19 +68,6 @@ constexpr bool QuantizesGroups(ScaleFormat format, const TileConfig& tile) {
   return format == ScaleFormat::kBlock && tile.weight_tile == 256;
 }
 
-// For a product that is dh, the cotangent of h = act(z): instead of dh the epilogue stores what the
-// backward pass makes of it. Element by element, of dh rounded to the output's type,
-//
-//   out = act'(z) * (s * dh) [rows, width]    weighted = s * h    products = sums of dh * h
-struct ActivationGradient {
-  const void* z = nullptr;         // [rows, width]; width 2 n if gated, else n
-  const float* weights = nullptr;  // [rows], s
-  void* weighted = nullptr;        // [rows, n]
-  float* products = nullptr;       // [rows, ceil(n / 128)], of 128 features each
-  bool gated = false;
-  GateUp gate_up = GateUp::kGateUp;
-};
-
 // One grouped GEMM. Pointers are device pointers.
 struct MoeGemmProblem {
   DType dtype = DType::kBFloat16;      // of x and w; of w alone if that is FP8: then x is e4m3
@@ -106,9 +93,8 @@ struct MoeGemmProblem {
   bool out_f32 = false;  // only when not gated
   ActivationParams activation;
   void* z = nullptr;  // [batch * rows_per_batch, n] for the sums before the activation, or null
-  const ActivationGradient* gradient = nullptr;  // of `activation`; the product is not gated
-  Fp8Scales scales;                              // of FP8 operands
-  bool pdl = false;                              // programmatic dependent launch
+  Fp8Scales scales;   // of FP8 operands
+  bool pdl = false;   // programmatic dependent launch
   bool early_groups = false;  // groups were written before the previous launch began
   // Instead of group_starts, group_sizes, row_index and tile_counter: at most kMaxPlannedSlots
   // slots whose plan the kernel makes. Gathers rows with tiles of up to 32 tokens only.

@@ -102,10 +102,9 @@ struct Tile {
   static constexpr int kPartialBytes = kConsumers * 128 * kWarpgroupTokens * 4;
 
   // Not where 160 tokens of accumulators leave too few registers: a float32 FP8 output, whose
-  // addresses need them, an activation's gradient, and scales fetched before the k loop (nor beside
+  // addresses need them, and scales fetched before the k loop (nor beside
   // promoted sums).
   static constexpr bool kStoresFloat = !kFp8 || kWarpgroupTokens <= 128;
-  static constexpr bool kStoresGradients = !kFp8 && !kGated && kWarpgroupTokens <= 128;
   static constexpr bool kLateScales = kWarpgroupTokens > (kPromoted ? 64 : 128);
 
   // Scales of X: of a tile's tokens for the epilogue, of a step's for the promotion. The latter,

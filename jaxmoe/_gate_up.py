@@ -1,23 +1,14 @@
-"""The primitives of a training step's two products that do more than multiply.
+"""The primitive of a training step's first product, which leaves z behind for the backward pass.
 
 gate_up: x [T,H], row_to_token [R], slot_to_row [T,K], w [E,...], bias [E,N] or [0,0], starts and
   sizes [G] int32 -> h [R,I], z [R,N]
 
   z = x[row_to_token] @ w[e] + bias[e], rounded; h = act(z before it was rounded)
 
-With row_to_token [0] and slot_to_row [0,0] x is [R,H], in order.
-
-down_dgrad: dy [R,H], w [E,...] (of the down product), z [R,N], weights [R] f32, starts, sizes ->
-  dz [R,N], weighted [R,I], products [R,ceil(I/128)] f32
-
-  dh = dy @ w[e]^T, rounded; h = act(z)
-  dz = act'(z) * (weights * dh)   weighted = weights * h   products: sums of dh * h over 128 columns
-
-Group g has weights g mod E. Rows of no group are exactly 0, as z of `down_dgrad` has to be there.
-Elementwise steps are in float32. On
-CUDA each is one kernel, whose epilogue does what stands after the product; `_mlp_tangent.py` has
-the formulas of the whole backward pass. Derivatives and batches are those of the ops that the pure
-JAX functions call.
+With row_to_token [0] and slot_to_row [0,0] x is [R,H], in order. Group g has weights g mod E. Rows
+of no group are exactly 0. Elementwise steps are in float32. On CUDA it is one kernel, whose
+epilogue does what stands after the product. Derivatives and batches are those of the ops that the
+pure JAX function calls.
 """
 
 import functools
@@ -27,12 +18,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxmoe import _gmm, _primitive
-from jaxmoe._heuristics import GemmConfig, gmm_config, gmm_scratch_size
+from jaxmoe._heuristics import GemmConfig, gmm_scratch_size
 from jaxmoe.activation import GATE_UP_ORDERS, Activation, split_gate_up
 from jaxmoe.permute import permute_p
-
-OTHER_LAYOUT = {"kn": "nk", "nk": "kn"}
-_SUMMED = 128  # columns of h that one tile of the kernel adds up
 
 
 def activate(z: jax.Array, activation: Activation, gate_up: str) -> jax.Array:
@@ -106,28 +94,6 @@ def _gate_up(
     return activate(z, activation, gate_up).astype(x.dtype), z.astype(x.dtype)
 
 
-def _down_dgrad(
-    dy: jax.Array,
-    w: jax.Array,
-    z: jax.Array,
-    weights: jax.Array,
-    starts: jax.Array,
-    sizes: jax.Array,
-    *,
-    activation: Activation,
-    gate_up: str,
-    weight_layout: str,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    other = OTHER_LAYOUT[weight_layout]
-    dh = multiply(dy, w, None, starts, sizes, weight_layout=other, dtype=dy.dtype)
-    dh = dh.astype(jnp.float32)
-    h, pull = jax.vjp(functools.partial(activate, activation=activation, gate_up=gate_up), z)
-    (dz,) = pull(weights[:, None] * dh)
-    products = jnp.pad(dh * h, ((0, 0), (0, -h.shape[1] % _SUMMED)))
-    products = products.reshape(h.shape[0], -(-h.shape[1] // _SUMMED), _SUMMED).sum(axis=2)
-    return dz, (weights[:, None] * h).astype(dy.dtype), products
-
-
 def _gate_up_out(
     x: Any, row_to_token: Any, _: Any, w: Any, *_rest: Any, **params: Any
 ) -> list[_primitive.Spec]:
@@ -135,12 +101,6 @@ def _gate_up_out(
     width = w.shape[2 if params["weight_layout"] == "kn" else 1]
     intermediate = width // 2 if params["activation"].gated else width
     return [((rows, intermediate), x.dtype), ((rows, width), x.dtype)]
-
-
-def _down_dgrad_out(dy: Any, w: Any, z: Any, *_: Any, **params: Any) -> list[_primitive.Spec]:
-    rows, intermediate = z.shape[0], w.shape[1 if params["weight_layout"] == "kn" else 2]
-    blocks = -(-intermediate // _SUMMED)
-    return [(z.shape, z.dtype), ((rows, intermediate), dy.dtype), ((rows, blocks), jnp.float32)]
 
 
 def _gate_up_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
@@ -161,49 +121,34 @@ def _gate_up_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
     return (h, z), (dh.astype(h.dtype), dz)
 
 
-def _down_dgrad_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-    fn, moving, tangents = of_moving(functools.partial(_down_dgrad, **params), primals, tangents)
-    return jax.jvp(fn, moving, tangents)
-
-
-def _batch(fn: Any, args: Any, dims: Any, **params: Any) -> Any:
-    outs = jax.vmap(functools.partial(fn, **params), dims)(*args)
+def _batch(args: Any, dims: Any, **params: Any) -> Any:
+    outs = jax.vmap(functools.partial(_gate_up, **params), dims)(*args)
     return outs, (0,) * len(outs)
 
 
-def _attrs(weight_layout: str, config: GemmConfig, **params: Any) -> dict[str, Any]:
-    activation = params["activation"]
+def _attrs(
+    _avals: Any, *, activation: Activation, gate_up: str, weight_layout: str, config: GemmConfig
+) -> dict[str, Any]:
     return {
         "weight_layout": _gmm.WEIGHT_LAYOUTS.index(weight_layout),
-        "gate_up": GATE_UP_ORDERS.index(params["gate_up"]),
+        "gate_up": GATE_UP_ORDERS.index(gate_up),
         "activation": {"gated": int(activation.gated), **activation.kernel_params()},
         "config": config.attrs(),
     }
-
-
-def _gate_up_attrs(_avals: Any, **params: Any) -> dict[str, Any]:
-    return _attrs(**params)
-
-
-def _down_dgrad_attrs(avals: Any, *, weight_layout: str, **params: Any) -> dict[str, Any]:
-    dy, w, _, _, starts, _ = avals
-    weight_rows = w.shape[1 if weight_layout == "kn" else 2]
-    config = gmm_config(dy.shape[0], starts.size, dy.shape[1], weight_rows, gradient=True)
-    return _attrs(OTHER_LAYOUT[weight_layout], config, **params)
 
 
 def _scratch(_avals: Any, **_params: Any) -> list[_primitive.Spec]:
     return [((gmm_scratch_size(),), jnp.int32)]
 
 
-def _reason(avals: Any, *, weight: int, rows: int, **_params: Any) -> str | None:
-    op, x, w = "moe_mlp", avals[0], avals[weight]
+def _reason(avals: Any, **_params: Any) -> str | None:
+    op, x, row_to_token, w = "moe_mlp", avals[0], avals[1], avals[3]
     return (
-        _gmm.dtype_reason(op, x=x, w=w)
-        or _gmm.count_reason(op, avals[rows].shape[0], rows=avals[rows])
+        _gmm.dtype_reason(op, x=x, w_gate_up=w)
+        or _gmm.count_reason(op, row_to_token.size or x.shape[0], row_to_token=row_to_token)
         or _gmm.row_reason(op, "x", x, 1)
-        or _gmm.row_reason(op, "w", w, 2)
-        or _gmm.row_reason(op, "w", w, 1)
+        or _gmm.row_reason(op, "w_gate_up", w, 2)
+        or _gmm.row_reason(op, "w_gate_up", w, 1)
     )
 
 
@@ -211,26 +156,13 @@ gate_up_p = _primitive.define(
     "jaxmoe_gate_up",
     out=_gate_up_out,
     xla=_gate_up,
-    batch=functools.partial(_batch, _gate_up),
+    batch=_batch,
     jvp=_gate_up_jvp,
     cuda=_primitive.CudaTarget(
         "jaxmoe_gate_up_v1",
-        attrs=_gate_up_attrs,
+        attrs=_attrs,
         scratch=_scratch,
-        reason=functools.partial(_reason, weight=3, rows=1),
+        reason=_reason,
         operands=(0, 1, 3, 4, 5, 6),
-    ),
-)
-down_dgrad_p = _primitive.define(
-    "jaxmoe_down_dgrad",
-    out=_down_dgrad_out,
-    xla=_down_dgrad,
-    batch=functools.partial(_batch, _down_dgrad),
-    jvp=_down_dgrad_jvp,
-    cuda=_primitive.CudaTarget(
-        "jaxmoe_down_dgrad_v1",
-        attrs=_down_dgrad_attrs,
-        scratch=_scratch,
-        reason=functools.partial(_reason, weight=1, rows=0),
     ),
 )
