@@ -12,13 +12,14 @@ can turn examples into groups without a copy of weights that are the same for al
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxmoe import _gmm, _primitive
+from jaxmoe import _gmm, _mlp_sharding, _primitive
 from jaxmoe._heuristics import mlp_configs, mlp_index_size
 from jaxmoe._mlp_tangent import Residuals, activate, product, tangent_of
 from jaxmoe.activation import GATE_UP_ORDERS, Activation
@@ -49,8 +50,13 @@ def _row_stages(
     num_local_experts: int,
     expert_offset: int,
     config: Any,
+    between: Callable[[jax.Array], jax.Array] = jnp.asarray,
+    after: Callable[[jax.Array], jax.Array] = jnp.asarray,
 ) -> tuple[jax.Array, jax.Array, Plan]:
-    """Composes the layer up to finalize from the other ops. Returns (rows, z, plan)."""
+    """Composes the layer up to finalize from the other ops. Returns (rows, z, plan).
+
+    `between` is applied to the first product and `after` to the activations.
+    """
     order = plan(
         expert_ids,
         num_experts,
@@ -63,15 +69,22 @@ def _row_stages(
     multiply = functools.partial(
         product, expert_offsets=order.expert_offsets, weight_layout=weight_layout
     )
-    z = multiply(permute(x, order), w_gate_up, b_gate_up, dtype=z_dtype, config=first)
+    z = between(multiply(permute(x, order), w_gate_up, b_gate_up, dtype=z_dtype, config=first))
     z = checkpoint_name(z, "jaxmoe_z")
-    h = activate(z, activation, gate_up).astype(x.dtype)
+    h = after(activate(z, activation, gate_up).astype(x.dtype))
     return multiply(h, w_down, b_down, dtype=x.dtype, config=second), z, order
 
 
 def _stages(*arrays: jax.Array, **params: Any) -> tuple[jax.Array]:
     rows, order = _rows_and_plan(*_without_finalize(arrays), **params)
     return (_finish(rows, order, arrays[2], arrays[8]),)
+
+
+def _in_parts(*arrays: jax.Array, **params: Any) -> jax.Array:
+    """The layer without residual in parts, for devices that exchange something between them."""
+    x, ids, weights, *shared = arrays
+    rows, _, order = _row_stages(x, ids, *shared, z_dtype=x.dtype, **params)
+    return finalize(rows, order, weights)
 
 
 def _finish(rows: jax.Array, order: Plan, weights: jax.Array, residual: jax.Array) -> jax.Array:
@@ -300,6 +313,7 @@ moe_mlp_p = _primitive.define(
     batch=_batch,
     jvp=_jvp,
     cuda=_primitive.CudaTarget("jaxmoe_moe_mlp_v1", attrs=_attrs, scratch=_scratch, reason=_reason),
+    rule=_mlp_sharding.layer_rule(lambda *arrays, **params: moe_mlp_p(*arrays, **params), _in_parts),
 )
 
 moe_mlp_rows_p = _primitive.define(

@@ -1,0 +1,240 @@
+"""Divides ops over the axes of a mesh: one rule of an op for Auto and for Explicit axes.
+
+A `Rule` says which dimensions of arguments and results belong together (`dims`), and given over
+which mesh axes each dimension is split, how a device computes its part (`split`). XLA asks it
+while it partitions a program, after Shardy has propagated the shardings of Auto axes; for Explicit
+axes it is asked while tracing, and its answer runs in `jax.shard_map`.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from jaxmoe import _checks
+
+Axes = tuple[str, ...]  # mesh axes over which one dimension is split, the slowest first
+Dims = tuple[Axes, ...]  # those of each dimension of an array
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A call whose arguments are split over a mesh.
+
+    Attributes:
+      avals: shapes and dtypes of the whole arguments.
+      given: mesh axes of each dimension of each argument.
+      wanted: the same of each result, as what uses them is split; nothing on Explicit axes.
+      sizes: devices along each mesh axis.
+      explicit: whether the axes are Explicit. Then types say how everything is split, and what
+        cannot stay so is an error; collectives must suit `jax.shard_map`.
+    """
+
+    avals: tuple[Any, ...]
+    given: tuple[Dims, ...]
+    wanted: tuple[Dims, ...]
+    sizes: Mapping[str, int]
+    explicit: bool
+
+    def count(self, axes: Axes) -> int:
+        """Devices that `axes` divide something among."""
+        return math.prod(self.sizes[a] for a in axes)
+
+    def pick(self, size: int, *choices: Axes, taken: Axes = ()) -> Axes:
+        """The first of `choices` that is not empty, less what is taken or does not divide."""
+        for axes in choices:
+            if axes:
+                free: Axes = ()
+                for axis in axes:
+                    if axis in taken or size % self.count((*free, axis)):
+                        break
+                    free = (*free, axis)
+                return free
+        return ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """How a call is divided: mesh axes of every dimension, and what each device computes.
+
+    `part` takes a device's parts of the arguments and returns its parts of the results.
+    """
+
+    ins: tuple[Dims, ...]
+    outs: tuple[Dims, ...]
+    part: Callable[..., tuple[Any, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """How an op may be divided.
+
+    Args:
+      dims: (avals, outs, **params) -> names of the dimensions, "t h, t k -> t h". Those of one name
+        are split over the same axes, as far as nothing else decides.
+      split: (call, **params) -> `Split`. On Explicit axes it may refuse.
+      names: what the public function calls its op and each argument, for messages.
+      weights: indices of the arguments that are never gathered.
+    """
+
+    dims: Callable[..., str]
+    split: Callable[..., Split]
+    names: tuple[str, ...]
+    weights: tuple[int, ...] = ()
+
+
+def index(axes: Axes) -> jax.Array:
+    """Which part of what `axes` split is this device's."""
+    return jax.lax.axis_index(axes)
+
+
+def own(a: jax.Array, dim: int, axes: Axes, count: int) -> jax.Array:
+    """This device's part of `a` along `dim`, of `count` parts."""
+    if not axes:
+        return a
+    size = a.shape[dim] // count
+    return jax.lax.dynamic_slice_in_dim(a, index(axes) * size, size, dim)
+
+
+def once(a: jax.Array, axes: Axes) -> jax.Array:
+    """`a` on the first device along `axes` and 0 on the others, for what is added up over them."""
+    return jnp.where(index(axes) == 0, a, jnp.zeros_like(a)) if axes and a.size else a
+
+
+def total(a: jax.Array, axes: Axes) -> jax.Array:
+    """The sum of `a` over the devices along `axes`."""
+    return jax.lax.psum(a, axes) if axes else a
+
+
+def axes_of(spec: Any, ndim: int) -> Dims:
+    """Mesh axes of each dimension of a PartitionSpec."""
+    parts = (*spec, *(None,) * (ndim - len(spec)))
+    return tuple(() if p is None else p if isinstance(p, tuple) else (p,) for p in parts)
+
+
+def to_spec(dims: Dims) -> PartitionSpec:
+    """The PartitionSpec of those mesh axes."""
+    return PartitionSpec(*((axes[0] if len(axes) == 1 else axes or None) for axes in dims))
+
+
+def explicit_axes(aval: Any) -> frozenset[str]:
+    """The Explicit mesh axes over which an array is split."""
+    explicit = _explicit(aval.sharding.mesh)
+    used = axes_of(aval.sharding.spec, aval.ndim)
+    return frozenset(axis for axes in used for axis in axes if axis in explicit)
+
+
+def is_auto(mesh: Any) -> bool:
+    """Whether XLA alone divides work among the devices of `mesh` (or of none that is known)."""
+    return mesh.empty or all(kind == AxisType.Auto for kind in mesh.axis_types)
+
+
+def mesh_of(avals: Sequence[Any]) -> Any:
+    """The mesh that a call is traced for: the context's, or the one its arguments' types name."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        mesh = next((a.sharding.mesh for a in avals if not a.sharding.mesh.empty), mesh)
+    return mesh
+
+
+def on_explicit_axes(
+    rule: Rule, mesh: Any, arrays: Sequence[jax.Array], params: dict[str, Any]
+) -> tuple[jax.Array, ...]:
+    """Runs a call with arguments that are split over Explicit axes of `mesh`."""
+    avals = tuple(jax.typeof(a) for a in arrays)
+    explicit = _explicit(mesh)
+    given = tuple(
+        tuple(tuple(axis for axis in axes if axis in explicit) for axes in dims)
+        for dims in (axes_of(a.sharding.spec, a.ndim) for a in avals)
+    )
+    call = Call(avals, given, (), dict(mesh.shape), explicit=True)
+    split = rule.split(call, **params)
+    for i in rule.weights:
+        if any(set(have) - set(kept) for have, kept in zip(given[i], split.ins[i], strict=True)):
+            _refuse_weights(rule, avals, given, split, i)
+    arrays = [
+        a if have == want else jax.sharding.reshard(a, to_spec(want))
+        for a, have, want in zip(arrays, given, split.ins, strict=True)
+    ]
+    part = jax.shard_map(
+        split.part,
+        mesh=None if mesh == jax.sharding.get_abstract_mesh() else mesh,
+        in_specs=tuple(to_spec(dims) for dims in split.ins),
+        out_specs=tuple(to_spec(dims) for dims in split.outs),
+        axis_names=explicit,
+    )
+    return part(*arrays)
+
+
+def refuse_tokens(rule: Rule, call: Call, i: int, dim: int, why: str) -> None:
+    """Raises if dimension `dim` of argument `i` is split over Explicit axes."""
+    if not call.explicit or not call.given[i][dim]:
+        return
+    axes = ", ".join(call.given[i][dim])
+    name = rule.names[i + 1]
+    text = (
+        f"{name} is split over the Explicit mesh axes ({axes}) in its dimension {dim}, but {why}. "
+        "Call it inside jax.shard_map over those axes, or replicate the argument with "
+        "jax.sharding.reshard"
+    )
+    raise NotImplementedError(_checks.message(rule.names[0], text, **{name: call.avals[i]}))
+
+
+def _refuse_weights(rule: Rule, avals: Any, given: Any, split: Split, i: int) -> None:
+    name = rule.names[i + 1]
+    text = (
+        f"{name} is split as {to_spec(given[i])} over Explicit mesh axes, which does not go with "
+        f"the other arguments: it would have to be {to_spec(split.ins[i])}, and weights are not "
+        "gathered. Reshard it with jax.sharding.reshard, or split the other weights like it"
+    )
+    raise NotImplementedError(_checks.message(rule.names[0], text, **{name: avals[i]}))
+
+
+def on_auto_axes(
+    rule: Rule, op: Callable[..., Any], avals: Sequence[Any], params: dict[str, Any]
+) -> Callable[..., tuple[jax.Array, ...]]:
+    """Returns the call of `op` as XLA's partitioner takes it, a function of `avals`.
+
+    Arguments without elements stand for "none" and stay out of the partitioned call.
+    """
+    there = [i for i, a in enumerate(avals) if a.size]
+
+    def fill(arrays: Sequence[Any], make: Callable[[Any], Any]) -> list[Any]:
+        rest = iter(arrays)
+        return [next(rest) if a.size else make(a) for a in avals]
+
+    def call(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(op(*fill(arrays, lambda a: jnp.zeros(a.shape, a.dtype)), **params))
+
+    def partition(mesh: Any, args: Sequence[Any], results: Sequence[Any]) -> Any:
+        given = fill([axes_of(a.sharding.spec, a.ndim) for a in args], lambda a: ((),) * a.ndim)
+        wanted = [axes_of(r.sharding.spec, r.ndim) for r in results]
+        split = rule.split(
+            Call(tuple(avals), tuple(given), tuple(wanted), dict(mesh.shape), explicit=False),
+            **params,
+        )
+
+        def part(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+            # Arguments without elements have the shape of the whole.
+            parts = fill(arrays, lambda a: jnp.zeros(a.shape, a.dtype))
+            return tuple(split.part(*parts))
+
+        place = lambda dims: NamedSharding(mesh, to_spec(dims))  # noqa: E731
+        ins = tuple(place(split.ins[i]) for i in there)
+        return mesh, part, tuple(place(dims) for dims in split.outs), ins
+
+    names, results = rule.dims(avals, **params).split("->")
+    names = [n for i, n in enumerate(names.split(",")) if avals[i].size]
+    partitioned = custom_partitioning(call)
+    partitioned.def_partition(partition=partition, sharding_rule=f"{','.join(names)}->{results}")
+    return lambda *arrays: partitioned(*(arrays[i] for i in there))
+
+
+def _explicit(mesh: Any) -> frozenset[str]:
+    kinds = () if mesh.empty else zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return frozenset(axis for axis, kind in kinds if kind == AxisType.Explicit)
