@@ -20,9 +20,6 @@ import jax
 
 from jaxmoe._sharding import Axes, Call, Rule, Split, once, own, refuse_tokens, total
 
-_WHY = "the rows of one list of groups belong together"
-
-
 def gmm_rule(gmm: Callable[..., Any]) -> Rule:
     """The rule of `gmm`."""
 
@@ -33,7 +30,7 @@ def gmm_rule(gmm: Callable[..., Any]) -> Rule:
         return f"b t k, {of_weight} e {weight}, b g, b g, {bias} -> b t n"
 
     def split(call: Call, **params: Any) -> Split:
-        refuse_tokens(rule, call, 0, 1, _WHY)
+        refuse_tokens(rule, call, 0, 1)
         x, w, starts, _, bias = call.avals
         of_x, of_w = call.given[:2]
         k_dim = 2 if params["weight_layout"] == "kn" else 3
@@ -69,7 +66,7 @@ def tgmm_rule(tgmm: Callable[..., Any]) -> Rule:
 
     def split(call: Call, *, weight_shape: tuple[int, int], **params: Any) -> Split:
         for i in (0, 1):
-            refuse_tokens(rule, call, i, 1, _WHY)
+            refuse_tokens(rule, call, i, 1)
         x, dy = call.avals[:2]
         of_dw = call.wanted[0] if call.wanted else ((),) * 4
         k = call.pick(x.shape[2], call.given[0][2], of_dw[2])

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxmoe import _gmm, _mlp_sharding, _primitive
+from jaxmoe import _gmm, _mlp_sharding, _mlp_whole, _primitive, _sharding
 from jaxmoe._heuristics import mlp_configs, mlp_index_size
 from jaxmoe._mlp_tangent import Residuals, activate, product, tangent_of
 from jaxmoe.activation import GATE_UP_ORDERS, Activation
@@ -116,6 +116,8 @@ def _rows_out(x: Any, expert_ids: Any, *_: Any, **_params: Any) -> list[_primiti
 
 
 def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+    if _sharding.divided_by_xla(primals):
+        return moe_mlp_p(*primals, **params), (_tangent(primals, tangents, **params),)
     weights, residual = primals[2], primals[8]
     arrays, moving = _without_finalize(primals), _without_finalize(tangents)
     rows, order, tangent = _linearized(
@@ -306,6 +308,10 @@ def _reason(avals: Any, **params: Any) -> str | None:
     return _rows_reason(_without_finalize(avals), **params)
 
 
+def _layer(*arrays: jax.Array, **params: Any) -> tuple[jax.Array, ...]:
+    return moe_mlp_p(*arrays, **params)
+
+
 moe_mlp_p = _primitive.define(
     "jaxmoe_moe_mlp",
     out=_out,
@@ -313,8 +319,10 @@ moe_mlp_p = _primitive.define(
     batch=_batch,
     jvp=_jvp,
     cuda=_primitive.CudaTarget("jaxmoe_moe_mlp_v1", attrs=_attrs, scratch=_scratch, reason=_reason),
-    rule=_mlp_sharding.layer_rule(lambda *arrays, **params: moe_mlp_p(*arrays, **params), _in_parts),
+    rule=_mlp_sharding.layer_rule(_layer, _in_parts),
 )
+
+_tangent = _mlp_whole.derivative(_layer, _in_parts)
 
 moe_mlp_rows_p = _primitive.define(
     "jaxmoe_moe_mlp_rows",

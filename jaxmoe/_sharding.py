@@ -142,6 +142,17 @@ def mesh_of(avals: Sequence[Any]) -> Any:
     return mesh
 
 
+def divided_by_xla(arrays: Sequence[jax.Array]) -> bool:
+    """Whether a call is traced for several devices of a mesh among which XLA divides the work."""
+    mesh = mesh_of([jax.typeof(a) for a in arrays])
+    return not mesh.empty and mesh.size > 1 and is_auto(mesh)
+
+
+def no_mesh() -> Any:
+    """A context for what is traced for one device."""
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+
+
 def on_explicit_axes(
     rule: Rule, mesh: Any, arrays: Sequence[jax.Array], params: dict[str, Any]
 ) -> tuple[jax.Array, ...]:
@@ -171,18 +182,21 @@ def on_explicit_axes(
     return part(*arrays)
 
 
-def refuse_tokens(rule: Rule, call: Call, i: int, dim: int, why: str) -> None:
-    """Raises if dimension `dim` of argument `i` is split over Explicit axes."""
+def refuse_tokens(rule: Rule, call: Call, i: int, dim: int) -> None:
+    """Raises if dimension `dim` of argument `i`, tokens of one order, is split over Explicit axes.
+
+    The dimensions before `dim` are batches, which the public function does not have.
+    """
     if not call.explicit or not call.given[i][dim]:
         return
-    axes = ", ".join(call.given[i][dim])
-    name = rule.names[i + 1]
+    axes, name, aval = ", ".join(call.given[i][dim]), rule.names[i + 1], call.avals[i]
     text = (
-        f"{name} is split over the Explicit mesh axes ({axes}) in its dimension {dim}, but {why}. "
-        "Call it inside jax.shard_map over those axes, or replicate the argument with "
-        "jax.sharding.reshard"
+        f"the rows of {name} must not be split over Explicit mesh axes ({axes}): the groups that "
+        "they are ordered by are those of all. Call it inside jax.shard_map over those axes, where "
+        "each device has groups of its own, or replicate the argument with jax.sharding.reshard"
     )
-    raise NotImplementedError(_checks.message(rule.names[0], text, **{name: call.avals[i]}))
+    shown = jax.ShapeDtypeStruct(aval.shape[dim:], aval.dtype)
+    raise NotImplementedError(_checks.message(rule.names[0], text, **{name: shown}))
 
 
 def _refuse_weights(rule: Rule, avals: Any, given: Any, split: Split, i: int) -> None:
@@ -222,7 +236,8 @@ def on_auto_axes(
         def part(*arrays: jax.Array) -> tuple[jax.Array, ...]:
             # Arguments without elements have the shape of the whole.
             parts = fill(arrays, lambda a: jnp.zeros(a.shape, a.dtype))
-            return tuple(split.part(*parts))
+            with no_mesh():
+                return tuple(split.part(*parts))
 
         place = lambda dims: NamedSharding(mesh, to_spec(dims))  # noqa: E731
         ins = tuple(place(split.ins[i]) for i in there)
