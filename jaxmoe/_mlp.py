@@ -52,10 +52,11 @@ def _row_stages(
     config: Any,
     between: Callable[[jax.Array], jax.Array] = jnp.asarray,
     after: Callable[[jax.Array], jax.Array] = jnp.asarray,
+    own: Callable[[jax.Array], jax.Array] = jnp.asarray,
 ) -> tuple[jax.Array, jax.Array, Plan]:
     """Composes the layer up to finalize from the other ops. Returns (rows, z, plan).
 
-    `between` is applied to the first product and `after` to the activations.
+    `between` is applied to the first product and `after` to the activations; `own` as in `product`.
     """
     order = plan(
         expert_ids,
@@ -67,7 +68,7 @@ def _row_stages(
     order = jax.tree.map(lambda index: checkpoint_name(index, "jaxmoe_plan"), order)
     first, second = (None, None) if config is None else config
     multiply = functools.partial(
-        product, expert_offsets=order.expert_offsets, weight_layout=weight_layout
+        product, expert_offsets=order.expert_offsets, weight_layout=weight_layout, own=own
     )
     z = between(multiply(permute(x, order), w_gate_up, b_gate_up, dtype=z_dtype, config=first))
     z = checkpoint_name(z, "jaxmoe_z")
@@ -85,6 +86,11 @@ def _in_parts(*arrays: jax.Array, **params: Any) -> jax.Array:
     x, ids, weights, *shared = arrays
     rows, _, order = _row_stages(x, ids, *shared, z_dtype=x.dtype, **params)
     return finalize(rows, order, weights)
+
+
+def _rows_in_parts(*arrays: jax.Array, **params: Any) -> tuple[jax.Array, jax.Array]:
+    rows, _, order = _row_stages(*arrays, z_dtype=arrays[0].dtype, **params)
+    return rows, order.slot_to_row
 
 
 def _finish(rows: jax.Array, order: Plan, weights: jax.Array, residual: jax.Array) -> jax.Array:
@@ -333,4 +339,5 @@ moe_mlp_rows_p = _primitive.define(
     cuda=_primitive.CudaTarget(
         "jaxmoe_moe_mlp_rows_v1", attrs=_rows_attrs, scratch=_rows_scratch, reason=_rows_reason
     ),
+    rule=_mlp_sharding.rows_rule(_rows_in_parts),
 )

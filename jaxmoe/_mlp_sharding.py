@@ -8,6 +8,7 @@
                           gathered first and results scattered
 """
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable
@@ -17,7 +18,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxmoe._collectives import PLAIN, TYPED
-from jaxmoe._sharding import Axes, Call, Dims, Rule, Split, index, once, own
+from jaxmoe._gmm_sharding import own_groups
+from jaxmoe._sharding import Axes, Call, Dims, Rule, Split, index, once, own, refuse_tokens
 
 NAMES = (
     "x",
@@ -133,12 +135,10 @@ def layer_part(
     """
     c = TYPED if call.explicit else PLAIN
     count, added = call.count, d.e + d.i
-    columns = 2 if params["weight_layout"] == "kn" else 1
     num_weights = call.avals[3].shape[0]
     local = own_experts(params, count(d.e))
     if d.i or d.h_in:  # tiles chosen for all of the contraction may not fit a part
         local = local | {"config": None}
-    in_pairs = d.i if d.pairs else ()
     summed = [(k, tuple(axes)) for k, axes in itertools.groupby(d.gather, added.__contains__)]
 
     def gathered(a: jax.Array, parts: Axes) -> jax.Array:
@@ -154,17 +154,13 @@ def layer_part(
             x = own(x, 1, d.h_in, count(d.h_in))
         weights = gathered(weights, added + d.h_out)
         ids = gathered(ids, d.gather)
-        w1, b1 = c.spread(w1, d.kept + in_pairs), c.spread(b1, d.kept + in_pairs + d.h_in)
-        w2, b2 = c.spread(w2, d.kept), c.spread(b2, d.kept + d.i)
-        w1, b1 = own_pairs(w1, columns, in_pairs, count), own_pairs(b1, 1, in_pairs, count)
-        b1, b2 = once(b1, d.h_in), once(b2, d.i)
+        own_w = own_weights(d, c, count, params["weight_layout"], w1, w2, b1, b2)
         expert_map = own_map(expert_map, num_weights, d.e, count(d.e), params)
-        arrays = (x, ids, weights, w1, w2, b1, b2, expert_map)
+        arrays = (x, ids, weights, *own_w, expert_map)
         if d.apart:
-            pairs = functools.partial(_join_pairs, axes=d.i, count=count(d.i))
             y = stages(
                 *arrays,
-                between=lambda z: (pairs if d.halves else jnp.asarray)(c.total(z, d.h_in)),
+                between=functools.partial(_between, d, c, count),
                 after=lambda h: c.spread(h, d.h_out),
                 **local,
             )
@@ -180,6 +176,75 @@ def layer_part(
         return (y,)
 
     return part
+
+
+def rows_rule(stages: Callable[..., Any]) -> Rule:
+    """The rule of `moe_mlp_rows_p`, `stages` being that op in parts.
+
+    Its rows are in the order of all tokens and all experts, which every device makes a plan of.
+    """
+    names = ("moe_mlp", *NAMES[:2], *NAMES[3:8])
+
+    def rows_dims(avals: Any, **params: Any) -> str:
+        arguments, _ = dims([*avals[:2], avals[1], *avals[2:]], **params).split("->")
+        x, ids, _, *others = arguments.split(",")
+        return f"{','.join([x, ids, *others[:-1]])} -> r d, t k"
+
+    def split(call: Call, **params: Any) -> Split:
+        for i in (0, 1):
+            refuse_tokens(rule, call, i, 0)
+        x, ids = (((), *axes[1:]) for axes in call.given[:2])
+        avals = (*call.avals[:2], call.avals[1], *call.avals[2:], call.avals[0])
+        given = (x, ids, ids, *call.given[2:], x)
+        d, ins = division(dataclasses.replace(call, avals=avals, given=given), params)
+        c, added = TYPED if call.explicit else PLAIN, d.e + d.i
+        local = params | ({"config": None} if d.i or d.h_in else {})
+
+        def part(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+            x, ids, *weights, expert_map = arrays
+            weights = own_weights(d, c, call.count, params["weight_layout"], *weights)
+            own_weights_count = weights[0].shape[0]
+            rows, slot_to_row = stages(
+                x,
+                ids,
+                *weights,
+                expert_map,
+                between=functools.partial(_between, d, c, call.count),
+                own=lambda a: own_groups(a, own_weights_count, d.e, call.count(d.e)),
+                **local,
+            )
+            return c.total(rows, added), slot_to_row
+
+        outs = (((), d.h_out), ((), ()))
+        return Split((*ins[:2], *ins[3:8]), outs, part)
+
+    rule = Rule(rows_dims, split, names, weights=(2, 3))
+    return rule
+
+
+def own_weights(
+    d: Division,
+    c: Any,
+    count: Callable[[Axes], int],
+    weight_layout: str,
+    w1: jax.Array,
+    w2: jax.Array,
+    b1: jax.Array,
+    b2: jax.Array,
+) -> tuple[jax.Array, ...]:
+    """A device's parts of weights and biases, as `places` says -> those of its local layer."""
+    in_pairs = d.i if d.pairs else ()
+    w1, b1 = c.spread(w1, d.kept + in_pairs), c.spread(b1, d.kept + in_pairs + d.h_in)
+    w2, b2 = c.spread(w2, d.kept), c.spread(b2, d.kept + d.i)
+    columns = 2 if weight_layout == "kn" else 1
+    w1, b1 = own_pairs(w1, columns, in_pairs, count), own_pairs(b1, 1, in_pairs, count)
+    return w1, w2, once(b1, d.h_in), once(b2, d.i)
+
+
+def _between(d: Division, c: Any, count: Callable[[Axes], int], z: jax.Array) -> jax.Array:
+    """Makes of a device's first product all that its activations need."""
+    z = c.total(z, d.h_in)
+    return _join_pairs(z, axes=d.i, count=count(d.i)) if d.halves else z
 
 
 def own_experts(params: dict[str, Any], count: int) -> dict[str, Any]:

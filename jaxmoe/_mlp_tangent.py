@@ -20,6 +20,7 @@ other ops, so that higher derivatives come from their rules.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -66,13 +67,17 @@ def product(
     weight_layout: str,
     dtype: Any,
     config: Any = None,
+    own: Callable[[jax.Array], jax.Array] = jnp.asarray,
 ) -> jax.Array:
-    """Multiplies rows in expert order by the weights of their experts."""
+    """Multiplies rows in expert order by the weights of their experts.
+
+    `own` takes from [1,G] the groups of the experts in `w`, if those are not all.
+    """
     (out,) = _gmm.gmm(
         rows[None],
         w[None],
-        expert_offsets[None, :-1],
-        jnp.diff(expert_offsets)[None],
+        own(expert_offsets[None, :-1]),
+        own(jnp.diff(expert_offsets)[None]),
         _gmm.no_bias(rows.dtype) if bias is None or not bias.size else bias[None],
         weight_layout=weight_layout,
         out_dtype=jnp.dtype(dtype),

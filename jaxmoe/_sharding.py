@@ -88,6 +88,54 @@ class Rule:
     weights: tuple[int, ...] = ()
 
 
+def independent(
+    op: Callable[..., Any],
+    names: tuple[str, ...],
+    dims: str | Callable[..., str],
+    free: str,
+    tokens: str = "",
+) -> Rule:
+    """The rule of an op that has nothing to add up or to fetch.
+
+    It may be divided along the dimensions `free`, the others whole; Explicit axes may not split
+    the `tokens`, which have an order.
+    """
+    text = dims if callable(dims) else lambda *_args, **_params: dims
+
+    def split(call: Call, **params: Any) -> Split:
+        arguments, results = (
+            [part.split() for part in side.split(",")]
+            for side in text(call.avals, **params).split("->")
+        )
+        for i, letters in enumerate(arguments):
+            if tokens and tokens in letters and call.avals[i].size:
+                refuse_tokens(rule, call, i, letters.index(tokens))
+        chosen: dict[str, Axes] = {}
+        for letter in free:
+            seen = [
+                (aval.shape[letters.index(letter)], axes[letters.index(letter)])
+                for aval, letters, axes in zip(call.avals, arguments, call.given, strict=True)
+                if letter in letters and aval.size
+            ]
+            wanted = [
+                axes[letters.index(letter)]
+                for letters, axes in zip(results, call.wanted, strict=False)
+                if letter in letters
+            ]
+            taken = tuple(axis for axes in chosen.values() for axis in axes)
+            options = [axes for _, axes in seen] + wanted
+            chosen[letter] = call.pick(seen[0][0], *options, taken=taken) if seen else ()
+        place = lambda letters: tuple(chosen.get(letter, ()) for letter in letters)  # noqa: E731
+        ins = (
+            place(letters) if aval.size else ((),) * aval.ndim
+            for letters, aval in zip(arguments, call.avals, strict=True)
+        )
+        return Split(tuple(ins), tuple(map(place, results)), lambda *a: op(*a, **params))
+
+    rule = Rule(text, split, names)
+    return rule
+
+
 def index(axes: Axes) -> jax.Array:
     """Which part of what `axes` split is this device's."""
     return jax.lax.axis_index(axes)
@@ -191,9 +239,9 @@ def refuse_tokens(rule: Rule, call: Call, i: int, dim: int) -> None:
         return
     axes, name, aval = ", ".join(call.given[i][dim]), rule.names[i + 1], call.avals[i]
     text = (
-        f"the rows of {name} must not be split over Explicit mesh axes ({axes}): the groups that "
-        "they are ordered by are those of all. Call it inside jax.shard_map over those axes, where "
-        "each device has groups of its own, or replicate the argument with jax.sharding.reshard"
+        f"{name} must not be split along its rows over Explicit mesh axes ({axes}), because their "
+        "groups are those of all. Call it inside jax.shard_map over those axes, where each device "
+        "has groups of its own, or replicate the argument with jax.sharding.reshard"
     )
     shown = jax.ShapeDtypeStruct(aval.shape[dim:], aval.dtype)
     raise NotImplementedError(_checks.message(rule.names[0], text, **{name: shown}))

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmoe import _checks, _primitive
+from jaxmoe import _checks, _primitive, _sharding
 
 
 @jax.tree_util.register_dataclass
@@ -244,4 +244,11 @@ _plan = _primitive.define(
     xla=plan_xla,
     batch=_batch,
     cuda=_primitive.CudaTarget("jaxmoe_plan_v1", attrs=_attrs, scratch=_scratch),
+    rule=_sharding.independent(
+        lambda *arrays, **params: _plan(*arrays, **params),
+        ("plan", "expert_ids", "expert_map"),
+        "b t k, m -> b f, b r, b t k",
+        free="b",
+        tokens="t",
+    ),
 )
