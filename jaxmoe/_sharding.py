@@ -220,12 +220,14 @@ def on_explicit_axes(
         a if have == want else jax.sharding.reshard(a, to_spec(want))
         for a, have, want in zip(arrays, given, split.ins, strict=True)
     ]
+    # NOTE: not all Explicit axes: under vmap those of the batch are not there to be named.
+    used = {axis for dims in (*split.ins, *split.outs) for axes in dims for axis in axes}
     part = jax.shard_map(
         split.part,
         mesh=None if mesh == jax.sharding.get_abstract_mesh() else mesh,
         in_specs=tuple(to_spec(dims) for dims in split.ins),
         out_specs=tuple(to_spec(dims) for dims in split.outs),
-        axis_names=explicit,
+        axis_names=used,
     )
     return part(*arrays)
 
