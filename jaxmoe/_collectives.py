@@ -5,7 +5,6 @@ rules are right there. `PLAIN` is for the parts that XLA's partitioner asks for,
 such types: what is the same on all devices says so by the op it goes through.
 """
 
-import functools
 from typing import Any
 
 import jax

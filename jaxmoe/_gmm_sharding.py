@@ -20,6 +20,7 @@ import jax
 
 from jaxmoe._sharding import Axes, Call, Rule, Split, once, own, refuse_tokens, total
 
+
 def gmm_rule(gmm: Callable[..., Any]) -> Rule:
     """The rule of `gmm`."""
 
@@ -31,7 +32,7 @@ def gmm_rule(gmm: Callable[..., Any]) -> Rule:
 
     def split(call: Call, **params: Any) -> Split:
         refuse_tokens(rule, call, 0, 1)
-        x, w, starts, _, bias = call.avals
+        x, w, _, _, bias = call.avals
         of_x, of_w = call.given[:2]
         k_dim = 2 if params["weight_layout"] == "kn" else 3
         n_dim = 5 - k_dim

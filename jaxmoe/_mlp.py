@@ -82,10 +82,10 @@ def _stages(*arrays: jax.Array, **params: Any) -> tuple[jax.Array]:
 
 
 def _in_parts(*arrays: jax.Array, **params: Any) -> jax.Array:
-    """The layer without residual in parts, for devices that exchange something between them."""
-    x, ids, weights, *shared = arrays
+    """The layer in parts, for devices that exchange something between them."""
+    x, ids, weights, *shared, residual = arrays
     rows, _, order = _row_stages(x, ids, *shared, z_dtype=x.dtype, **params)
-    return finalize(rows, order, weights)
+    return _finish(rows, order, weights, residual)
 
 
 def _rows_in_parts(*arrays: jax.Array, **params: Any) -> tuple[jax.Array, jax.Array]:

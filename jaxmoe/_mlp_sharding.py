@@ -1,11 +1,11 @@
 """How the expert layer is divided over the axes of a mesh; weights stay where they are.
 
-  weights split on E      each device runs its experts, and results are added up
-  ... on I                each device has columns of w_gate_up and rows of w_down, added up
-  w_gate_up split on H    parts of the first product are added up, then the layer goes on
-  w_down split on H       each device has columns of the result
-  tokens split            each device runs its tokens; over axes that split weights too, tokens are
-                          gathered first and results scattered
+weights split on E      each device runs its experts, and results are added up
+... on I                each device has columns of w_gate_up and rows of w_down, added up
+w_gate_up split on H    parts of the first product are added up, then the layer goes on
+w_down split on H       each device has columns of the result
+tokens split            each device runs its tokens; over axes that split weights too, tokens are
+                        gathered first and results scattered
 """
 
 import dataclasses
@@ -68,15 +68,21 @@ class Division(NamedTuple):
         return tuple(a for a in self.tokens if a not in self.gather)
 
 
-def divide(call: Call, *, activation: Any, gate_up: str, weight_layout: str) -> Division:
-    """Chooses the axes of each dimension; those of the weights come before those of the tokens."""
+def divide(
+    call: Call, *, activation: Any, gate_up: str, weight_layout: str, unit: int = 1
+) -> Division:
+    """Chooses the axes of each dimension; those of the weights come before those of the tokens.
+
+    The first arguments of `call` are those of NAMES. H and I are divided between `unit` elements.
+    """
     x, _, _, w1, w2, *_ = call.avals
     of_x, of_ids, of_weights, of1, of2 = call.given[:5]
     first, second = (1, 2) if weight_layout == "kn" else (2, 1)
     e = call.pick(w1.shape[0], of1[0], of2[0]) if w1.shape[0] == w2.shape[0] else ()
-    i = call.pick(w2.shape[first], of1[second], of2[first], taken=e)
-    h_in = call.pick(x.shape[1], of1[first], taken=e + i)
-    h_out = call.pick(x.shape[1], of2[second], taken=e + i)
+    hidden, inter = (s // unit if s % unit == 0 else 1 for s in (x.shape[1], w2.shape[first]))
+    i = call.pick(inter, of1[second], of2[first], taken=e)
+    h_in = call.pick(hidden, of1[first], taken=e + i)
+    h_out = call.pick(hidden, of2[second], taken=e + i)
     tokens = call.pick(x.shape[0], of_x[0], of_ids[0], of_weights[0], taken=h_out)
     gather = tuple(a for a in tokens if a in e + i + h_in)
     in_halves = bool(i) and activation.gated and gate_up != "interleaved"
@@ -104,7 +110,7 @@ def places(d: Division, avals: Any, weight_layout: str) -> tuple[Dims, ...]:
 
 
 def layer_rule(fused: Callable[..., Any], stages: Callable[..., Any]) -> Rule:
-    """The rule of `moe_mlp_p`, which is `fused`; `stages` is the same in parts, see `layer_part`."""
+    """The rule of `moe_mlp_p`, which is `fused`; `stages` is it in parts, see `layer_part`."""
 
     def split(call: Call, **params: Any) -> Split:
         d, ins = division(call, params)
@@ -130,8 +136,8 @@ def layer_part(
 ) -> Callable[..., tuple[jax.Array]]:
     """What a device computes: arguments of `moe_mlp_p`, split as `places` says, -> its y.
 
-    `stages` takes those arguments but the residual, and two functions: `between` of the first
-    product and `after` of the result of the activation.
+    `stages` takes those arguments and two functions: `between` of the first product and `after` of
+    the result of the activation.
     """
     c = TYPED if call.explicit else PLAIN
     count, added = call.count, d.e + d.i
@@ -139,11 +145,10 @@ def layer_part(
     local = own_experts(params, count(d.e))
     if d.i or d.h_in:  # tiles chosen for all of the contraction may not fit a part
         local = local | {"config": None}
-    summed = [(k, tuple(axes)) for k, axes in itertools.groupby(d.gather, added.__contains__)]
 
     def gathered(a: jax.Array, parts: Axes) -> jax.Array:
         a = c.spread(a, tuple(axis for axis in parts if axis not in d.gather))
-        for _, axes in reversed(summed):
+        for axes in reversed(_like(d)):
             a = c.gather(a, axes) if axes[0] in parts else c.gather_same(a, axes, count(axes))
         return a
 
@@ -156,26 +161,44 @@ def layer_part(
         ids = gathered(ids, d.gather)
         own_w = own_weights(d, c, count, params["weight_layout"], w1, w2, b1, b2)
         expert_map = own_map(expert_map, num_weights, d.e, count(d.e), params)
-        arrays = (x, ids, weights, *own_w, expert_map)
+        # The layer adds the residual itself unless its result is only a part of a sum.
+        inside = residual if not (added or d.gather) else jnp.zeros((0, 0), x.dtype)
+        arrays = (x, ids, weights, *own_w, expert_map, inside)
         if d.apart:
             y = stages(
                 *arrays,
-                between=functools.partial(_between, d, c, count),
+                between=functools.partial(between, d, c, count),
                 after=lambda h: c.spread(h, d.h_out),
                 **local,
             )
-        elif not added:
-            return tuple(fused(*arrays, residual, **local))
         else:
-            (y,) = fused(*arrays, jnp.zeros((0, 0), x.dtype), **local)
-        for is_sum, axes in summed:
-            y = c.scatter(y, axes) if is_sum else c.own_same(y, axes, count(axes))
-        y = c.total(y, tuple(a for a in added if a not in d.gather))
-        if residual.size:
-            y = (y.astype(jnp.float32) + residual.astype(jnp.float32)).astype(y.dtype)
-        return (y,)
+            (y,) = fused(*arrays, **local)
+        return (finished(y, residual, d, c, count),)
 
     return part
+
+
+def finished(
+    y: jax.Array, residual: jax.Array, d: Division, c: Any, count: Callable[[Axes], int]
+) -> jax.Array:
+    """Adds up the results of the devices, each of which keeps those of its tokens.
+
+    Then comes the residual, if there was something to add up or keep.
+    """
+    added = d.e + d.i
+    if not (added or d.gather):
+        return y
+    for axes in _like(d):
+        y = c.scatter(y, axes) if axes[0] in added else c.own_same(y, axes, count(axes))
+    y = c.total(y, tuple(a for a in added if a not in d.gather))
+    if not residual.size:
+        return y
+    return (y.astype(jnp.float32) + residual.astype(jnp.float32)).astype(y.dtype)
+
+
+def _like(d: Division) -> list[Axes]:
+    """The axes that tokens are gathered over, neighbours together if both or none are added up."""
+    return [tuple(axes) for _, axes in itertools.groupby(d.gather, (d.e + d.i).__contains__)]
 
 
 def rows_rule(stages: Callable[..., Any]) -> Rule:
@@ -209,7 +232,7 @@ def rows_rule(stages: Callable[..., Any]) -> Rule:
                 ids,
                 *weights,
                 expert_map,
-                between=functools.partial(_between, d, c, call.count),
+                between=functools.partial(between, d, c, call.count),
                 own=lambda a: own_groups(a, own_weights_count, d.e, call.count(d.e)),
                 **local,
             )
@@ -241,7 +264,7 @@ def own_weights(
     return w1, w2, once(b1, d.h_in), once(b2, d.i)
 
 
-def _between(d: Division, c: Any, count: Callable[[Axes], int], z: jax.Array) -> jax.Array:
+def between(d: Division, c: Any, count: Callable[[Axes], int], z: jax.Array) -> jax.Array:
     """Makes of a device's first product all that its activations need."""
     z = c.total(z, d.h_in)
     return _join_pairs(z, axes=d.i, count=count(d.i)) if d.halves else z
