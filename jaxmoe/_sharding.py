@@ -252,11 +252,15 @@ def refuse_tokens(rule: Rule, call: Call, i: int, dim: int) -> None:
 def _refuse_weights(rule: Rule, avals: Any, given: Any, split: Split, i: int) -> None:
     name = rule.names[i + 1]
     text = (
-        f"{name} is split as {to_spec(given[i])} over Explicit mesh axes, which does not go with "
-        f"the other arguments: it would have to be {to_spec(split.ins[i])}, and weights are not "
-        "gathered. Reshard it with jax.sharding.reshard, or split the other weights like it"
+        f"{name} is split as {_text(given[i])} over Explicit mesh axes, which does not go with the "
+        f"other arguments or does not divide: it would have to be {_text(split.ins[i])}, and "
+        "weights are not gathered. Use jax.sharding.reshard, or split the other weights like it"
     )
     raise NotImplementedError(_checks.message(rule.names[0], text, **{name: avals[i]}))
+
+
+def _text(dims: Dims) -> str:
+    return f"P({', '.join(' and '.join(axes) or 'None' for axes in dims)})"
 
 
 def on_auto_axes(
