@@ -37,14 +37,14 @@ def derivative(layer: Callable[..., Any], stages: Callable[..., Any]) -> Callabl
     def linear_xla(*args: jax.Array, wrt: tuple[str, ...], **params: Any) -> tuple[jax.Array]:
         arrays = args[:_COUNT]
         of_names = _of_names(without_residual, arrays, wrt, params)
-        with _sharding.no_mesh():
-            _, tangent = jax.jvp(of_names, _named(arrays, wrt), args[_COUNT:])
+        with _sharding.one_device():
+            _, tangent = jax.jvp(of_names, tuple(_named(arrays, wrt)), args[_COUNT:])
         return (tangent,)
 
     def backward_xla(*args: jax.Array, wrt: tuple[str, ...], **params: Any) -> tuple[Any, ...]:
         *arrays, dy = args
         of_names = _of_names(without_residual, arrays, wrt, params)
-        with _sharding.no_mesh():
+        with _sharding.one_device():
             _, pull = jax.vjp(of_names, *_named(arrays, wrt))
             return pull(dy)
 

@@ -6,9 +6,10 @@ while it partitions a program, after Shardy has propagated the shardings of Auto
 axes it is asked while tracing, and its answer runs in `jax.shard_map`.
 """
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +18,8 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxmoe import _checks
+
+_one_device = jax.make_user_context(False)  # part of JAX's trace context
 
 Axes = tuple[str, ...]  # mesh axes over which one dimension is split, the slowest first
 Dims = tuple[Axes, ...]  # those of each dimension of an array
@@ -193,12 +196,15 @@ def mesh_of(avals: Sequence[Any]) -> Any:
 def divided_by_xla(arrays: Sequence[jax.Array]) -> bool:
     """Whether a call is traced for several devices of a mesh among which XLA divides the work."""
     mesh = mesh_of([jax.typeof(a) for a in arrays])
-    return not mesh.empty and mesh.size > 1 and is_auto(mesh)
+    return not _one_device.value and not mesh.empty and mesh.size > 1 and is_auto(mesh)
 
 
-def no_mesh() -> Any:
-    """A context for what is traced for one device."""
-    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+@contextlib.contextmanager
+def one_device() -> Generator[None]:
+    """Traces for one device inside, whatever mesh the context and types of arguments name."""
+    nowhere = jax.sharding.AbstractMesh((), ())
+    with _one_device(True), jax.sharding.use_abstract_mesh(nowhere):
+        yield
 
 
 def on_explicit_axes(
@@ -217,7 +223,7 @@ def on_explicit_axes(
         if any(set(have) - set(kept) for have, kept in zip(given[i], split.ins[i], strict=True)):
             _refuse_weights(rule, avals, given, split, i)
     arrays = [
-        a if have == want else jax.sharding.reshard(a, to_spec(want))
+        a if have == want else jax.sharding.reshard(a, NamedSharding(mesh, to_spec(want)))
         for a, have, want in zip(arrays, given, split.ins, strict=True)
     ]
     # NOTE: not all Explicit axes: under vmap those of the batch are not there to be named.
@@ -290,7 +296,7 @@ def on_auto_axes(
         def part(*arrays: jax.Array) -> tuple[jax.Array, ...]:
             # Arguments without elements have the shape of the whole.
             parts = fill(arrays, lambda a: jnp.zeros(a.shape, a.dtype))
-            with no_mesh():
+            with one_device():
                 return tuple(split.part(*parts))
 
         place = lambda dims: NamedSharding(mesh, to_spec(dims))  # noqa: E731

@@ -58,7 +58,7 @@ def finalize(
 
     Numerics: float32 sum in k order, k = 0 first and the residual last, one rounding. Bitwise
       repeatable. NaN and infinity stay in the tokens whose rows hold them.
-    Sharding: H may be split.
+    Sharding: H may be split, and T of the slots, weights and result; R may not.
 
     Example:
       >>> import jax.numpy as jnp, jaxmoe

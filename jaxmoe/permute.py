@@ -27,7 +27,7 @@ def permute(x: jax.Array, plan: Plan) -> jax.Array:
 
     Numerics: copies bits. The gradient adds the rows of a token in float32 in k order and
       rounds once, bitwise repeatable.
-    Sharding: H may be split.
+    Sharding: H may be split; T may not, see `plan`.
 
     Example:
       >>> import jax.numpy as jnp, jaxmoe

@@ -64,7 +64,8 @@ def plan(
         offset and a map.
 
     Numerics: integers, exact; the order is stable and the same in every run and on every device.
-    Sharding: tokens of one plan belong to one device; experts are split by the window or the map.
+    Sharding: tokens of one plan belong to one device: XLA gathers them over Auto axes, Explicit
+      axes are refused. Experts are split by the window or the map, examples of `vmap` freely.
 
     Example:
       >>> import jax.numpy as jnp, jaxmoe

@@ -82,7 +82,7 @@ def route_and_plan(
       TypeError, ValueError: as `route` and `plan`.
 
     Numerics: as `route`, gradients included; the plan is integers and has none.
-    Sharding: tokens of one plan belong to one device; experts are split by the window or the map.
+    Sharding: as `plan`.
 
     Example:
       >>> import jax.numpy as jnp, jaxmoe

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmoe
-from jaxmoe import Routing, grouped_gemm, moe_mlp
+from jaxmoe import Routing, _targets, grouped_gemm, moe_mlp
 from jaxmoe._testing import Layer, layer_inputs, normal
 
 DOCS = Path(__file__).resolve().parent.parent / "docs" / "sharding.md"
@@ -224,6 +224,18 @@ def test_gradients_of_the_layer(row):
     check_no_weights_are_gathered(text)
 
 
+def test_forward_over_reverse():
+    """The ops of the derivative have derivatives; the mesh is that of the types of arguments."""
+    (row,) = (row for row in ROWS if row.title == "experts")
+
+    def product(arrays):
+        loss = lambda x: jnp.sum(jnp.sin(layer(arrays | {"x": x}, row.gate_up)))  # noqa: E731
+        return jax.jvp(jax.grad(loss), (arrays["x"],), (arrays["residual"],))
+
+    got, _ = compiled(product, row_mesh(row, AUTO), arguments(), row.specs())
+    close(got, jax.jit(product)(arguments()))
+
+
 def test_explicit_axes():
     """The same parts and collectives, and types that say how results are split."""
     (row,) = (row for row in ROWS if row.title == "I, gates before ups")
@@ -412,6 +424,24 @@ def test_what_explicit_axes_must_not_split():
         specs = dict.fromkeys(arguments(), P()) | {"w_gate_up": P("a"), "w_down": P("b")}
         with pytest.raises(NotImplementedError, match=re.escape(weights)):
             layer({n: put(n, spec) for n, spec in specs.items()}, "gate_up")
+
+
+@pytest.mark.parametrize(("split", "local"), [("experts", 2), ("tokens", 8)])
+def test_a_device_makes_the_fused_call(split, local):
+    """On CUDA, of its own experts for all tokens, or of all experts for its own tokens."""
+    row = Row("", "", **{split: "a"})
+    mesh = row_mesh(row, EXPLICIT)
+    with jax.set_mesh(mesh), _targets.force_cuda_lowering():
+        floats = {n: a.astype(jnp.bfloat16) for n, a in arguments().items() if n != "expert_ids"}
+        floats["weights"] = arguments()["weights"]
+        arrays = floats | {"expert_ids": arguments()["expert_ids"]}
+        put = {n: jax.device_put(a, NamedSharding(mesh, row.specs()[n])) for n, a in arrays.items()}
+        traced = jax.jit(layer, static_argnums=1).trace(put, "gate_up")
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    (call,) = re.findall(r"@jaxmoe_\w+\(.*", text)
+    assert "@jaxmoe_moe_mlp_v1" in call and f"num_local_experts = {local} : i64" in call
+    tokens = NUM_TOKENS if split == "experts" else NUM_TOKENS // 4
+    assert f"(tensor<{tokens}x16xbf16>" in call
 
 
 def test_only_programs_for_several_devices_are_partitioned():
