@@ -20,7 +20,6 @@ from jaxmoe._testing import Layer, layer_inputs, normal
 
 DOCS = Path(__file__).resolve().parent.parent / "docs" / "sharding.md"
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
-both_kinds = pytest.mark.parametrize("kind", (AUTO, EXPLICIT), ids=("auto", "explicit"))
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 
 LAYER = Layer("", "every axis divides over 4 devices", 16, 8, 8, 2, bias=True)
@@ -159,8 +158,18 @@ def gradients(arrays, gate_up, fixed=()):
 
 
 @functools.cache
-def expected(fn, gate_up):
-    return jax.jit(fn, static_argnums=1)(arguments(), gate_up)
+def expected():
+    """The result and gradients on one device, gates and ups interleaved."""
+    return jax.jit(gradients, static_argnums=1)(arguments(), "interleaved")
+
+
+def ordered(arrays, gate_up):
+    """Arguments or gradients whose gates and ups are interleaved, in another order."""
+    if gate_up == "interleaved":
+        return arrays
+    pairs = {n: a for n, a in arrays.items() if n.endswith("gate_up")}
+    parts = {n: jnp.concatenate([a[..., 0::2], a[..., 1::2]], -1) for n, a in pairs.items()}
+    return arrays | parts
 
 
 def close(got, want):
@@ -199,8 +208,9 @@ def check_spec(a, spec):
 @titles
 def test_layer(row):
     mesh = row_mesh(row, AUTO)
-    y, text = compiled(layer, mesh, arguments(), row.specs(), row.gate_up)
-    close(y, expected(layer, row.gate_up))
+    arrays = ordered(arguments(), row.gate_up)
+    y, text = compiled(layer, mesh, arrays, row.specs(), row.gate_up)
+    close(y, expected()[0])
     assert collectives(text) == row.forward
     check_spec(y, row.out)
     check_no_weights_are_gathered(text)
@@ -215,33 +225,34 @@ def test_gradients_of_the_layer(row):
     """Gradients of weights are split as the weights are, and gather none."""
     fixed = () if row.i or row.h_in else ("b_gate_up", "b_down")  # that are added once
     static = (row.gate_up, fixed)
-    (y, grads), text = compiled(gradients, row_mesh(row, AUTO), arguments(), row.specs(), *static)
-    want, of_all = expected(gradients, row.gate_up)
-    close((y, grads), (want, {n: of_all[n] for n in grads}))
+    arrays = ordered(arguments(), row.gate_up)
+    (y, grads), text = compiled(gradients, row_mesh(row, AUTO), arrays, row.specs(), *static)
+    want = ordered(expected()[1], row.gate_up)
+    close((y, grads), (expected()[0], {n: want[n] for n in grads}))
     assert collectives(text) == row.with_gradients
     for name in ("w_gate_up", "w_down", "x", "weights"):
         check_spec(grads[name], row.specs()[name])
     check_no_weights_are_gathered(text)
 
 
-def test_forward_over_reverse():
-    """The ops of the derivative have derivatives; the mesh is that of the types of arguments."""
+def test_derivatives_of_the_derivative():
+    """Its ops are made of those of one device, however often they are differentiated."""
     (row,) = (row for row in ROWS if row.title == "experts")
+    mesh = row_mesh(row, AUTO)
+    put = {
+        n: jax.device_put(a, NamedSharding(mesh, row.specs()[n])) for n, a in arguments().items()
+    }
 
-    def product(arrays):
-        loss = lambda x: jnp.sum(jnp.sin(layer(arrays | {"x": x}, row.gate_up)))  # noqa: E731
-        return jax.jvp(jax.grad(loss), (arrays["x"],), (arrays["residual"],))
+    def second(x):
+        loss = lambda x: jnp.sum(jnp.sin(layer(put | {"x": x}, row.gate_up)))  # noqa: E731
+        return jax.jvp(jax.grad(loss), (x,), (x,))
 
-    got, _ = compiled(product, row_mesh(row, AUTO), arguments(), row.specs())
-    close(got, jax.jit(product)(arguments()))
-
-
-def test_explicit_axes():
-    """The same parts and collectives, and types that say how results are split."""
-    (row,) = (row for row in ROWS if row.title == "I, gates before ups")
-    y, text = compiled(layer, row_mesh(row, EXPLICIT), arguments(), row.specs(), row.gate_up)
-    close(y, expected(layer, row.gate_up))
-    assert collectives(text) == row.forward
+    first = str(
+        jax.make_jaxpr(jax.grad(lambda x: layer(put | {"x": x}, row.gate_up).sum()))(put["x"])
+    )
+    assert "jaxmoe_moe_mlp_backward" in first and "jaxmoe_gmm" not in first
+    both = str(jax.make_jaxpr(second)(put["x"]))
+    assert "jaxmoe_moe_mlp_linear" in both and "jaxmoe_gmm" in both
 
 
 def test_gradients_on_explicit_axes():
@@ -254,7 +265,7 @@ def test_gradients_on_explicit_axes():
         return y, grads
 
     got, text = compiled(fn, row_mesh(row, EXPLICIT), arguments(), row.specs(), row.gate_up)
-    close(got, expected(gradients, row.gate_up))
+    close(got, expected())
     assert types == [("a", None), ("a", None, None)]
     check_no_weights_are_gathered(text)
 
@@ -271,15 +282,13 @@ def test_a_data_axis_under_vmap():
 
     specs = {n: P("a") if n in per_example else P("b") for n in arrays}
     want = layer(arrays, "gate_up").reshape(4, 6, LAYER.hidden)
-    for kind in (AUTO, EXPLICIT):
-        y, text = compiled(mapped, make_mesh(kind, "a", "b"), batched, specs)
-        close(y, want)
-        assert collectives(text) == "1 all-reduce"
-        check_spec(y, P("a"))
+    y, text = compiled(mapped, make_mesh(EXPLICIT, "a", "b"), batched, specs)
+    close(y, want)
+    assert collectives(text) == "1 all-reduce"
+    check_spec(y, P("a"))
 
 
-@both_kinds
-def test_rows_of_the_layer(kind):
+def test_rows_of_the_layer():
     """With do_finalize=False every device has the order of all rows."""
 
     def rows(a):
@@ -289,7 +298,7 @@ def test_rows_of_the_layer(kind):
 
     arrays = {n: arguments()[n] for n in ("x", "expert_ids", "weights", "w_gate_up", "w_down")}
     specs = {n: P("a") if n.startswith("w_") else P() for n in arrays}
-    got, text = compiled(rows, make_mesh(kind, "a"), arrays, specs)
+    got, text = compiled(rows, make_mesh(EXPLICIT, "a"), arrays, specs)
     close(got, rows(arrays))
     assert collectives(text) == "1 all-reduce"
 
@@ -328,8 +337,7 @@ def test_grouped_gemm(kind, name):
     assert f"| {' | '.join(cells)} |" in DOCS.read_text(encoding="utf-8").splitlines()
 
 
-@both_kinds
-def test_a_step_of_training_of_grouped_gemm(kind):
+def test_a_step_of_training_of_grouped_gemm():
     """The gradient of weights split over experts is computed where they are."""
 
     def step(a):
@@ -338,14 +346,13 @@ def test_a_step_of_training_of_grouped_gemm(kind):
         return a["rhs"] - 0.1 * dw, dx
 
     specs = {"lhs": P(), "rhs": P("a"), "bias": P(), "sizes": P()}
-    (w, dx), text = compiled(step, make_mesh(kind, "a"), product_arguments(), specs)
+    (w, dx), text = compiled(step, make_mesh(AUTO, "a"), product_arguments(), specs)
     close((w, dx), step(product_arguments()))
     assert collectives(text) == "2 all-reduce"
     check_spec(w, P("a"))
 
 
-@both_kinds
-def test_other_ops(kind):
+def test_other_ops():
     """Tokens of `route`, and H of `permute` and `finalize`, are split for nothing."""
 
     def fn(a):
@@ -359,7 +366,7 @@ def test_other_ops(kind):
     arrays = {"logits": normal(rng, (24, 8)), "x": normal(rng, (24, 16))}
     arrays |= {"ids": routing.expert_ids, "weights": routing.weights}
     specs = {"logits": P("a"), "x": P(None, "a"), "ids": P(), "weights": P()}
-    (chosen, y), text = compiled(fn, make_mesh(kind, "a"), arrays, specs)
+    (chosen, y), text = compiled(fn, make_mesh(AUTO, "a"), arrays, specs)
     close((chosen, y), fn(arrays))
     assert collectives(text) == "none"
     check_spec(chosen.expert_ids, P("a"))
