@@ -137,7 +137,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
 def _find_ops(jaxpr: Any, where: tuple[str, ...]) -> Iterator[tuple[_primitive.Op, Any, str]]:
     for eqn in jaxpr.eqns:
         op = _primitive.OPS.get(eqn.primitive.name)
-        if op is not None and op.primitive is eqn.primitive:
+        if op is not None and op.binds(eqn.primitive):
             if op.composed is not None:
                 parts = jax.make_jaxpr(functools.partial(op.composed, **eqn.params))
                 avals = (jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars)

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmoe import _checks, _gmm_xla, _primitive
+from jaxmoe import _checks, _gmm_sharding, _gmm_xla, _primitive
 from jaxmoe._heuristics import gmm_config, gmm_scratch_size, tgmm_cluster
 
 WEIGHT_LAYOUTS = ("kn", "nk")
@@ -308,6 +308,7 @@ gmm = _primitive.define(
     cuda=_primitive.CudaTarget(
         "jaxmoe_gmm_v1", attrs=_gmm_attrs, scratch=_gmm_scratch, reason=_gmm_reason
     ),
+    rule=_gmm_sharding.gmm_rule(lambda *arrays, **params: gmm(*arrays, **params)),
 )
 tgmm = _primitive.define(
     "jaxmoe_tgmm",
@@ -319,4 +320,5 @@ tgmm = _primitive.define(
     cuda=_primitive.CudaTarget(
         "jaxmoe_tgmm_v1", attrs=_tgmm_attrs, scratch=_gmm_scratch, reason=_tgmm_reason
     ),
+    rule=_gmm_sharding.tgmm_rule(lambda *arrays, **params: tgmm(*arrays, **params)),
 )

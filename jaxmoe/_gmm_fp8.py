@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmoe import _checks, _gmm, _primitive
+from jaxmoe import _checks, _fp8_sharding, _gmm, _primitive
 from jaxmoe._gmm_xla import for_each_block
 from jaxmoe._heuristics import gmm_config, gmm_scratch_size
 from jaxmoe.quantize import BLOCK, FORMATS
@@ -166,4 +166,5 @@ gmm_fp8 = _primitive.define(
     batch=_batch,
     jvp=_jvp,
     cuda=_primitive.CudaTarget("jaxmoe_gmm_fp8_v1", attrs=_attrs, scratch=_scratch, reason=_reason),
+    rule=_fp8_sharding.gmm_rule(lambda *arrays, **params: gmm_fp8(*arrays, **params)),
 )

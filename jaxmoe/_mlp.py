@@ -12,13 +12,14 @@ can turn examples into groups without a copy of weights that are the same for al
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxmoe import _gmm, _primitive
+from jaxmoe import _gmm, _mlp_sharding, _mlp_whole, _primitive, _sharding
 from jaxmoe._gate_up import activate, gate_up_p, no_index
 from jaxmoe._heuristics import mlp_configs, mlp_index_size
 from jaxmoe._mlp_tangent import Residuals, product, tangent_of
@@ -52,16 +53,7 @@ def _plan(
     return jax.tree.map(lambda index: checkpoint_name(index, "jaxmoe_plan"), order)
 
 
-def _stages(*arrays: jax.Array, **params: Any) -> tuple[jax.Array]:
-    rows, order = _rows_and_plan(*_without_finalize(arrays), **params)
-    return (_finish(rows, order, arrays[2], arrays[8]),)
-
-
-def _finish(rows: jax.Array, order: Plan, weights: jax.Array, residual: jax.Array) -> jax.Array:
-    return finalize(rows, order, weights, residual=residual if residual.size else None)
-
-
-def _rows_and_plan(
+def _row_stages(
     x: jax.Array,
     expert_ids: jax.Array,
     w_gate_up: jax.Array,
@@ -69,17 +61,51 @@ def _rows_and_plan(
     b_gate_up: jax.Array,
     b_down: jax.Array,
     expert_map: jax.Array,
+    *,
+    z_dtype: Any,
+    between: Callable[[jax.Array], jax.Array] = jnp.asarray,
+    after: Callable[[jax.Array], jax.Array] = jnp.asarray,
+    own: Callable[[jax.Array], jax.Array] = jnp.asarray,
     **params: Any,
 ) -> tuple[jax.Array, Plan]:
-    """As the kernels compute it: the activation sees the first product before it is rounded."""
+    """Composes the layer up to finalize from the other ops.
+
+    `between` is applied to the first product and `after` to the activations; `own` as in `product`.
+    """
     order = _plan(expert_ids, expert_map, **params)
-    multiply = functools.partial(
-        product, expert_offsets=order.expert_offsets, weight_layout=params["weight_layout"]
-    )
     first, second = params["config"] or (None, None)
-    z = multiply(permute(x, order), w_gate_up, b_gate_up, dtype=jnp.float32, config=first)
-    h = activate(z, params["activation"], params["gate_up"]).astype(x.dtype)
+    multiply = functools.partial(
+        product, expert_offsets=order.expert_offsets, weight_layout=params["weight_layout"], own=own
+    )
+    z = between(multiply(permute(x, order), w_gate_up, b_gate_up, dtype=z_dtype, config=first))
+    h = after(activate(z, params["activation"], params["gate_up"]).astype(x.dtype))
     return multiply(h, w_down, b_down, dtype=x.dtype, config=second), order
+
+
+def _stages(*arrays: jax.Array, **params: Any) -> tuple[jax.Array]:
+    rows, order = _rows_and_plan(*_without_finalize(arrays), **params)
+    return (_finish(rows, order, arrays[2], arrays[8]),)
+
+
+def _in_parts(*arrays: jax.Array, **params: Any) -> jax.Array:
+    """The layer in parts, for devices that exchange something between them."""
+    x, ids, weights, *shared, residual = arrays
+    rows, order = _row_stages(x, ids, *shared, z_dtype=x.dtype, **params)
+    return _finish(rows, order, weights, residual)
+
+
+def _rows_in_parts(*arrays: jax.Array, **params: Any) -> tuple[jax.Array, jax.Array]:
+    rows, order = _row_stages(*arrays, z_dtype=arrays[0].dtype, **params)
+    return rows, order.slot_to_row
+
+
+def _finish(rows: jax.Array, order: Plan, weights: jax.Array, residual: jax.Array) -> jax.Array:
+    return finalize(rows, order, weights, residual=residual if residual.size else None)
+
+
+def _rows_and_plan(*arrays: jax.Array, **params: Any) -> tuple[jax.Array, Plan]:
+    """As the kernels compute it: the activation sees the first product before it is rounded."""
+    return _row_stages(*arrays, z_dtype=jnp.float32, **params)
 
 
 def _rows_xla(*arrays: jax.Array, **params: Any) -> tuple[jax.Array, jax.Array]:
@@ -102,6 +128,11 @@ def _rows_out(x: Any, expert_ids: Any, *_: Any, **_params: Any) -> list[_primiti
 
 def mlp_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
     """The rule of `moe_mlp_p`; tangents of weights and biases may be float32."""
+    if _sharding.divided_by_xla(primals):
+        narrow = [
+            t if t is None else t.astype(p.dtype) for p, t in zip(primals, tangents, strict=True)
+        ]
+        return moe_mlp_p(*primals, **params), (_tangent(primals, narrow, **params),)
     weights, residual = primals[2], primals[8]
     arrays, moving = _without_finalize(primals), _without_finalize(tangents)
     rows, order, tangent = _linearized(
@@ -305,6 +336,10 @@ def _reason(avals: Any, **params: Any) -> str | None:
     return _rows_reason(_without_finalize(avals), **params)
 
 
+def _layer(*arrays: jax.Array, **params: Any) -> tuple[jax.Array, ...]:
+    return moe_mlp_p(*arrays, **params)
+
+
 moe_mlp_p = _primitive.define(
     "jaxmoe_moe_mlp",
     out=_out,
@@ -312,7 +347,10 @@ moe_mlp_p = _primitive.define(
     batch=lambda args, dims, **params: mlp_batch(moe_mlp_p, args, dims, **params),
     jvp=mlp_jvp,
     cuda=_primitive.CudaTarget("jaxmoe_moe_mlp_v1", attrs=_attrs, scratch=_scratch, reason=_reason),
+    rule=_mlp_sharding.layer_rule(_layer, _in_parts),
 )
+
+_tangent = _mlp_whole.derivative(_layer, _in_parts)
 
 moe_mlp_rows_p = _primitive.define(
     "jaxmoe_moe_mlp_rows",
@@ -323,4 +361,5 @@ moe_mlp_rows_p = _primitive.define(
     cuda=_primitive.CudaTarget(
         "jaxmoe_moe_mlp_rows_v1", attrs=_rows_attrs, scratch=_rows_scratch, reason=_rows_reason
     ),
+    rule=_mlp_sharding.rows_rule(_rows_in_parts),
 )

@@ -8,13 +8,14 @@ int32, weights [T,K] f32, w_gate_up [E,N,H] and its scales, w_down [E,H,I] and i
 D is the dtype of the biases, also of those that are absent. E local experts.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxmoe import _gmm, _primitive
-from jaxmoe._gmm_fp8 import dtype_reason, grouped_products, refuse_derivative
+from jaxmoe import _fp8_sharding, _gmm, _primitive
+from jaxmoe._gmm_fp8 import dtype_reason, gmm_fp8, grouped_products, refuse_derivative
 from jaxmoe._heuristics import mlp_configs, mlp_index_size, odd_blocks
 from jaxmoe.activation import GATE_UP_ORDERS, Activation, split_gate_up
 from jaxmoe.finalize import finalize
@@ -99,6 +100,69 @@ def _stages(
         out_dtype=dtype,
     )
     return (finalize(rows, order, weights, residual=residual if residual.size else None),)
+
+
+def _in_parts(
+    x: jax.Array,
+    x_scales: jax.Array,
+    expert_ids: jax.Array,
+    weights: jax.Array,
+    w_gate_up: jax.Array,
+    gate_up_scales: jax.Array,
+    w_down: jax.Array,
+    down_scales: jax.Array,
+    b_gate_up: jax.Array,
+    b_down: jax.Array,
+    expert_map: jax.Array,
+    residual: jax.Array,
+    intermediate_scale: jax.Array,
+    *,
+    between: Callable[[jax.Array], jax.Array],
+    quantized: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
+    format: str,
+    activation: Activation,
+    gate_up: str,
+    num_experts: int,
+    num_local_experts: int,
+    expert_offset: int,
+    promoted: tuple[bool, bool],
+    config: Any,
+) -> jax.Array:
+    """The layer in parts, x quantized, for devices that share its activations.
+
+    `between` is applied to the first product and `quantized` to the activations.
+    """
+    order = plan(
+        expert_ids,
+        num_experts,
+        expert_offset=expert_offset,
+        num_local_experts=num_local_experts,
+        expert_map=expert_map if expert_map.size else None,
+    )
+    first, second = config or (None, None)
+    groups, dtype = (order.expert_offsets[:-1], order.group_sizes), b_down.dtype
+    token = jnp.maximum(order.row_to_token, 0)  # rows of no group are in no product
+    x_scales = x_scales[token] if x_scales.ndim else x_scales
+    arrays = (x[token], x_scales, w_gate_up, gate_up_scales, *groups, b_gate_up)
+    (z,) = gmm_fp8(
+        *arrays, format=format, out_dtype=jnp.dtype("float32"), promoted=promoted[0], config=first
+    )
+    z = between(z)
+    h = activation(*split_gate_up(z, gate_up)) if activation.gated else activation(z)
+    h = h.astype(dtype)
+    if intermediate_scale.size:
+        of_expert = jnp.broadcast_to(intermediate_scale, (num_local_experts,))
+        of_row = jnp.repeat(of_expert, order.group_sizes, total_repeat_length=h.shape[0])
+        q = quantize_tokens(h, "fp8_channel", scale=of_row)  # a scale for each row
+        values, scales, format = q.values, q.scales, "fp8_channel"
+        down_scales = jnp.broadcast_to(down_scales[:, None], w_down.shape[:2])
+    else:
+        values, scales = quantized(h)
+    arrays = (values, scales, w_down, down_scales, *groups, b_down)
+    (rows,) = gmm_fp8(
+        *arrays, format=format, out_dtype=jnp.dtype(dtype), promoted=promoted[1], config=second
+    )
+    return finalize(rows, order, weights, residual=residual if residual.size else None)
 
 
 def _out(*avals: Any, **_params: Any) -> list[_primitive.Spec]:
@@ -219,5 +283,8 @@ moe_mlp_fp8_p = _primitive.define(
     jvp=_jvp,
     cuda=_primitive.CudaTarget(
         "jaxmoe_moe_mlp_fp8_v1", attrs=_attrs, scratch=_scratch, reason=_reason
+    ),
+    rule=_fp8_sharding.layer_rule(
+        lambda *arrays, **params: moe_mlp_fp8_p(*arrays, **params), _in_parts
     ),
 )

@@ -21,6 +21,7 @@ other ops, so that higher derivatives come from their rules.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -53,10 +54,20 @@ class Residuals(NamedTuple):
 
 
 def product(
-    rows: jax.Array, w: jax.Array, bias: jax.Array | None, expert_offsets: jax.Array, **params: Any
+    rows: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None,
+    expert_offsets: jax.Array,
+    *,
+    own: Callable[[jax.Array], jax.Array] = jnp.asarray,
+    **params: Any,
 ) -> jax.Array:
-    """Multiplies rows in expert order by the weights of their experts, see `multiply`."""
-    return multiply(rows, w, bias, expert_offsets[:-1], jnp.diff(expert_offsets), **params)
+    """Multiplies rows in expert order by the weights of their experts, see `multiply`.
+
+    `own` takes from [1,G] the groups of the experts in `w`, if those are not all.
+    """
+    starts, sizes = expert_offsets[None, :-1], jnp.diff(expert_offsets)[None]
+    return multiply(rows, w, bias, own(starts)[0], own(sizes)[0], **params)
 
 
 def _contract(r: Residuals, x: jax.Array, dy: jax.Array, count: int, dtype: Any) -> jax.Array:

@@ -6,7 +6,10 @@ An op is a per-device function of arrays with hashable static parameters. `defin
   of their manual axes before they are bound, so every result varies over that union;
 * a lowering: the FFI call described by `cuda` on CUDA, the pure JAX function `xla` elsewhere, and
   `xla` on CUDA too when the extension is not loaded (decided while lowering);
-* batching (`batch`), forward mode (`jvp`) and transposition (`transpose`) rules.
+* batching (`batch`), forward mode (`jvp`) and transposition (`transpose`) rules;
+* a rule (`rule`, see _sharding.py) by which it is divided over the axes of a mesh. On Explicit axes
+  that happens when the op is called. On Auto axes XLA asks while it partitions the program; a
+  program for one device does not know of it. Inside `jax.shard_map` an op is one device's.
 
 ```
 double = define(
@@ -44,13 +47,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax._src.dispatch import prim_requires_devices_during_lowering
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters.xla import apply_primitive
-from jax.sharding import AxisType, ManualAxisType, NamedSharding, PartitionSpec
+from jax.sharding import ManualAxisType, NamedSharding, PartitionSpec
 
-from jaxmoe import _targets
+from jaxmoe import _sharding, _targets
 
 Spec = tuple[tuple[int, ...], Any]
 
@@ -107,18 +111,32 @@ class Op:
     """A defined op: what `explain` reads and what calling it binds.
 
     Attributes:
+      primitive: what is bound where XLA may partition the program, or there is one device.
+      local: the same where each device has its own call; lowering it needs no devices.
       composed: the function of other ops that it is everywhere, None for an op of its own.
     """
 
     name: str
     primitive: Primitive
+    local: Primitive
     out: Callable[..., list[Spec]]
     cuda: CudaTarget | None
+    rule: _sharding.Rule | None = None
     composed: Callable[..., tuple[Any, ...]] | None = None
 
     def __call__(self, *arrays: Any, **params: Any) -> tuple[jax.Array, ...]:
-        """Binds the primitive to `arrays`, cast to a common set of varying manual axes."""
-        return tuple(self.primitive.bind(*_match_varying(arrays), **params))
+        """Binds a primitive to `arrays`, cast to a common set of varying manual axes."""
+        matched = _match_varying(arrays)
+        avals = [jax.typeof(a) for a in matched]
+        mesh = _sharding.mesh_of(avals)
+        if self.rule is not None and any(_sharding.explicit_axes(a) for a in avals):
+            return _sharding.on_explicit_axes(self.rule, mesh, matched, params)
+        primitive = self.primitive if _sharding.is_auto(mesh) else self.local
+        return tuple(primitive.bind(*matched, **params))
+
+    def binds(self, primitive: Any) -> bool:
+        """Whether `primitive` is this op's."""
+        return primitive is self.primitive or primitive is self.local
 
 
 OPS: dict[str, Op] = {}
@@ -133,24 +151,30 @@ def define(
     jvp: Callable[..., tuple[Sequence[Any], Sequence[Any]]] | None = None,
     transpose: Callable[..., Sequence[Any]] | None = None,
     cuda: CudaTarget | None = None,
+    rule: _sharding.Rule | None = None,
     composed: bool = False,
 ) -> Op:
-    """Makes the primitive `name` and registers it in `OPS`. See the module docstring.
+    """Makes the primitives `name` and registers them in `OPS`. See the module docstring.
 
     `composed` says that `xla` calls other ops, which are CUDA's calls too, and there is no `cuda`.
     """
-    primitive = Primitive(name)
-    primitive.multiple_results = True
-    op = Op(name, primitive, out, cuda, xla if composed else None)
-    primitive.def_impl(functools.partial(apply_primitive, primitive))
-    primitive.def_abstract_eval(functools.partial(_abstract_eval, op))
-    batching.primitive_batchers[primitive] = functools.partial(_batch, batch)
-    ad.primitive_jvps[primitive] = functools.partial(_jvp, op, jvp)
-    if transpose is not None:
-        ad.primitive_transposes[primitive] = functools.partial(_transpose, transpose)
+    op = Op(name, Primitive(name), Primitive(name), out, cuda, rule, xla if composed else None)
     xla_rule = functools.partial(_lower_xla, mlir.lower_fun(xla, multiple_results=True))
-    mlir.register_lowering(primitive, xla_rule)
-    mlir.register_lowering(primitive, functools.partial(_lower_cuda, op, xla_rule), platform="cuda")
+    cuda_rule = functools.partial(_lower_cuda, op, xla_rule)
+    for primitive in (op.primitive, op.local):
+        primitive.multiple_results = True
+        primitive.def_impl(functools.partial(apply_primitive, primitive))
+        primitive.def_abstract_eval(functools.partial(_abstract_eval, op))
+        batching.primitive_batchers[primitive] = functools.partial(_batch, batch)
+        ad.primitive_jvps[primitive] = functools.partial(_jvp, op, jvp)
+        if transpose is not None:
+            ad.primitive_transposes[primitive] = functools.partial(_transpose, transpose)
+    for lower, platform in ((xla_rule, None), (cuda_rule, "cuda")):
+        mlir.register_lowering(op.local, lower, platform=platform)
+        divided = functools.partial(_lower_divided, op, lower)
+        mlir.register_lowering(op.primitive, divided, platform=platform)
+    if rule is not None or composed:
+        prim_requires_devices_during_lowering.add(op.primitive)
     OPS[name] = op
     return op
 
@@ -192,21 +216,6 @@ def lowers_to_cuda(op: Op) -> bool:
     return op.cuda is not None and usable
 
 
-def explicit_axes(aval: Any) -> frozenset[str]:
-    """The Explicit mesh axes over which an array is split."""
-    mesh = aval.sharding.mesh
-    explicit = {
-        axis
-        for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-        if kind == AxisType.Explicit
-    }
-    used = set()
-    for part in aval.sharding.spec:
-        if part is not None:
-            used |= set(part) if isinstance(part, tuple) else {part}
-    return frozenset(used & explicit)
-
-
 def scratch_bytes(specs: Sequence[Spec]) -> int:
     """Bytes of the scratch results `specs`."""
     total = 0
@@ -235,7 +244,7 @@ def _match_varying(arrays: Sequence[Any]) -> list[Any]:
 
 def _check_replicated(name: str, index: int, aval: Any) -> None:
     """Refuses an argument sharded over Explicit mesh axes: a per-device op would be wrong."""
-    if used := explicit_axes(aval):
+    if used := _sharding.explicit_axes(aval):
         axes = ", ".join(sorted(used))
         raise NotImplementedError(
             f"{name}: argument {index} is sharded over the Explicit mesh axes ({axes}). Got "
@@ -311,6 +320,20 @@ def _partitioned(ctx: Any) -> bool:
         manual = axes.manual_axes | set(axes.mesh.manual_axes)
         return not manual.issuperset(axes.mesh.axis_names)
     return axes.num_devices != 1
+
+
+def _lower_divided(op: Op, lower: Any, ctx: Any, /, *operands: Any, **params: Any) -> Any:
+    """Leaves an op that has a rule to XLA's partitioner, where that is what divides the program."""
+    axes = ctx.module_context.axis_context
+    # Without a mesh that all of the program shares, a sharding has no names to be told by.
+    mesh = getattr(axes, "abstract_mesh", None)
+    if op.rule is None or mesh is None or axes.num_devices == 1 or not _sharding.is_auto(mesh):
+        return lower(ctx, *operands, **params)
+    if any(a.size == 0 for a in ctx.avals_out):
+        return lower(ctx, *operands, **params)
+    avals = [ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]
+    call = _sharding.on_auto_axes(op.rule, op.local.bind, avals, params)
+    return _lower_xla(mlir.lower_fun(call, multiple_results=True), ctx, *operands)
 
 
 def _lower_cuda(op: Op, xla_rule: Any, ctx: Any, /, *operands: Any, **params: Any) -> Any:

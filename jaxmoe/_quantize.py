@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmoe import _primitive, _targets
+from jaxmoe import _primitive, _sharding, _targets
 
 BLOCK = 128  # elements of a block along each axis that has blocks
 MIN_SCALE, MAX_SCALE = 2.0**-126, 2.0**126  # both, and what 1 / scale gives, are normal float32
@@ -60,7 +60,7 @@ def quantize(
     """Returns the values and scales of x, [B, R, C] or [R, C], on CUDA by the kernel."""
     params: dict[str, Any] = {"shared": shared, "element_type": element_type, "e8m0": e8m0}
     given = [x] if scale is None else [x, scale]
-    if any(_primitive.explicit_axes(jax.typeof(a)) for a in given):
+    if any(_sharding.explicit_axes(jax.typeof(a)) for a in given):
         return quantize_xla(x, scale, **params)  # XLA splits it as its arguments are
     if x.ndim == 3:
         values, scales = quantize_p(x, _or_empty(scale), **params)

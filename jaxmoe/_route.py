@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmoe import _primitive
+from jaxmoe import _primitive, _sharding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,4 +238,10 @@ route_p = _primitive.define(
     batch=_batch,
     jvp=_jvp,
     cuda=_primitive.CudaTarget("jaxmoe_route_v2", attrs=_attrs, fallback=_fallback),
+    rule=_sharding.independent(
+        lambda *arrays, **params: route_p(*arrays, **params),
+        ("route", "logits", "bias"),
+        "t e, e -> t k, t k",
+        free="t",
+    ),
 )

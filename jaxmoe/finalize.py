@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmoe import _checks, _primitive
+from jaxmoe import _checks, _primitive, _sharding
 from jaxmoe.permute import check_plan, permute_p, permute_xla, shift_indices
 from jaxmoe.plan import Plan
 
@@ -58,7 +58,7 @@ def finalize(
 
     Numerics: float32 sum in k order, k = 0 first and the residual last, one rounding. Bitwise
       repeatable. NaN and infinity stay in the tokens whose rows hold them.
-    Sharding: H may be split.
+    Sharding: H may be split, and T of the slots, weights and result; R may not.
 
     Example:
       >>> import jax.numpy as jnp, jaxmoe
@@ -237,4 +237,11 @@ _finalize = _primitive.define(
     jvp=_jvp,
     transpose=_transpose,
     cuda=_primitive.CudaTarget("jaxmoe_finalize_v1"),
+    rule=_sharding.independent(
+        lambda *arrays, **params: _finalize(*arrays, **params),
+        ("finalize", "rows", "plan.slot_to_row", "weights", "residual"),
+        "r h, t k, t k, t h -> t h",
+        free="th",
+        tokens="r",
+    ),
 )

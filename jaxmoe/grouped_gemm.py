@@ -74,7 +74,8 @@ def grouped_gemm(
 
     Numerics: float32 accumulation, one rounding to the result's dtype. Bitwise repeatable. The
       gradient of `rhs` for a group without rows is exactly 0.
-    Sharding: N may be split; rows of one list of groups belong to one device.
+    Sharding: N, E and K may be split over Auto and Explicit mesh axes; for E and K, devices add up
+      parts rounded to the dtype of the result. R may not: a list of groups is one device's.
     Source: jax.lax.ragged_dot; MegaBlocks, https://arxiv.org/abs/2211.15841.
 
     Example:

@@ -171,8 +171,12 @@ def moe_mlp(
       quantized weights x and the rounded result of the activation are quantized in their format, as
       `jaxmoe.quantize_tokens` does. Under differentiation the first product is rounded to the dtype
       of `x` before the activation.
-    Sharding: one device's tokens against one device's experts; use `jax.shard_map` around it.
-      Residuals of the gradient are named "jaxmoe_z" (the first product) and "jaxmoe_plan".
+    Sharding: E, I, H and T may be split over Auto and Explicit mesh axes, in any combination;
+      weights are never gathered. docs/sharding.md has the collectives of each. I without exchange
+      needs gate_up="interleaved". T not with do_finalize=False. Parts of a sum over devices are
+      rounded to the dtype of `x`. Inside `jax.shard_map` it is one device's layer. Residuals of
+      the gradient are named "jaxmoe_z" (the first product) and "jaxmoe_plan", but not where XLA
+      divides the program.
     Source: https://arxiv.org/abs/2101.03961, https://arxiv.org/abs/2211.15841.
 
     Example:

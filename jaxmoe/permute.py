@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmoe import _checks, _primitive
+from jaxmoe import _checks, _primitive, _sharding
 from jaxmoe.plan import Plan
 
 
@@ -27,7 +27,7 @@ def permute(x: jax.Array, plan: Plan) -> jax.Array:
 
     Numerics: copies bits. The gradient adds the rows of a token in float32 in k order and
       rounds once, bitwise repeatable.
-    Sharding: H may be split.
+    Sharding: H may be split; T may not, see `plan`.
 
     Example:
       >>> import jax.numpy as jnp, jaxmoe
@@ -130,4 +130,11 @@ permute_p = _primitive.define(
     transpose=_transpose,
     # slot_to_row is there for the transpose alone.
     cuda=_primitive.CudaTarget("jaxmoe_permute_v1", operands=(0, 1)),
+    rule=_sharding.independent(
+        lambda *arrays: permute_p(*arrays),
+        ("permute", "x", "plan.row_to_token", "plan.slot_to_row"),
+        "t h, r, t k -> r h",
+        free="h",
+        tokens="t",
+    ),
 )

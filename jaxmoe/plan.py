@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmoe import _checks, _primitive
+from jaxmoe import _checks, _primitive, _sharding
 
 
 @jax.tree_util.register_dataclass
@@ -64,7 +64,8 @@ def plan(
         offset and a map.
 
     Numerics: integers, exact; the order is stable and the same in every run and on every device.
-    Sharding: tokens of one plan belong to one device; experts are split by the window or the map.
+    Sharding: tokens of one plan belong to one device: XLA gathers them over Auto axes, Explicit
+      axes are refused. Experts are split by the window or the map, examples of `vmap` freely.
 
     Example:
       >>> import jax.numpy as jnp, jaxmoe
@@ -244,4 +245,11 @@ _plan = _primitive.define(
     xla=plan_xla,
     batch=_batch,
     cuda=_primitive.CudaTarget("jaxmoe_plan_v1", attrs=_attrs, scratch=_scratch),
+    rule=_sharding.independent(
+        lambda *arrays, **params: _plan(*arrays, **params),
+        ("plan", "expert_ids", "expert_map"),
+        "b t k, m -> b f, b r, b t k",
+        free="b",
+        tokens="t",
+    ),
 )

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmoe import _primitive
+from jaxmoe import _primitive, _sharding
 from jaxmoe._route import (
     MAX_CUDA_EXPERTS,
     completed,
@@ -82,7 +82,7 @@ def route_and_plan(
       TypeError, ValueError: as `route` and `plan`.
 
     Numerics: as `route`, gradients included; the plan is integers and has none.
-    Sharding: tokens of one plan belong to one device; experts are split by the window or the map.
+    Sharding: as `plan`.
 
     Example:
       >>> import jax.numpy as jnp, jaxmoe
@@ -239,4 +239,11 @@ _route_plan = _primitive.define(
     batch=_batch,
     jvp=_jvp,
     cuda=_primitive.CudaTarget("jaxmoe_route_plan_v1", attrs=_attrs, scratch=_scratch),
+    rule=_sharding.independent(
+        lambda *arrays, **params: _route_plan(*arrays, **params),
+        (_OP, "logits", "bias", "expert_map", "num_valid_tokens"),
+        "b t e, e, m, b -> b t k, b t k, b f, b r, b t k",
+        free="b",
+        tokens="t",
+    ),
 )

@@ -52,3 +52,44 @@ def test_tokens_split_over_devices(check_vma):
     specs = {n: SPLIT if n in PER_TOKEN else PartitionSpec() for n in inputs}
     sharded = jax.shard_map(run, mesh=mesh, in_specs=(specs,), out_specs=SPLIT, check_vma=check_vma)
     assert_equal(jax.jit(sharded)(inputs), jax.jit(run)(inputs))
+
+
+COLUMNS, ROWS = PartitionSpec(None, None, "d"), PartitionSpec(None, "d")
+DIVIDED = {
+    "experts": {"w_gate_up": SPLIT, "w_down": SPLIT},
+    "tokens": dict.fromkeys(PER_TOKEN, SPLIT),
+    "tokens with experts": dict.fromkeys((*PER_TOKEN, "w_gate_up", "w_down"), SPLIT),
+    "intermediate": {"w_gate_up": COLUMNS, "w_down": ROWS},
+    "hidden": {"w_gate_up": ROWS, "w_down": COLUMNS},
+}
+
+
+@pytest.mark.parametrize("kind", (AxisType.Auto, AxisType.Explicit))
+@pytest.mark.parametrize("split", DIVIDED)
+def test_a_layer_divided_without_shard_map(split, kind):
+    """The rules of _mlp_sharding.py with the kernels, forward and backward."""
+    inputs, _ = inputs_and_mesh()
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(kind,), devices=jax.devices()[:2])
+    floats = ("x", "w_gate_up", "w_down")
+
+    def gradients(fn, inputs):
+        def loss(of):
+            y = fn(inputs | of)
+            return jnp.sum(jnp.sin(y.astype(jnp.float32))), y
+
+        (_, y), grads = jax.value_and_grad(loss, has_aux=True)({n: inputs[n] for n in floats})
+        return y, grads
+
+    with jax.set_mesh(mesh):
+        spec = lambda n: DIVIDED[split].get(n, PartitionSpec())  # noqa: E731
+        put = {n: jax.device_put(a, jax.NamedSharding(mesh, spec(n))) for n, a in inputs.items()}
+        y, grads = jax.jit(lambda a: gradients(run, a))(put)
+    for name in ("w_gate_up", "w_down"):
+        assert grads[name].sharding.is_equivalent_to(put[name].sharding, 3)
+    host = jax.device_put(inputs, jax.devices("cpu")[0])
+    of_reference = lambda dtype: gradients(  # noqa: E731
+        lambda a: reference.moe_mlp(**a, dtype=dtype), host
+    )
+    want, naive = of_reference(jnp.float32), of_reference(jnp.bfloat16)
+    for got, ref32, low in zip(*map(jax.tree.leaves, ((y, grads), want, naive)), strict=True):
+        assert_close(jax.device_get(got), ref32, low)

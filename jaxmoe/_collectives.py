@@ -1,0 +1,94 @@
+"""Collectives of one device's part of an op, with the derivative that the part has as a whole.
+
+`TYPED` is for `jax.shard_map`, whose types know which values differ between devices: JAX's own
+rules are right there. `PLAIN` is for the parts that XLA's partitioner asks for, where there are no
+such types: what is the same on all devices says so by the op it goes through.
+"""
+
+from typing import Any
+
+import jax
+
+from jaxmoe._sharding import Axes, own
+
+
+def _gather(a: jax.Array, axes: Axes) -> jax.Array:
+    return jax.lax.all_gather(a, axes, tiled=True) if axes else a
+
+
+class _Collectives:
+    """Functions of an array and mesh axes; without axes they return the array."""
+
+    def gather(self, a: jax.Array, axes: Axes) -> jax.Array:
+        """All rows, for devices whose cotangents of them are parts of a sum."""
+        return _gather(a, axes)
+
+    def scatter(self, a: jax.Array, axes: Axes) -> jax.Array:
+        """This device's rows of the sum."""
+        return jax.lax.psum_scatter(a, axes, tiled=True) if axes else a
+
+    def total(self, a: jax.Array, axes: Axes) -> jax.Array:
+        """The sum, which is the same on all devices from there on."""
+        return jax.lax.psum(a, axes) if axes else a
+
+    def spread(self, a: jax.Array, axes: Axes) -> jax.Array:
+        """`a`, the same on all devices, each of which has a part of the cotangent from here on."""
+        del axes
+        return a
+
+    def gather_same(self, a: jax.Array, axes: Axes, count: int) -> jax.Array:
+        """All rows, for devices that all have the same cotangent of them."""
+        del count
+        return _gather(a, axes)
+
+    def own_same(self, a: jax.Array, axes: Axes, count: int) -> jax.Array:
+        """This device's rows of what is the same on all devices."""
+        return own(a, 0, axes, count)
+
+
+class _Plain(_Collectives):
+    def total(self, a: jax.Array, axes: Axes) -> jax.Array:
+        return _total(a, axes) if axes else a
+
+    def spread(self, a: jax.Array, axes: Axes) -> jax.Array:
+        return _spread(a, axes) if axes and a.size else a
+
+    def gather_same(self, a: jax.Array, axes: Axes, count: int) -> jax.Array:
+        return _gather_same(a, axes, count) if axes else a
+
+    def own_same(self, a: jax.Array, axes: Axes, count: int) -> jax.Array:
+        return _own_same(a, axes, count) if axes else a
+
+
+def _linear(forward: Any, backward: Any) -> Any:
+    """`forward(a, *static)` as a function whose derivative goes back through `backward`."""
+    fn = jax.custom_vjp(forward, nondiff_argnums=tuple(range(1, forward.__code__.co_argcount)))
+    fn.defvjp(
+        lambda a, *static: (forward(a, *static), None),
+        lambda *args: (backward(args[-1], *args[:-2]),),
+    )
+    return fn
+
+
+def _psum(a: jax.Array, axes: Axes) -> jax.Array:
+    return jax.lax.psum(a, axes)
+
+
+def _same(a: jax.Array, axes: Axes) -> jax.Array:
+    del axes
+    return a
+
+
+def _all(a: jax.Array, axes: Axes, count: int) -> jax.Array:
+    del count
+    return _gather(a, axes)
+
+
+def _part(a: jax.Array, axes: Axes, count: int) -> jax.Array:
+    return own(a, 0, axes, count)
+
+
+_total, _spread = _linear(_psum, _same), _linear(_same, _psum)
+_gather_same, _own_same = _linear(_all, _part), _linear(_part, _all)
+
+PLAIN, TYPED = _Plain(), _Collectives()

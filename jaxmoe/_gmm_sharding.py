@@ -1,0 +1,115 @@
+"""How grouped products are divided over the axes of a mesh, in the notation of _gmm.py.
+
+gmm                                                          what a device does
+  w split on N (and bias)    its columns                     nothing is added up
+  w split on E (and bias)    the groups of its weights       sum over devices
+  w or x split on K          a part of each sum              sum over devices
+  x split on B               its batches                     nothing is added up
+tgmm
+  x split on K, dy on N      its part of each weight         nothing is added up
+  dw split on E              the groups of its weights       nothing is added up
+  x, dy split on B           its batches                     sum over devices if they share weights
+
+The rows of one batch are not split: its ranges count all of them.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxmoe._sharding import Axes, Call, Rule, Split, once, own, refuse_tokens, total
+
+
+def gmm_rule(gmm: Callable[..., Any]) -> Rule:
+    """The rule of `gmm`."""
+
+    def dims(avals: Any, *, weight_layout: str, **_params: Any) -> str:
+        weight = "k n" if weight_layout == "kn" else "n k"
+        of_weight = _batch_name(avals[0].shape[0], avals[1].shape[0])
+        bias = f"{of_weight} e n" if avals[4].size else "p q r"
+        return f"b t k, {of_weight} e {weight}, b g, b g, {bias} -> b t n"
+
+    def split(call: Call, **params: Any) -> Split:
+        refuse_tokens(rule, call, 0, 1)
+        x, w, _, _, bias = call.avals
+        of_x, of_w = call.given[:2]
+        k_dim = 2 if params["weight_layout"] == "kn" else 3
+        n_dim = 5 - k_dim
+        e = call.pick(w.shape[1], of_w[1])
+        n = call.pick(w.shape[n_dim], of_w[n_dim], taken=e)
+        k = call.pick(x.shape[2], of_w[k_dim], of_x[2], taken=e + n)
+        b, u = _batch_axes(call, x.shape[0], w.shape[0], of_x[0], of_w[0], e + n + k)
+        in_w = (u, e, k, n) if k_dim == 2 else (u, e, n, k)
+        in_bias = (u, e, n) if bias.size else ((),) * 3
+        added = e + k
+        if k:  # tiles chosen for all of K may not fit a part
+            params = params | {"config": None}
+
+        def part(x: Any, w: Any, starts: Any, sizes: Any, bias: Any) -> tuple[jax.Array]:
+            groups = (own_groups(a, w.shape[1], e, call.count(e)) for a in (starts, sizes))
+            (out,) = gmm(x, w, *groups, once(bias, k), **params)
+            return (total(out, added),)
+
+        groups = (b, ())
+        return Split(((b, (), k), in_w, groups, groups, in_bias), ((b, (), n),), part)
+
+    names = ("grouped_gemm", "lhs", "rhs", "group_sizes", "group_sizes", "bias")
+    rule = Rule(dims, split, names, weights=(1,))
+    return rule
+
+
+def tgmm_rule(tgmm: Callable[..., Any]) -> Rule:
+    """The rule of `tgmm`."""
+
+    def dims(avals: Any, *, weight_shape: tuple[int, int], **_params: Any) -> str:
+        return f"b t k, b t n, b g, b g -> {_batch_name(avals[0].shape[0], weight_shape[0])} e k n"
+
+    def split(call: Call, *, weight_shape: tuple[int, int], **params: Any) -> Split:
+        for i in (0, 1):
+            refuse_tokens(rule, call, i, 1)
+        x, dy = call.avals[:2]
+        of_dw = call.wanted[0] if call.wanted else ((),) * 4
+        k = call.pick(x.shape[2], call.given[0][2], of_dw[2])
+        n = call.pick(dy.shape[2], call.given[1][2], of_dw[3], taken=k)
+        e = call.pick(weight_shape[1], of_dw[1], taken=k + n)
+        of_x = call.given[0][0] or call.given[1][0]
+        b, u = _batch_axes(call, x.shape[0], weight_shape[0], of_x, of_dw[0], k + n + e)
+        count = call.count(e)
+        shape = weight_shape[0] // call.count(u), weight_shape[1] // count
+        added = () if u else b
+
+        def part(x: Any, dy: Any, starts: Any, sizes: Any) -> tuple[jax.Array]:
+            groups = (own_groups(a, shape[1], e, count) for a in (starts, sizes))
+            (dw,) = tgmm(x, dy, *groups, weight_shape=shape, **params)
+            return (total(dw, added),)
+
+        groups = (b, ())
+        return Split(((b, (), k), (b, (), n), groups, groups), ((u, e, k, n),), part)
+
+    rule = Rule(dims, split, ("grouped_gemm", "x", "dy", "group_sizes", "group_sizes"))
+    return rule
+
+
+def own_groups(groups: jax.Array, own_weights: int, axes: Axes, count: int) -> jax.Array:
+    """Takes from [B,G] the groups of this device's weights; group g has weight g mod E."""
+    if not axes:
+        return groups
+    by_weight = groups.reshape(groups.shape[0], -1, own_weights * count)
+    return own(by_weight, 2, axes, count).reshape(groups.shape[0], -1)
+
+
+def _batch_name(batches: int, weights: int) -> str:
+    return "b" if batches == weights > 1 else "u"
+
+
+def _batch_axes(
+    call: Call, batches: int, weights: int, of_x: Axes, of_w: Axes, taken: Axes
+) -> tuple[Axes, Axes]:
+    """The axes of the batches, and of the weights' batches: the same, or there is one of those."""
+    if weights == 1:
+        return call.pick(batches, of_x, taken=taken), ()
+    if batches == weights:
+        axes = call.pick(batches, of_w, of_x, taken=taken)
+        return axes, axes
+    return (), ()

@@ -1,0 +1,315 @@
+"""Divides ops over the axes of a mesh: one rule of an op for Auto and for Explicit axes.
+
+A `Rule` says which dimensions of arguments and results belong together (`dims`), and given over
+which mesh axes each dimension is split, how a device computes its part (`split`). XLA asks it
+while it partitions a program, after Shardy has propagated the shardings of Auto axes; for Explicit
+axes it is asked while tracing, and its answer runs in `jax.shard_map`.
+"""
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from jaxmoe import _checks
+
+_one_device = jax.make_user_context(False)  # part of JAX's trace context
+
+Axes = tuple[str, ...]  # mesh axes over which one dimension is split, the slowest first
+Dims = tuple[Axes, ...]  # those of each dimension of an array
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A call whose arguments are split over a mesh.
+
+    Attributes:
+      avals: shapes and dtypes of the whole arguments.
+      given: mesh axes of each dimension of each argument.
+      wanted: the same of each result, as what uses them is split; nothing on Explicit axes.
+      sizes: devices along each mesh axis.
+      explicit: whether the axes are Explicit. Then types say how everything is split, and what
+        cannot stay so is an error; collectives must suit `jax.shard_map`.
+    """
+
+    avals: tuple[Any, ...]
+    given: tuple[Dims, ...]
+    wanted: tuple[Dims, ...]
+    sizes: Mapping[str, int]
+    explicit: bool
+
+    def count(self, axes: Axes) -> int:
+        """Devices that `axes` divide something among."""
+        return math.prod(self.sizes[a] for a in axes)
+
+    def pick(self, size: int, *choices: Axes, taken: Axes = ()) -> Axes:
+        """The first of `choices` that is not empty, less what is taken or does not divide."""
+        for axes in choices:
+            if axes:
+                free: Axes = ()
+                for axis in axes:
+                    if axis in taken or size % self.count((*free, axis)):
+                        break
+                    free = (*free, axis)
+                return free
+        return ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """How a call is divided: mesh axes of every dimension, and what each device computes.
+
+    `part` takes a device's parts of the arguments and returns its parts of the results.
+    """
+
+    ins: tuple[Dims, ...]
+    outs: tuple[Dims, ...]
+    part: Callable[..., tuple[Any, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """How an op may be divided.
+
+    Args:
+      dims: (avals, outs, **params) -> names of the dimensions, "t h, t k -> t h". Those of one name
+        are split over the same axes, as far as nothing else decides.
+      split: (call, **params) -> `Split`. On Explicit axes it may refuse.
+      names: what the public function calls its op and each argument, for messages.
+      weights: indices of the arguments that are never gathered.
+    """
+
+    dims: Callable[..., str]
+    split: Callable[..., Split]
+    names: tuple[str, ...]
+    weights: tuple[int, ...] = ()
+
+
+def independent(
+    op: Callable[..., Any],
+    names: tuple[str, ...],
+    dims: str | Callable[..., str],
+    free: str,
+    tokens: str = "",
+) -> Rule:
+    """The rule of an op that has nothing to add up or to fetch.
+
+    It may be divided along the dimensions `free`, the others whole; Explicit axes may not split
+    the `tokens`, which have an order.
+    """
+    text = dims if callable(dims) else lambda *_args, **_params: dims
+
+    def split(call: Call, **params: Any) -> Split:
+        arguments, results = (
+            [part.split() for part in side.split(",")]
+            for side in text(call.avals, **params).split("->")
+        )
+        for i, letters in enumerate(arguments):
+            if tokens and tokens in letters and call.avals[i].size:
+                refuse_tokens(rule, call, i, letters.index(tokens))
+        chosen: dict[str, Axes] = {}
+        for letter in free:
+            seen = [
+                (aval.shape[letters.index(letter)], axes[letters.index(letter)])
+                for aval, letters, axes in zip(call.avals, arguments, call.given, strict=True)
+                if letter in letters and aval.size
+            ]
+            wanted = [
+                axes[letters.index(letter)]
+                for letters, axes in zip(results, call.wanted, strict=False)
+                if letter in letters
+            ]
+            taken = tuple(axis for axes in chosen.values() for axis in axes)
+            options = [axes for _, axes in seen] + wanted
+            chosen[letter] = call.pick(seen[0][0], *options, taken=taken) if seen else ()
+        place = lambda letters: tuple(chosen.get(letter, ()) for letter in letters)  # noqa: E731
+        ins = (
+            place(letters) if aval.size else ((),) * aval.ndim
+            for letters, aval in zip(arguments, call.avals, strict=True)
+        )
+        return Split(tuple(ins), tuple(map(place, results)), lambda *a: op(*a, **params))
+
+    rule = Rule(text, split, names)
+    return rule
+
+
+def index(axes: Axes) -> jax.Array:
+    """Which part of what `axes` split is this device's."""
+    return jax.lax.axis_index(axes)
+
+
+def own(a: jax.Array, dim: int, axes: Axes, count: int) -> jax.Array:
+    """This device's part of `a` along `dim`, of `count` parts."""
+    if not axes:
+        return a
+    size = a.shape[dim] // count
+    return jax.lax.dynamic_slice_in_dim(a, index(axes) * size, size, dim)
+
+
+def once(a: jax.Array, axes: Axes) -> jax.Array:
+    """`a` on the first device along `axes` and 0 on the others, for what is added up over them."""
+    return jnp.where(index(axes) == 0, a, jnp.zeros_like(a)) if axes and a.size else a
+
+
+def total(a: jax.Array, axes: Axes) -> jax.Array:
+    """The sum of `a` over the devices along `axes`."""
+    return jax.lax.psum(a, axes) if axes else a
+
+
+def axes_of(spec: Any, ndim: int) -> Dims:
+    """Mesh axes of each dimension of a PartitionSpec."""
+    parts = (*spec, *(None,) * (ndim - len(spec)))
+    return tuple(() if p is None else p if isinstance(p, tuple) else (p,) for p in parts)
+
+
+def to_spec(dims: Dims) -> PartitionSpec:
+    """The PartitionSpec of those mesh axes."""
+    return PartitionSpec(*((axes[0] if len(axes) == 1 else axes or None) for axes in dims))
+
+
+def explicit_axes(aval: Any) -> frozenset[str]:
+    """The Explicit mesh axes over which an array is split."""
+    explicit = _explicit(aval.sharding.mesh)
+    used = axes_of(aval.sharding.spec, aval.ndim)
+    return frozenset(axis for axes in used for axis in axes if axis in explicit)
+
+
+def is_auto(mesh: Any) -> bool:
+    """Whether XLA alone divides work among the devices of `mesh` (or of none that is known)."""
+    return mesh.empty or all(kind == AxisType.Auto for kind in mesh.axis_types)
+
+
+def mesh_of(avals: Sequence[Any]) -> Any:
+    """The mesh that a call is traced for: the context's, or the one its arguments' types name."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        mesh = next((a.sharding.mesh for a in avals if not a.sharding.mesh.empty), mesh)
+    return mesh
+
+
+def divided_by_xla(arrays: Sequence[jax.Array]) -> bool:
+    """Whether a call is traced for several devices of a mesh among which XLA divides the work."""
+    mesh = mesh_of([jax.typeof(a) for a in arrays])
+    return not _one_device.value and not mesh.empty and mesh.size > 1 and is_auto(mesh)
+
+
+@contextlib.contextmanager
+def one_device() -> Generator[None]:
+    """Traces for one device inside, whatever mesh the context and types of arguments name."""
+    nowhere = jax.sharding.AbstractMesh((), ())
+    with _one_device(True), jax.sharding.use_abstract_mesh(nowhere):
+        yield
+
+
+def on_explicit_axes(
+    rule: Rule, mesh: Any, arrays: Sequence[jax.Array], params: dict[str, Any]
+) -> tuple[jax.Array, ...]:
+    """Runs a call with arguments that are split over Explicit axes of `mesh`."""
+    avals = tuple(jax.typeof(a) for a in arrays)
+    explicit = _explicit(mesh)
+    given = tuple(
+        tuple(tuple(axis for axis in axes if axis in explicit) for axes in dims)
+        for dims in (axes_of(a.sharding.spec, a.ndim) for a in avals)
+    )
+    call = Call(avals, given, (), dict(mesh.shape), explicit=True)
+    split = rule.split(call, **params)
+    for i in rule.weights:
+        if any(set(have) - set(kept) for have, kept in zip(given[i], split.ins[i], strict=True)):
+            _refuse_weights(rule, avals, given, split, i)
+    arrays = [
+        a if have == want else jax.sharding.reshard(a, NamedSharding(mesh, to_spec(want)))
+        for a, have, want in zip(arrays, given, split.ins, strict=True)
+    ]
+    # NOTE: not all Explicit axes: under vmap those of the batch are not there to be named.
+    used = {axis for dims in (*split.ins, *split.outs) for axes in dims for axis in axes}
+    part = jax.shard_map(
+        split.part,
+        mesh=None if mesh == jax.sharding.get_abstract_mesh() else mesh,
+        in_specs=tuple(to_spec(dims) for dims in split.ins),
+        out_specs=tuple(to_spec(dims) for dims in split.outs),
+        axis_names=used,
+    )
+    return part(*arrays)
+
+
+def refuse_tokens(rule: Rule, call: Call, i: int, dim: int) -> None:
+    """Raises if dimension `dim` of argument `i`, tokens of one order, is split over Explicit axes.
+
+    The dimensions before `dim` are batches, which the public function does not have.
+    """
+    if not call.explicit or not call.given[i][dim]:
+        return
+    axes, name, aval = ", ".join(call.given[i][dim]), rule.names[i + 1], call.avals[i]
+    text = (
+        f"{name} must not be split along its rows over Explicit mesh axes ({axes}), because their "
+        "groups are those of all. Call it inside jax.shard_map over those axes, where each device "
+        "has groups of its own, or replicate the argument with jax.sharding.reshard"
+    )
+    shown = jax.ShapeDtypeStruct(aval.shape[dim:], aval.dtype)
+    raise NotImplementedError(_checks.message(rule.names[0], text, **{name: shown}))
+
+
+def _refuse_weights(rule: Rule, avals: Any, given: Any, split: Split, i: int) -> None:
+    name = rule.names[i + 1]
+    text = (
+        f"{name} is split as {_text(given[i])} over Explicit mesh axes, which does not go with the "
+        f"other arguments or does not divide: it would have to be {_text(split.ins[i])}, and "
+        "weights are not gathered. Use jax.sharding.reshard, or split the other weights like it"
+    )
+    raise NotImplementedError(_checks.message(rule.names[0], text, **{name: avals[i]}))
+
+
+def _text(dims: Dims) -> str:
+    return f"P({', '.join(' and '.join(axes) or 'None' for axes in dims)})"
+
+
+def on_auto_axes(
+    rule: Rule, op: Callable[..., Any], avals: Sequence[Any], params: dict[str, Any]
+) -> Callable[..., tuple[jax.Array, ...]]:
+    """Returns the call of `op` as XLA's partitioner takes it, a function of `avals`.
+
+    Arguments without elements stand for "none" and stay out of the partitioned call.
+    """
+    there = [i for i, a in enumerate(avals) if a.size]
+
+    def fill(arrays: Sequence[Any], make: Callable[[Any], Any]) -> list[Any]:
+        rest = iter(arrays)
+        return [next(rest) if a.size else make(a) for a in avals]
+
+    def call(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(op(*fill(arrays, lambda a: jnp.zeros(a.shape, a.dtype)), **params))
+
+    def partition(mesh: Any, args: Sequence[Any], results: Sequence[Any]) -> Any:
+        given = fill([axes_of(a.sharding.spec, a.ndim) for a in args], lambda a: ((),) * a.ndim)
+        wanted = [axes_of(r.sharding.spec, r.ndim) for r in results]
+        split = rule.split(
+            Call(tuple(avals), tuple(given), tuple(wanted), dict(mesh.shape), explicit=False),
+            **params,
+        )
+
+        def part(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+            # Arguments without elements have the shape of the whole.
+            parts = fill(arrays, lambda a: jnp.zeros(a.shape, a.dtype))
+            with one_device():
+                return tuple(split.part(*parts))
+
+        place = lambda dims: NamedSharding(mesh, to_spec(dims))  # noqa: E731
+        ins = tuple(place(split.ins[i]) for i in there)
+        return mesh, part, tuple(place(dims) for dims in split.outs), ins
+
+    names, results = rule.dims(avals, **params).split("->")
+    names = [n for i, n in enumerate(names.split(",")) if avals[i].size]
+    partitioned = custom_partitioning(call)
+    partitioned.def_partition(partition=partition, sharding_rule=f"{','.join(names)}->{results}")
+    return lambda *arrays: partitioned(*(arrays[i] for i in there))
+
+
+def _explicit(mesh: Any) -> frozenset[str]:
+    kinds = () if mesh.empty else zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return frozenset(axis for axis, kind in kinds if kind == AxisType.Explicit)
