@@ -36,6 +36,8 @@ class Row:
       vs_best: in suite `tiles`, `us` over that of the fastest tile of the op in the same run.
       layers, weight_sets: length of the chain, and how many distinct weights it cycles through.
       temp_bytes: what XLA allocates for one call beyond its arguments and results.
+      devices: how many devices it ran on; `tokens`, `tflops` and bytes are those of one of them.
+      sent_gbps: GB/s that each device sent to others.
       dispatch_us: host time to launch, per layer; the row is host-bound where it reaches `us`.
       us_half_chain: `us` with half as many layers: equal if launching costs nothing.
       sm_clock_mhz, power_w: medians under sustained load; None where nobody looked.
@@ -66,6 +68,8 @@ class Row:
     layers: int | None = None
     weight_sets: int | None = None
     temp_bytes: int | None = None
+    devices: int | None = None
+    sent_gbps: float | None = None
     dispatch_us: float | None = None
     us_half_chain: float | None = None
     sm_clock_mhz: float | None = None
@@ -236,6 +240,8 @@ def remark(row: Row) -> str:
     if row.vs_best is not None:
         percent = 100 * (row.vs_best - 1)
         parts.append(f"{percent:.1f} % over the best tile" if percent else "the best tile")
+    if row.sent_gbps is not None:
+        parts.append(f"{row.sent_gbps:.0f} GB/s sent")
     return "; ".join(parts + ([row.reason] if row.reason else []))
 
 

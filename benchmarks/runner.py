@@ -163,6 +163,8 @@ def _row(
         layers=entry.layers,
         weight_sets=None if entry.weight_sets is None else min(entry.weight_sets, entry.layers),
         temp_bytes=entry.temp_bytes() if entry.temp_bytes else None,
+        devices=entry.devices,
+        sent_gbps=entry.sent_bytes / measured.us * 1e-3 if entry.sent_bytes else None,
     )
     if jax.default_backend() != "gpu":  # CPUs run small programs inside the launch
         measured = dataclasses.replace(measured, dispatch_us=0.0)

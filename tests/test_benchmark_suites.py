@@ -24,7 +24,7 @@ from benchmarks.cases import (  # noqa: E402
     weight_sets,
 )
 from benchmarks.models import DEFAULT_MODELS, MODELS, layer_bytes  # noqa: E402
-from benchmarks.suites import SUITES, layer, routing, stack, tiles, train  # noqa: E402
+from benchmarks.suites import SUITES, ep, layer, routing, stack, tiles, train  # noqa: E402
 from jaxmoe._heuristics import mlp_configs  # noqa: E402
 
 
@@ -260,3 +260,24 @@ def test_dense_training_is_products_of_equal_flops() -> None:
         (db, (x @ a).T @ ct),
     ):
         assert relative_error(got, want) < 1e-2
+
+
+def test_experts_over_devices_are_checked_and_timed(tmp_path: Path) -> None:
+    path = tmp_path / "ep.json"
+    names = [ep.variant("all_gather", 1), ep.variant("all_to_all", 2), ep.LOCAL, ep.ALONE]
+    command = f"--suite ep --models wide --tokens 2 --skew uniform --repeats 3 --json {path}"
+    assert run.main([*command.split(), "--impl", ",".join([*names, "xla[all_to_all]"])]) == 0
+    found = {r.impl: r for r in map(rows.Row.from_json, json.loads(path.read_text())["rows"])}
+    assert list(found) == [*names, "xla[all_to_all]"]
+    assert all(found[name].rel_err and found[name].rel_err < 1e-2 for name in names)
+    wide, count = MODELS["wide"], jax.device_count()
+    sent = (count - 1) * 2 * 2 * wide.hidden
+    us = found["xla[all_to_all]"].us or 0.0
+    assert found["xla[all_to_all]"].sent_gbps == pytest.approx(sent / us * 1e-3, rel=1e-3)
+    assert [found[name].devices for name in names] == [count, count, count, 1]
+    case = Case(wide, 2, "uniform", 1, weight_sets(wide, 0))
+    every = {entry.impl: entry for entry in ep.entries(case)}
+    assert set(every) == set(ep.IMPLS) - {ep.variant(m, 4) for m in ep.DISPATCHES}
+    assert "no ragged_all_to_all here" in (every[ep.ragged_ep.NAME].refusal or "")
+    refused = ep.entries(dataclasses.replace(case, model=MODELS["odd"]))
+    assert [entry.refusal for entry in refused] == [f"not run: 5 experts on {count} device(s)"]

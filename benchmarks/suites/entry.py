@@ -28,6 +28,8 @@ class Entry:
       scheme: what it multiplies, "bf16" or "fp8".
       pass_: "forward" or "forward+backward".
       temp_bytes: returns what XLA allocates for one call beyond arguments and results.
+      sent_bytes: what a device sends to others in one layer; None where nothing is sent.
+      devices: how many devices it runs on.
     """
 
     op: str
@@ -43,6 +45,8 @@ class Entry:
     scheme: str = "bf16"
     pass_: str = "forward"
     temp_bytes: Callable[[], int] | None = None
+    sent_bytes: float | None = None
+    devices: int = 1
 
 
 def chain_length(
