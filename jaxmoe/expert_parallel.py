@@ -119,7 +119,8 @@ def moe_mlp(
       ...     )
       >>> split = jax.shard_map(layer, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"))
       >>> ids, weights = jnp.array([[1]], jnp.int32), jnp.array([[0.5]])
-      >>> split(jnp.ones((1, 2)), ids, weights, jnp.ones((2, 2, 3)), jnp.ones((2, 3, 2))).tolist()
+      >>> w_up, w_down = jnp.ones((2, 2, 3)), jnp.ones((2, 3, 2))
+      >>> jax.jit(split)(jnp.ones((1, 2)), ids, weights, w_up, w_down).tolist()
       [[3.0, 3.0]]
     """
     setup = _ep_checks.check_all(
@@ -207,11 +208,12 @@ def sharded_moe_mlp(
       >>> mesh = jax.make_mesh((1,), ("expert",))
       >>> routing = jaxmoe.Routing(jnp.array([[1]], jnp.int32), jnp.array([[0.5]]))
       >>> w_up, w_down = jnp.ones((2, 2, 3)), jnp.ones((2, 3, 2))
-      >>> y = jaxmoe.expert_parallel.sharded_moe_mlp(
-      ...     jnp.ones((1, 2)), routing, w_up, w_down, mesh=mesh, axis_name="expert",
-      ...     activation="relu"
-      ... )
-      >>> y.tolist()
+      >>> @jax.jit
+      ... def layer(x, routing, w_up, w_down):
+      ...     return jaxmoe.expert_parallel.sharded_moe_mlp(
+      ...         x, routing, w_up, w_down, mesh=mesh, axis_name="expert", activation="relu"
+      ...     )
+      >>> layer(jnp.ones((1, 2)), routing, w_up, w_down).tolist()
       [[3.0, 3.0]]
     """
     _checks.check_choice(_ep_mesh.OP, "tokens", tokens, ("sharded", "replicated"))
