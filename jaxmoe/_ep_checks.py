@@ -134,15 +134,21 @@ def _check_experts(num_experts: Any, expert_map: Any, w: Any, num_devices: int, 
     if num_experts is not None:
         num_experts = _checks.check_int(OP, "num_experts", num_experts, 1)
         _checks.check_dim(OP, "expert_map", expert_map, 1, num_experts, "num_experts")
-    if isinstance(expert_map, np.ndarray) and expert_map.size:
-        largest = int(expert_map.max())
-        if largest >= num_local:
-            rule = (
-                f"expert_map holds the local id {largest}, which must be below {num_local} "
-                "(w_gate_up.shape[0] of one device)"
-            )
-            raise ValueError(_checks.message(OP, rule, expert_map=expert_map, w_gate_up=w))
+    check_local_ids(expert_map, num_local)
     return expert_map.shape[1]
+
+
+def check_local_ids(expert_map: Any, num_local: int) -> None:
+    """Refuses a table, known at trace time, with a local id that no device has."""
+    if not isinstance(expert_map, np.ndarray):
+        return
+    largest = int(expert_map.max(initial=-1))
+    if largest >= num_local:
+        rule = (
+            f"expert_map holds the local id {largest}, which must be below {num_local} "
+            "(experts that each device holds)"
+        )
+        raise ValueError(_checks.message(OP, rule, expert_map=expert_map))
 
 
 def _names(axis_name: Any) -> tuple[Any, ...]:

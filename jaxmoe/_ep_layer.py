@@ -35,6 +35,8 @@ def run(
     options: dict[str, Any],
 ) -> tuple[jax.Array, jax.Array]:
     """Computes the layer of checked arguments. Returns (y, choices without room)."""
+    if x.shape[0] == 0:  # which XLA's collectives refuse
+        return jnp.zeros(x.shape, x.dtype), jnp.int32(0)
     slots = slots_of(
         routing.expert_ids,
         expert_map,
@@ -53,7 +55,7 @@ def run(
     ys: list[jax.Array] = []
     lost = jnp.int32(0)
     size = slots.shape[0] // num_chunks
-    for first in range(0, num_chunks * size, size) if size else (0,):
+    for first in range(0, num_chunks * size, size):
         part = functools.partial(_rows, first=first, size=size)
         own = None if residual is None else part(residual)
         y, dropped = _chunk(s, experts, _part(x, part), part(slots), part(routing.weights), own)
@@ -95,9 +97,10 @@ def _experts(
 ) -> jax.Array:
     x, slots, routing_weights = received
     ids = local_ids(slots, s.num_local, s.axis.index)
-    # The tiles are chosen for R / num_experts rows an expert. This device's experts get about
-    # T * K / num_local of its R = M * K rows, however many of those stay empty.
-    num_experts = -(-x.shape[0] * s.num_local // max(num_tokens, 1))
+    # The tiles are chosen for R / num_experts rows an expert, R = M * K, most of which stay empty:
+    # this device's experts together get about T * K, or their part of those if all have the same.
+    sharing = s.axis.size if s.dispatch == "replicated" else 1
+    num_experts = -(-x.shape[0] * s.num_local * sharing // max(num_tokens, 1))
     num_experts = max(num_experts, s.num_local, ids.shape[1])
     return mlp.moe_mlp(
         x,

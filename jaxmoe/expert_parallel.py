@@ -223,6 +223,7 @@ def sharded_moe_mlp(
     on_tokens = data + (experts if tokens == "sharded" else ())
     token_devices, num_devices = (_ep_mesh.size_of(mesh, a) for a in (on_tokens, experts))
     _ep_mesh.check_split(x, w_gate_up, token_devices, num_devices, repr(axis_name))
+    _ep_checks.check_local_ids(expert_map, w_gate_up.shape[0] // num_devices)
     _ep_mesh.check_tensor_axis(mesh, tensor, w_down, options)
     arrays = {n: options.pop(n) for n in _ep_mesh.ARRAYS if options.get(n) is not None}
     layout = options.get("weight_layout", "kn")

@@ -302,6 +302,28 @@ def test_the_program_holds_only_the_collectives_it_needs():
     assert cuda.count("ragged_all_to_all") >= 3 and "jaxmoe_moe_mlp_v1" in cuda
 
 
+@pytest.mark.parametrize(
+    "options, num_experts",
+    [
+        ({"dispatch": "all_gather"}, 16),
+        ({"dispatch": "all_to_all"}, 16),
+        ({"dispatch": "all_to_all", "capacity_factor": 1.0}, 8),  # one token of two from each
+        ({"tokens": "replicated"}, 16),
+    ],
+    ids=str,
+)
+def test_tiles_are_those_of_the_rows_that_come(options, num_experts):
+    """The kernels are told of as many experts as give the mean number of rows of a real one."""
+    a = jax.tree.map(lambda v: v.astype("bfloat16"), arrays())
+    a["weights"] = arrays()["weights"]
+    layer = functools.partial(split_layer, sizes=EIGHT, **options)
+    with _targets.force_cuda_lowering():
+        report = jaxmoe.explain(layer, jnp.asarray(ids_of("uniform")), a)
+    (call,) = (op for op in report.ops if op.op == "jaxmoe_moe_mlp")
+    assert call.cuda_attrs["num_experts"] == num_experts
+    assert call.cuda_attrs["num_local_experts"] == 2 and "shard_map" in call.where
+
+
 def test_auto_takes_what_the_links_make_faster():
     choose = expert_parallel.choose_dispatch
     assert choose(4096, 7168, 8, 4).name == "all_gather"

@@ -95,6 +95,14 @@ def test_replicated_tokens_are_not_dispatched():
         inside(arrays(), specs, tokens="replicated", dispatch="ragged")
 
 
+def test_no_tokens_are_no_error():
+    """XLA's collectives refuse arrays without rows."""
+    x, routing, *w = arrays(t=0)
+    call = functools.partial(expert_parallel.sharded_moe_mlp, mesh=mesh(), axis_name="expert")
+    y, lost = jax.jit(functools.partial(call, capacity_factor=1.0))(x, routing, *w)
+    assert y.shape == (0, H) and int(lost) == 0
+
+
 def test_outside_of_shard_map():
     with pytest.raises(ValueError, match="there is none; expert_parallel.sharded_moe_mlp wraps"):
         expert_parallel.moe_mlp(*arrays(), axis_name="expert")
@@ -123,6 +131,12 @@ AROUND = [
         {"tensor_axis": "data", "gate_up": "interleaved"},
         ValueError,
         "w_down.shape[1]=7 must be a multiple of 2 (devices of tensor_axis='data')",
+    ),
+    (
+        arrays(),
+        {"expert_map": np.full((4, E), 2, np.int32)},
+        ValueError,
+        "expert_map holds the local id 2, which must be below 2",
     ),
     ((None, *arrays()[1:]), {}, TypeError, "x must be an array"),
 ]
