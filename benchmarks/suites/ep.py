@@ -95,10 +95,15 @@ class Spread:
         """Length of the chains."""
         return min(MOST_LAYERS, chain_length(self.work, times_floor=1.5))
 
-    def weights(self, turned: bool = True) -> list[Weights]:
-        """The case's weights over the devices, in checkpoint order if `turned`."""
-        sets = self.case.sets.nk if turned else self.case.sets
-        return [put(w, P(AXIS)) for w in sets]
+    @functools.cached_property
+    def nk(self) -> list[Weights]:
+        """The case's weights over the devices, in checkpoint order."""
+        return [put(w, P(AXIS)) for w in self.case.sets.nk]
+
+    @functools.cached_property
+    def kn(self) -> list[Weights]:
+        """The same with the contraction first."""
+        return [put(w, P(AXIS)) for w in self.case.sets]
 
     def tokens(self) -> jax.Array:
         """[2 n T, H]."""
@@ -239,11 +244,14 @@ def _spread_entry(
     wide, model = spread.wide, spread.case.model
     per_token = specs[0]
 
+    def weights() -> list[Weights]:
+        return spread.nk if turned else spread.kn
+
     def make(count: int) -> chain.Chain:
         rows = wide.num_tokens * (1 if specs is _SPLIT else spread.count)
         y = put(jnp.zeros((rows, model.hidden), jnp.bfloat16), P(AXIS))
         items = _items(wide.routings(count), per_token)
-        inputs = (put(spread.tokens(), per_token), items, tuple(spread.weights(turned)))
+        inputs = (put(spread.tokens(), per_token), items, tuple(weights()))
         return chain.Chain(_program(_step(call, specs)), y, inputs, count)
 
     def check() -> float:
@@ -251,7 +259,7 @@ def _spread_entry(
         specs_of_call = (specs[0], specs[1][0], *specs[2:])
         rows = wide.num_tokens * (1 if specs is _SPLIT else spread.count)
         y = put(jnp.zeros((rows, model.hidden), jnp.bfloat16), P(AXIS))
-        whole = (put(x, per_token), put(r, per_token), spread.weights(turned)[0], y)
+        whole = (put(x, per_token), put(r, per_token), weights()[0], y)
         out = jax.jit(_split(call, specs_of_call))(*whole)
         if specs is _WHOLE:  # each device's part of every token
             parts = out.reshape(spread.count, wide.num_tokens, model.hidden)
