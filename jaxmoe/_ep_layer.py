@@ -75,7 +75,7 @@ def _chunk(
         elif s.dispatch == "all_gather":
             out = _ep_exchange.all_gather(payload, added, s.axis)
         else:
-            exchange = getattr(_ep_exchange, s.dispatch)
+            exchange = _ep_exchange.ragged if s.dispatch == "ragged" else _ep_exchange.all_to_all
             out = exchange(payload, added, s.axis, slots, s.num_local, s.capacity)
     y = experts(_unpack(out.rows, x, slots.shape[1]), slots.shape[0])
     with jax.named_scope(f"combine_{s.dispatch}"):

@@ -21,22 +21,24 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmoe
 from benchmarks import bounds, chain
-from benchmarks.baselines import ragged_ep
+from benchmarks.baselines import collectives, ragged_ep
+from benchmarks.baselines.collectives import AXIS, OPTIONS
 from benchmarks.cases import Case, Routed, Weights, tokens
 from benchmarks.models import BYTES, Layer
 from benchmarks.suites.entry import Entry, chain_length
 from jaxmoe import expert_parallel
 from jaxmoe._ep_cost import DISPATCHES, share_per_device
 
-AXIS = "expert"
 LOCAL, ALONE = "jaxmoe[ep_local]", "jaxmoe[one_device]"
 CHUNKS = (1, 2, 4)
 DEFAULT_MODELS = ("deepseek-v3", "qwen3-30b-a3b")
 DEFAULT_TOKENS = (1, 8, 64, 1024, 4096, 8192)
-COLLECTIVES = ("all_gather", "psum_scatter", "all_gather+psum_scatter", "all_to_all", "ragged")
 MOST_LAYERS = 16
-# XLA starts collectives early and waits late for what depends on them.
-OPTIONS = {"xla_gpu_enable_latency_hiding_scheduler": True}
+# Everything, collectives too, in CUDA graphs: for few tokens, where launching takes longest.
+GRAPHS = OPTIONS | chain.GRAPHS
+GRAPHS["xla_gpu_enable_command_buffer"] = f"{GRAPHS['xla_gpu_enable_command_buffer']},COLLECTIVES"
+IN_GRAPHS = "+graphs"
+MOST_GRAPH_TOKENS = 64
 
 
 def variant(dispatch: str, chunks: int) -> str:
@@ -45,7 +47,11 @@ def variant(dispatch: str, chunks: int) -> str:
 
 
 VARIANTS = {variant(d, c): (d, c) for d in DISPATCHES for c in CHUNKS}
-IMPLS = (*VARIANTS, LOCAL, ALONE, ragged_ep.NAME, *(f"xla[{name}]" for name in COLLECTIVES))
+IMPLS = (
+    *(*VARIANTS, LOCAL, ALONE, ragged_ep.NAME),
+    *(name + IN_GRAPHS for name in (variant("all_gather", 1), LOCAL)),
+    *(f"xla[{name}]" for name in collectives.NAMES),
+)
 
 
 @functools.cache
@@ -64,7 +70,10 @@ def entries(case: Case) -> list[Entry]:
     spread = Spread(case, dataclasses.replace(case, num_tokens=case.num_tokens * count), count)
     out = [_variant(spread, impl) for impl in VARIANTS if _divides(case, impl)]
     out += [_local(spread), _alone(spread), _ragged(spread)]
-    return out + [_collective(spread, name) for name in COLLECTIVES]
+    out += [_collective(spread, name) for name in collectives.NAMES]
+    if case.num_tokens <= MOST_GRAPH_TOKENS:
+        out += [_in_graphs(_variant(spread, variant("all_gather", 1))), _in_graphs(_local(spread))]
+    return out
 
 
 def _nothing(_count: int) -> chain.Chain:
@@ -210,14 +219,14 @@ def _step(call: Call, specs: Any) -> Callable[..., jax.Array]:
 
 
 @functools.cache
-def _program(step: Callable[..., jax.Array]) -> Callable[[Any, Any], Any]:
+def _program(step: Callable[..., jax.Array], graphs: bool = False) -> Callable[[Any, Any], Any]:
     def run(y: jax.Array, inputs: Any) -> jax.Array:
         many, items, weights = inputs
         for i, item in enumerate(items):
             y = step(many, item, weights[i % len(weights)], y)
         return y
 
-    return chain.compiled(run, OPTIONS)
+    return chain.compiled(run, GRAPHS if graphs else OPTIONS)
 
 
 # Tokens, (routing, number of the layer), weights, result of the layer before.
@@ -247,12 +256,12 @@ def _spread_entry(
     def weights() -> list[Weights]:
         return spread.nk if turned else spread.kn
 
-    def make(count: int) -> chain.Chain:
+    def make(count: int, graphs: bool = False) -> chain.Chain:
         rows = wide.num_tokens * (1 if specs is _SPLIT else spread.count)
         y = put(jnp.zeros((rows, model.hidden), jnp.bfloat16), P(AXIS))
         items = _items(wide.routings(count), per_token)
         inputs = (put(spread.tokens(), per_token), items, tuple(weights()))
-        return chain.Chain(_program(_step(call, specs)), y, inputs, count)
+        return chain.Chain(_program(_step(call, specs), graphs), y, inputs, count)
 
     def check() -> float:
         x, r = wide.fresh
@@ -319,90 +328,32 @@ def _alone(spread: Spread) -> Entry:
     return Entry("moe_mlp", ALONE, work, hit, layers, make, check, weight_sets=sets, devices=1)
 
 
+def _in_graphs(entry: Entry) -> Entry:
+    """The same as an op of its own: if XLA fails at it, the others have their times."""
+    make = functools.partial(entry.make, graphs=True)
+    name = entry.impl + IN_GRAPHS
+    return dataclasses.replace(entry, op=entry.op + IN_GRAPHS, impl=name, make=make)
+
+
 def _collective(spread: Spread, name: str) -> Entry:
-    model, count, num_tokens = spread.case.model, spread.count, spread.case.num_tokens
-    ways = 2 if name == "all_gather+psum_scatter" else 1
+    model, num_tokens = spread.case.model, spread.case.num_tokens
     rows = num_tokens
     if name == "ragged":  # what even routing sends
-        rows = max(1, round(num_tokens * share_per_device(count, model.top_k)))
-    sent = float(ways * (count - 1) * rows * model.hidden * BYTES)
-    start, call = _COLLECTIVE[name]
-    held = rows * (1 if start == "own" else count)
+        rows = max(1, round(num_tokens * share_per_device(spread.count, model.top_k)))
+    sent = float(collectives.ways(name) * (spread.count - 1) * rows * model.hidden * BYTES)
 
     def make(length: int) -> chain.Chain:
-        drawn = tokens(jax.random.key(spread.case.seed), count * held, model.hidden)
-        step = _collective_step(call)
-        return chain.Chain(_collective_program(step, length), put(drawn, P(AXIS)), (), length)
+        return collectives.calls(name, mesh(), rows, model.hidden, spread.case.seed, length)
 
-    refusal = None
-    if name == "ragged" and jax.default_backend() != "gpu":
-        refusal = "not run: XLA has no ragged_all_to_all here"
-    work = bounds.Work(0.0, 0.0, sent)
     return Entry(
         "collectives",
         f"xla[{name}]",
-        work,
+        bounds.Work(0.0, 0.0, sent),
         None,
         2 * spread.layers,
         make,
         None,
-        refusal=refusal,
+        refusal=collectives.refusal(name),
         sent_bytes=sent,
-        devices=count,
+        devices=spread.count,
     )
-
-
-@functools.cache
-def _collective_step(call: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
-    return _split(call, P(AXIS))
-
-
-@functools.cache
-def _collective_program(step: Callable[..., jax.Array], length: int) -> Callable[[Any, Any], Any]:
-    def run(y: jax.Array, _: Any) -> jax.Array:
-        for _i in range(length):
-            y = step(y)
-        return y
-
-    return chain.compiled(run, OPTIONS)
-
-
-def _gather(x: jax.Array) -> jax.Array:
-    return jax.lax.optimization_barrier(jax.lax.all_gather(x, AXIS, tiled=True))
-
-
-def _scatter(x: jax.Array) -> jax.Array:
-    y = jax.lax.psum_scatter(x, AXIS, scatter_dimension=0, tiled=True)
-    return jax.lax.optimization_barrier(y)
-
-
-def _own(x: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_slice_in_dim(x, 0, x.shape[0] // jax.lax.axis_size(AXIS))
-
-
-def _swap(x: jax.Array) -> jax.Array:
-    boxes = x.reshape(jax.lax.axis_size(AXIS), -1, x.shape[1])
-    return jax.lax.optimization_barrier(jax.lax.all_to_all(boxes, AXIS, 0, 0)).reshape(x.shape)
-
-
-def _swap_ragged(x: jax.Array) -> jax.Array:
-    count = jax.lax.axis_size(AXIS)
-    size = x.shape[0] // count
-    sizes = jnp.full((count,), size, jnp.int32)
-    starts = jnp.arange(count, dtype=jnp.int32) * size
-    places = jnp.full((count,), jax.lax.axis_index(AXIS) * size, jnp.int32)
-    y = jax.lax.ragged_all_to_all(
-        x, jnp.zeros_like(x), starts, sizes, places, sizes, axis_name=AXIS
-    )
-    return jax.lax.optimization_barrier(y)
-
-
-# What a device starts with, a row for each token ("own") or for each of all devices, and the call
-# that leaves as many. A slice or a copy of the rest is part of the single ones.
-_COLLECTIVE: dict[str, tuple[str, Callable[[jax.Array], jax.Array]]] = {
-    "all_gather": ("own", lambda x: _own(_gather(x))),
-    "psum_scatter": ("all", lambda x: jnp.tile(_scatter(x), (jax.lax.axis_size(AXIS), 1))),
-    "all_gather+psum_scatter": ("own", lambda x: _scatter(_gather(x))),
-    "all_to_all": ("all", _swap),
-    "ragged": ("all", _swap_ragged),
-}
