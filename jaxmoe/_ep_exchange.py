@@ -93,8 +93,7 @@ def all_to_all(
     row_to_token = jnp.where(filled, send.row_to_token[row], -1).reshape(-1)
 
     def swap(a: jax.Array) -> jax.Array:
-        boxes = a.reshape(axis.size, capacity, *a.shape[1:])
-        return jax.lax.all_to_all(boxes, axis.name, 0, 0).reshape(a.shape)
+        return jax.lax.all_to_all(a, axis.name, 0, 0, tiled=True)
 
     def combine(y: jax.Array) -> jax.Array:
         return sum_rows(swap(y), token_to_row, residual)

@@ -10,7 +10,6 @@ import numpy as np
 
 from jaxmoe import _checks, _primitive, _targets
 
-
 # What the primitives of JAX's collectives are called in programs.
 _COLLECTIVES = {
     "all_gather": "all_gather",
