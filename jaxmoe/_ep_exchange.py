@@ -210,7 +210,7 @@ def _ragged_exchange(
         row = jnp.arange(length, dtype=jnp.int32)[None, :]
         first, count = places[:, me][:, None], sizes[:, me][:, None]
         from_source = (row >= first) & (row < first + count)
-        source = jnp.argmax(from_source, axis=0)
+        source = jnp.argmax(from_source, axis=0).astype(jnp.int32)
         at = source * rows.shape[0] + starts[source, me] + row[0] - places[source, me]
         some = from_source.any(axis=0)
         shape = (length, *[1] * (rows.ndim - 1))
