@@ -36,7 +36,8 @@ class Row:
       vs_best: in suite `tiles`, `us` over that of the fastest tile of the op in the same run.
       layers, weight_sets: length of the chain, and how many distinct weights it cycles through.
       temp_bytes: what XLA allocates for one call beyond its arguments and results.
-      devices: how many devices it ran on; `tokens`, `tflops` and bytes are those of one of them.
+      devices: how many devices it ran on, None for one; `tokens`, `tflops` and bytes are those of
+        one of them.
       sent_gbps: GB/s that each device sent to others.
       dispatch_us: host time to launch, per layer; the row is host-bound where it reaches `us`.
       us_half_chain: `us` with half as many layers: equal if launching costs nothing.

@@ -175,7 +175,7 @@ def _floor_row(base: Row, case: Case, entry: Entry) -> Row:
     us = entry.work.floor_us(case.ceiling, base.scheme)
     if us is None:
         return dataclasses.replace(base, reason="no measured ceilings for this device")
-    row = dataclasses.replace(base, experts_hit=entry.experts_hit)
+    row = dataclasses.replace(base, experts_hit=entry.experts_hit, devices=entry.devices)
     return with_time(row, entry.work, case.ceiling, timing.Measured(us, us, us))
 
 

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))  # behind everything: `jaxmoe` stays the installed one
 
 import jaxmoe  # noqa: E402
-from benchmarks import bounds, report, report_train, rows, run  # noqa: E402
+from benchmarks import bounds, report, report_ep, report_train, rows, run  # noqa: E402
 from benchmarks.baselines import dense  # noqa: E402
 from benchmarks.cases import (  # noqa: E402
     Case,
@@ -283,3 +283,27 @@ def test_experts_over_devices_are_checked_and_timed(tmp_path: Path) -> None:
     assert "no ragged_all_to_all here" in (every[ep.ragged_ep.NAME].refusal or "")
     refused = ep.entries(dataclasses.replace(case, model=MODELS["odd"]))
     assert [entry.refusal for entry in refused] == [f"not run: 5 experts on {count} device(s)"]
+
+
+def test_report_has_a_table_of_experts_over_devices() -> None:
+    base = rows.Row("ep", "moe_mlp", "qwen3-30b-a3b", 4096, "bf16", "forward", "", regime="burst")
+
+    def row(impl: str, us: float, devices: int | None = 4, **fields: Any) -> rows.Row:
+        return dataclasses.replace(base, impl=impl, us=us, devices=devices, **fields)
+
+    found = [
+        row(ep.ALONE, 600.0, None),
+        row(ep.LOCAL, 640.0),
+        row(ep.variant("all_gather", 1), 1000.0, sent_gbps=100.0),
+        row(ep.variant("all_gather", 2), 900.0, sent_gbps=110.0),
+        row(ep.variant("all_to_all", 1), 1200.0),
+        row(ep.variant("all_to_all", 1), 1100.0, 2),
+        row("xla[all_gather+psum_scatter]", 350.0, op="collectives", sent_gbps=290.0),
+    ]
+    text = report_ep.summary(report.Report([], found, {}))
+    four = "| qwen3-30b-a3b | 4 | 4096 | 600 | 640 | 900 | 1200 | all_gather/2 | 1.50 | 260 | 110 |"
+    assert f"{four} 290 |" in text
+    assert (
+        "| qwen3-30b-a3b | 2 | 4096 | 600 | - | - | 1100 | all_to_all | 1.83 | - | - | - |" in text
+    )
+    assert "ragged_dot" not in text and report_ep.summary(report.Report([], [], {})) == ""

@@ -29,7 +29,7 @@ class Entry:
       pass_: "forward" or "forward+backward".
       temp_bytes: returns what XLA allocates for one call beyond arguments and results.
       sent_bytes: what a device sends to others in one layer; None where nothing is sent.
-      devices: how many devices it runs on.
+      devices: how many devices it runs on; None for one.
     """
 
     op: str
@@ -46,7 +46,7 @@ class Entry:
     pass_: str = "forward"
     temp_bytes: Callable[[], int] | None = None
     sent_bytes: float | None = None
-    devices: int = 1
+    devices: int | None = None
 
 
 def chain_length(

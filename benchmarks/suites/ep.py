@@ -325,7 +325,7 @@ def _alone(spread: Spread) -> Entry:
     work = bounds.layer(model, case.num_tokens, hit)
     sets = len(case.sets)
     layers = spread.layers
-    return Entry("moe_mlp", ALONE, work, hit, layers, make, check, weight_sets=sets, devices=1)
+    return Entry("moe_mlp", ALONE, work, hit, layers, make, check, weight_sets=sets)
 
 
 def _in_graphs(entry: Entry) -> Entry:
