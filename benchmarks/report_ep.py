@@ -17,8 +17,8 @@ _HEAD = ["model", "devices", "tokens", "one device", "local", "all_gather", "all
 _HEAD += ["best", "to one device", "over local", "GB/s", "bare GB/s", "ragged_dot"]
 _NOTE = (
     "Microseconds of one layer, bf16, uniform routing, so many tokens on each device. *one "
-    "device*: alone with as many tokens and all experts. *local*: what a device computes without any "
-    "communication. Each way in its best number of chunks; *best* is the shortest of them. "
+    "device*: alone with as many tokens and all experts. *local*: what a device computes without "
+    "any communication. Each way in its best number of chunks; *best* is the shortest of them. "
     "*GB/s*: what a device sends in the whole time of all_gather; *bare*: what all_gather and "
     "psum_scatter of the same rows reach alone."
 )
