@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks import bounds, report_fp8, report_train
+from benchmarks import bounds, report_ep, report_fp8, report_train
 from benchmarks.models import MODELS
 from benchmarks.rows import Row, remark
 from benchmarks.suites.stack import CHAIN
@@ -95,7 +95,18 @@ def load(folder: Path, peers: Path | None = None) -> Report:
 
 
 def _kind(row: Row) -> tuple[Any, ...]:
-    keys = ("suite", "op", "model", "tokens", "scheme", "pass_", "skew", "regime", "impl")
+    keys = (
+        "suite",
+        "op",
+        "model",
+        "tokens",
+        "scheme",
+        "pass_",
+        "skew",
+        "regime",
+        "devices",
+        "impl",
+    )
     return tuple(getattr(row, key) for key in keys)
 
 
@@ -194,6 +205,8 @@ def details(report: Report) -> str:
     head += ["TFLOP/s", "TB/s", "TFLOP/J", "floor", "of floor", "vs dense", "error", "note"]
     if body := _stack_rows(report.rows):
         parts += ["## stack: 48 layers in one program", _STACK_NOTE, table(_STACK, body)]
+    if spread := report_ep.summary(report):
+        parts += ["## ep: experts over devices", spread]
     for suite, op in dict.fromkeys((row.suite, row.op) for row in report.rows):
         rows = [row for row in report.rows if (row.suite, row.op) == (suite, op)]
         order = list(MODELS)

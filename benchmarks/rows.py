@@ -37,6 +37,9 @@ class Row:
       layers, weight_sets: length of the chain, and how many distinct weights it cycles through.
       temp_bytes: what XLA allocates for one call beyond its arguments and results.
       peak_bytes: arguments, results and that together.
+      devices: how many devices it ran on, None for one; `tokens`, `tflops` and bytes are those of
+        one of them.
+      sent_gbps: GB/s that each device sent to others.
       dispatch_us: host time to launch, per layer; the row is host-bound where it reaches `us`.
       us_half_chain: `us` with half as many layers: equal if launching costs nothing.
       sm_clock_mhz, power_w: medians under sustained load; None where nobody looked.
@@ -68,6 +71,8 @@ class Row:
     weight_sets: int | None = None
     temp_bytes: int | None = None
     peak_bytes: int | None = None
+    devices: int | None = None
+    sent_gbps: float | None = None
     dispatch_us: float | None = None
     us_half_chain: float | None = None
     sm_clock_mhz: float | None = None
@@ -238,6 +243,8 @@ def remark(row: Row) -> str:
     if row.vs_best is not None:
         percent = 100 * (row.vs_best - 1)
         parts.append(f"{percent:.1f} % over the best tile" if percent else "the best tile")
+    if row.sent_gbps is not None:
+        parts.append(f"{row.sent_gbps:.0f} GB/s sent")
     return "; ".join(parts + ([row.reason] if row.reason else []))
 
 

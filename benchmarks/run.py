@@ -14,14 +14,15 @@ import jax
 from benchmarks import card, cases, rows, runner
 from benchmarks.baselines import dense, tokamax_gmm, torch_grouped_mm, xla_ragged_dot
 from benchmarks.models import DEFAULT_MODELS, DEFAULT_SKEWS, DEFAULT_TOKENS, MODELS, SKEWS
-from benchmarks.suites import GRIDS, SUITES, layer_fp8, routing, stack, train
+from benchmarks.suites import GRIDS, SUITES, ep, layer_fp8, routing, stack, train
 from jaxmoe import _targets
 
 _PEERS = (xla_ragged_dot, tokamax_gmm, torch_grouped_mm, dense)
 _PEER_NAMES = (routing.XLA, *(peer.NAME for peer in _PEERS))
-_OURS = ("jaxmoe", *layer_fp8.VARIANTS)
+_OURS = ("jaxmoe", *layer_fp8.VARIANTS, *ep.VARIANTS)
 _IMPLS = (
     *(*_OURS, "jaxmoe[kn]", stack.CHAIN, train.RECOMPUTE, routing.TWO_CALLS),
+    *(name for name in ep.IMPLS if name not in ep.VARIANTS),
     *(*_PEER_NAMES, layer_fp8.DEQUANTIZED, dense.FP8_NAME, *runner.FLOORS.values()),
 )
 _MEMORY = "0.92"  # part of the GPU's memory; JAX's own default leaves a quarter unused

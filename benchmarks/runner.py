@@ -163,6 +163,8 @@ def _row(
         layers=entry.layers,
         weight_sets=None if entry.weight_sets is None else min(entry.weight_sets, entry.layers),
         **(entry.memory()._asdict() if entry.memory else {}),
+        devices=entry.devices,
+        sent_gbps=entry.sent_bytes / measured.us * 1e-3 if entry.sent_bytes else None,
     )
     if jax.default_backend() != "gpu":  # CPUs run small programs inside the launch
         measured = dataclasses.replace(measured, dispatch_us=0.0)
@@ -173,7 +175,7 @@ def _floor_row(base: Row, case: Case, entry: Entry) -> Row:
     us = entry.work.floor_us(case.ceiling, base.scheme)
     if us is None:
         return dataclasses.replace(base, reason="no measured ceilings for this device")
-    row = dataclasses.replace(base, experts_hit=entry.experts_hit)
+    row = dataclasses.replace(base, experts_hit=entry.experts_hit, devices=entry.devices)
     return with_time(row, entry.work, case.ceiling, timing.Measured(us, us, us))
 
 

@@ -1,6 +1,7 @@
 """Mixture-of-Experts layers inside `jax.jit`, with CUDA kernels for NVIDIA GPUs."""
 
 from . import checkpoints as checkpoints
+from . import expert_parallel as expert_parallel
 from ._explain import explain as explain
 from ._export import export_checks as export_checks
 from ._heuristics import GemmConfig as GemmConfig

@@ -10,6 +10,20 @@ import numpy as np
 
 from jaxmoe import _checks, _primitive, _targets
 
+# What the primitives of JAX's collectives are called in programs.
+_COLLECTIVES = {
+    "all_gather": "all_gather",
+    "all_gather_invariant": "all_gather",
+    "all_to_all": "all_to_all",
+    "pmax": "pmax",
+    "ppermute": "ppermute",
+    "psum": "psum",
+    "psum2": "psum",
+    "psum_invariant": "psum",
+    "ragged_all_to_all": "ragged_all_to_all",
+    "reduce_scatter": "psum_scatter",
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Scratch:
@@ -90,16 +104,21 @@ class Report:
       platform: of the default device of this process, such as "cpu" or "gpu".
       why_no_cuda: why the CUDA kernels are not loaded, None if they are.
       ops: one report for each op, in program order.
+      collectives: those that the function itself asks for, inside `shard_map`: what each device
+        gives to it, over which mesh axes, such as "all_gather of bf16[8,2048] over expert". XLA may
+        add others where it divides the work.
     """
 
     platform: str
     why_no_cuda: str | None
     ops: tuple[OpReport, ...]
+    collectives: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         loaded = "loaded" if self.why_no_cuda is None else f"not loaded: {self.why_no_cuda}"
         head = f"default platform: {self.platform}; CUDA kernels {loaded}"
-        return "\n".join([head, *(map(str, self.ops) if self.ops else ["no jaxmoe op found"])])
+        lines = [head, *(map(str, self.ops) if self.ops else ["no jaxmoe op found"])]
+        return "\n".join(lines + [f"collective: {text}" for text in self.collectives])
 
 
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
@@ -131,7 +150,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     platform = jax.default_backend()
     jaxpr = jax.make_jaxpr(fn)(*args, **kwargs).jaxpr
     ops = tuple(_explain_op(op, eqn, where, platform) for op, eqn, where in _find_ops(jaxpr, ()))
-    return Report(platform, _targets.why_not(), ops)
+    return Report(platform, _targets.why_not(), ops, tuple(_find_collectives(jaxpr)))
 
 
 def _find_ops(jaxpr: Any, where: tuple[str, ...]) -> Iterator[tuple[_primitive.Op, Any, str]]:
@@ -145,11 +164,29 @@ def _find_ops(jaxpr: Any, where: tuple[str, ...]) -> Iterator[tuple[_primitive.O
                 continue
             yield op, eqn, "/".join(where)
             continue
-        for value in eqn.params.values():
-            for inner in value if isinstance(value, tuple | list) else (value,):
-                inner = getattr(inner, "jaxpr", inner)
-                if hasattr(inner, "eqns"):
-                    yield from _find_ops(inner, (*where, eqn.primitive.name))
+        for inner in _inner_jaxprs(eqn):
+            yield from _find_ops(inner, (*where, eqn.primitive.name))
+
+
+def _inner_jaxprs(eqn: Any) -> Iterator[Any]:
+    for value in eqn.params.values():
+        for inner in value if isinstance(value, tuple | list) else (value,):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                yield inner
+
+
+def _find_collectives(jaxpr: Any, branch: str = "") -> Iterator[str]:
+    for eqn in jaxpr.eqns:
+        name = _COLLECTIVES.get(eqn.primitive.name)
+        if name is None:
+            for inner in _inner_jaxprs(eqn):
+                chosen = eqn.primitive.name == "cond"
+                yield from _find_collectives(inner, " in one branch" if chosen else branch)
+            continue
+        axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+        names = ", ".join(map(str, axes)) if isinstance(axes, tuple) else str(axes)
+        yield f"{name} of {_checks.describe(eqn.invars[0].aval)} over {names}{branch}"
 
 
 def _explain_op(op: _primitive.Op, eqn: Any, where: str, platform: str) -> OpReport:

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))  # behind everything: `jaxmoe` stays the installed one
 
 import jaxmoe  # noqa: E402
-from benchmarks import bounds, report, report_train, rows, run  # noqa: E402
+from benchmarks import bounds, report, report_ep, report_train, rows, run  # noqa: E402
 from benchmarks.baselines import dense  # noqa: E402
 from benchmarks.cases import (  # noqa: E402
     Case,
@@ -26,6 +26,7 @@ from benchmarks.cases import (  # noqa: E402
 from benchmarks.models import DEFAULT_MODELS, MODELS, layer_bytes  # noqa: E402
 from benchmarks.suites import (  # noqa: E402
     SUITES,
+    ep,
     layer,
     routing,
     stack,
@@ -306,3 +307,50 @@ def test_dense_training_is_products_of_equal_flops() -> None:
         (db, (x @ a).T @ ct),
     ):
         assert relative_error(got, want) < 1e-2
+
+
+def test_experts_over_devices_are_checked_and_timed(tmp_path: Path) -> None:
+    path = tmp_path / "ep.json"
+    name = ep.variant("all_gather", 1)
+    command = f"--suite ep --models wide --tokens 2 --skew uniform --repeats 3 --json {path}"
+    assert run.main([*command.split(), "--impl", f"{name},xla[all_to_all]"]) == 0
+    found = {r.impl: r for r in map(rows.Row.from_json, json.loads(path.read_text())["rows"])}
+    assert list(found) == [name, "xla[all_to_all]"]
+    assert 0.0 < (found[name].rel_err or 0.0) < 1e-2
+    wide, count = MODELS["wide"], jax.device_count()
+    sent = (count - 1) * 2 * 2 * wide.hidden
+    us = found["xla[all_to_all]"].us or 0.0
+    assert found["xla[all_to_all]"].sent_gbps == pytest.approx(sent / us * 1e-3, rel=1e-3)
+    assert found[name].devices == count and "GB/s sent" in rows.line(found[name])
+    case = Case(wide, 2, "uniform", 1, weight_sets(wide, 0))
+    every = {entry.impl: entry for entry in ep.entries(case)}
+    assert set(every) == set(ep.IMPLS) - {ep.variant(m, 4) for m in ep.DISPATCHES}
+    check = every[ep.LOCAL].check  # of the sum of what each device computes by itself
+    assert check is not None and 0.0 < check() < 1e-2
+    assert "no ragged_all_to_all here" in (every[ep.ragged_ep.NAME].refusal or "")
+    refused = ep.entries(dataclasses.replace(case, model=MODELS["odd"]))
+    assert [entry.refusal for entry in refused] == [f"not run: 5 experts on {count} device(s)"]
+
+
+def test_report_has_a_table_of_experts_over_devices() -> None:
+    base = rows.Row("ep", "moe_mlp", "qwen3-30b-a3b", 4096, "bf16", "forward", "", regime="burst")
+
+    def row(impl: str, us: float, devices: int | None = 4, **fields: Any) -> rows.Row:
+        return dataclasses.replace(base, impl=impl, us=us, devices=devices, **fields)
+
+    found = [
+        row(ep.ALONE, 600.0, None),
+        row(ep.LOCAL, 640.0),
+        row(ep.variant("all_gather", 1), 1000.0, sent_gbps=100.0),
+        row(ep.variant("all_gather", 2), 900.0, sent_gbps=110.0),
+        row(ep.variant("all_to_all", 1), 1200.0),
+        row(ep.variant("all_to_all", 1), 1100.0, 2),
+        row("xla[all_gather+psum_scatter]", 350.0, op="collectives", sent_gbps=290.0),
+    ]
+    text = report_ep.summary(report.Report([], found, {}))
+    four = "| qwen3-30b-a3b | 4 | 4096 | 600 | 640 | 900 | 1200 | all_gather/2 | 1.50 | 260 | 110 |"
+    assert f"{four} 290 |" in text
+    assert (
+        "| qwen3-30b-a3b | 2 | 4096 | 600 | - | - | 1100 | all_to_all | 1.83 | - | - | - |" in text
+    )
+    assert "ragged_dot" not in text and report_ep.summary(report.Report([], [], {})) == ""

@@ -30,6 +30,7 @@ PAGES = sorted(
 REFERENCES = (
     "README.md",
     "docs/adding_a_kernel.md",
+    "docs/expert_parallel.md",
     "docs/numerics.md",
     "docs/routing.md",
     "docs/semantics.md",

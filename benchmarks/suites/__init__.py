@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from benchmarks.cases import Case
-from benchmarks.suites import layer, layer_fp8, ops, routing, stack, tiles, train
+from benchmarks.suites import ep, layer, layer_fp8, ops, routing, stack, tiles, train
 from benchmarks.suites.entry import Entry
 
 
@@ -18,6 +18,7 @@ SUITES: dict[str, Callable[[Case], list[Entry]]] = {
     "stack": stack.entries,
     "routing": routing.entries,
     "train": train.entries,
+    "ep": ep.entries,
 }
 
 # Models and numbers of tokens of a plain run, where a suite is not about all of them.
@@ -25,4 +26,5 @@ GRIDS: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
     "stack": (stack.DEFAULT_MODELS, stack.DEFAULT_TOKENS),
     "routing": (routing.DEFAULT_MODELS, routing.DEFAULT_TOKENS),
     "train": (train.DEFAULT_MODELS, train.DEFAULT_TOKENS),
+    "ep": (ep.DEFAULT_MODELS, ep.DEFAULT_TOKENS),
 }

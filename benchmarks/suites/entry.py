@@ -49,6 +49,8 @@ class Entry:
       scheme: what it multiplies, "bf16" or "fp8".
       pass_: "forward" or "forward+backward".
       memory: returns what one call needs of the device's memory.
+      sent_bytes: what a device sends to others in one layer; None where nothing is sent.
+      devices: how many devices it runs on; None for one.
     """
 
     op: str
@@ -64,6 +66,8 @@ class Entry:
     scheme: str = "bf16"
     pass_: str = "forward"
     memory: Callable[[], Memory] | None = None
+    sent_bytes: float | None = None
+    devices: int | None = None
 
 
 def chain_length(

@@ -1,0 +1,242 @@
+"""Argument checks of `expert_parallel.moe_mlp`, and what follows from them."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmoe import _checks
+from jaxmoe._ep_cost import DISPATCHES, TOKENS, capacity_of, choose_dispatch
+from jaxmoe._ep_exchange import Axis
+from jaxmoe._mlp_checks import check_tokens, check_weights
+from jaxmoe.activation import resolve
+from jaxmoe.grouped_gemm import WEIGHT_LAYOUTS
+from jaxmoe.quantize import FORMATS, QuantizedArray
+
+OP = "expert_parallel.moe_mlp"
+# What is passed on to `jaxmoe.moe_mlp` as it is.
+OPTIONS = (
+    *("activation", "b_gate_up", "b_down", "gate_up", "weight_layout", "apply_weight_on_input"),
+    *("batch_invariant", "intermediate_scale", "accum", "config", "recompute"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """Everything that `moe_mlp` knows before it computes anything.
+
+    Attributes:
+      num_experts: global experts.
+      num_local: experts that each device holds.
+      dispatch: "all_gather", "all_to_all", "ragged" or "replicated".
+      capacity: tokens that a device can send to each other one, of a chunk.
+      format: of the quantized weights, None for plain ones.
+      quantizes: whether tokens are quantized before they are sent.
+      tensor_axis: the mesh axis that splits I, "" for none.
+    """
+
+    axis: Axis
+    num_experts: int
+    num_local: int
+    dispatch: str
+    capacity: int
+    format: str | None
+    quantizes: bool
+    tensor_axis: str
+
+
+def check_all(
+    x: Any,
+    routing: Any,
+    w_gate_up: Any,
+    w_down: Any,
+    *,
+    axis_name: Any,
+    tokens: Any,
+    dispatch: Any,
+    capacity_factor: Any,
+    num_chunks: Any,
+    num_experts: Any,
+    expert_map: Any,
+    dispatch_format: Any,
+    sum_dtype: Any,
+    tensor_axis: Any,
+    residual: Any,
+    options: dict[str, Any],
+) -> Setup:
+    """Checks what `moe_mlp` was given."""
+    _check_options(options)
+    act = resolve(options.get("activation", "swiglu"), OP)
+    layout = options.get("weight_layout", "kn")
+    _checks.check_choice(OP, "weight_layout", layout, WEIGHT_LAYOUTS)
+    check_tokens(x, routing, residual)
+    format = check_weights(x, w_gate_up, w_down, act, layout, False)
+    size = _axis_size("axis_name", axis_name)
+    if tensor_axis is not None:
+        _axis_size("tensor_axis", tensor_axis)
+        if tensor_axis in _names(axis_name):
+            rule = f"tensor_axis={tensor_axis!r} must be another mesh axis than axis_name"
+            raise ValueError(_checks.message(OP, rule))
+    num_experts = _check_experts(num_experts, expert_map, w_gate_up, size, f"axis {axis_name!r}")
+    num_tokens, top_k = routing.expert_ids.shape
+    if not 1 <= top_k <= num_experts:
+        rule = f"top_k={top_k} (routing.expert_ids.shape[1]) must be in [1, {num_experts}]"
+        raise ValueError(_checks.message(OP, rule, expert_ids=routing.expert_ids))
+    _check_tokens_axis(x, tokens, axis_name)
+    num_chunks = _checks.check_int(OP, "num_chunks", num_chunks, 1)
+    if num_tokens % num_chunks:
+        rule = f"x.shape[0]={num_tokens} must be a multiple of num_chunks={num_chunks}"
+        raise ValueError(_checks.message(OP, rule, x=x))
+    quantizes = _check_dispatch_format(dispatch_format, format, x, w_gate_up)
+    if sum_dtype is not None and sum_dtype not in ("float32", jnp.float32):
+        rule = f"sum_dtype={sum_dtype!r} must be 'float32', or None for the dtype of x"
+        raise ValueError(_checks.message(OP, rule))
+    per_chunk = num_tokens // num_chunks
+    one_byte = quantizes or isinstance(x, QuantizedArray)
+    name = _dispatch(
+        dispatch, tokens, capacity_factor, x, per_chunk, top_k, size, 1 if one_byte else None
+    )
+    return Setup(
+        Axis(
+            axis_name,
+            size,
+            jax.lax.axis_index(axis_name),
+            np.dtype(x.dtype if sum_dtype is None else sum_dtype),
+        ),
+        num_experts,
+        w_gate_up.shape[0],
+        name,
+        capacity_of(OP, capacity_factor, per_chunk, size, top_k),
+        format,
+        quantizes,
+        tensor_axis or "",
+    )
+
+
+def _check_experts(num_experts: Any, expert_map: Any, w: Any, num_devices: int, axis: str) -> int:
+    """Checks the experts against the devices that share them. Returns the number of experts."""
+    num_local = w.shape[0]
+    held = num_local * num_devices
+    if expert_map is None:
+        if num_experts is None:
+            return held
+        why = (
+            f"the {num_devices} devices of {axis} hold {num_local} experts each (w_gate_up); "
+            "give expert_map for another order or for copies"
+        )
+        return _checks.check_int(OP, "num_experts", num_experts, 1, held, why)
+    _checks.check_rank(OP, "expert_map", expert_map, "n,E")
+    _checks.check_dtype(OP, "expert_map", expert_map, ("int32",))
+    _checks.check_dim(OP, "expert_map", expert_map, 0, num_devices, f"the devices of {axis}")
+    if num_experts is not None:
+        num_experts = _checks.check_int(OP, "num_experts", num_experts, 1)
+        _checks.check_dim(OP, "expert_map", expert_map, 1, num_experts, "num_experts")
+    check_local_ids(expert_map, num_local)
+    return expert_map.shape[1]
+
+
+def check_local_ids(expert_map: Any, num_local: int) -> None:
+    """Refuses a table, known at trace time, with a local id that no device has."""
+    if not isinstance(expert_map, np.ndarray):
+        return
+    largest = int(expert_map.max(initial=-1))
+    if largest >= num_local:
+        rule = (
+            f"expert_map holds the local id {largest}, which must be below {num_local} "
+            "(experts that each device holds)"
+        )
+        raise ValueError(_checks.message(OP, rule, expert_map=expert_map))
+
+
+def _names(axis_name: Any) -> tuple[Any, ...]:
+    return axis_name if isinstance(axis_name, tuple) else (axis_name,)
+
+
+def _axis_size(argument: str, axis_name: Any) -> int:
+    """Returns the number of devices along a mesh axis, or several."""
+    names = _names(axis_name)
+    if not names or not all(isinstance(name, str) for name in names):
+        what = "the name of a mesh axis, or a tuple of them"
+        raise TypeError(_checks.message(OP, f"{argument} must be {what}", **{argument: axis_name}))
+    sizes: list[int] = []
+    for name in names:
+        try:
+            sizes.append(jax.lax.axis_size(name))
+        except NameError:
+            known = ", ".join(map(repr, jax.sharding.get_abstract_mesh().manual_axes))
+            rule = (
+                f"{argument}={axis_name!r} must be an axis of the jax.shard_map around the call "
+                f"({known or 'there is none; expert_parallel.sharded_moe_mlp wraps itself'})"
+            )
+            raise ValueError(_checks.message(OP, rule)) from None
+    return math.prod(sizes)
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    for name in options:
+        if name not in OPTIONS:
+            rule = f"{name} is no argument; those of jaxmoe.moe_mlp it takes: {', '.join(OPTIONS)}"
+            raise TypeError(_checks.message(OP, rule))
+
+
+def _check_tokens_axis(x: Any, tokens: Any, axis_name: Any) -> None:
+    _checks.check_choice(OP, "tokens", tokens, TOKENS)
+    values = x.values if isinstance(x, QuantizedArray) else x
+    if tokens != "replicated" or not isinstance(values, jax.Array):
+        return
+    varies = jax.typeof(values).manual_axis_type.varying
+    if split := [name for name in _names(axis_name) if name in varies]:
+        rule = (
+            f"tokens='replicated' must not be said of an x that differs along {split[0]!r}; "
+            "tokens='sharded' is for that"
+        )
+        raise ValueError(_checks.message(OP, rule, x=x))
+
+
+def _check_dispatch_format(wanted: Any, format: str | None, x: Any, w: Any) -> bool:
+    if wanted is None:
+        return False
+    _checks.check_choice(OP, "dispatch_format", wanted, FORMATS)
+    if wanted != format:
+        what = "not quantized" if format is None else f"in {format}"
+        rule = (
+            f"dispatch_format={wanted!r} must be None or the format of the weights, which are "
+            f"{what}: experts multiply tokens as they arrive"
+        )
+        raise ValueError(_checks.message(OP, rule, w_gate_up=w))
+    return not isinstance(x, QuantizedArray)
+
+
+def _dispatch(
+    dispatch: Any,
+    tokens: str,
+    capacity_factor: Any,
+    x: Any,
+    num_tokens: int,
+    top_k: int,
+    num_devices: int,
+    dispatch_itemsize: int | None,
+) -> str:
+    _checks.check_choice(OP, "dispatch", dispatch, ("auto", *DISPATCHES))
+    if tokens == "replicated":
+        if dispatch not in ("auto", "all_gather"):
+            rule = (
+                f"dispatch={dispatch!r} must be 'auto' or 'all_gather' with tokens='replicated', "
+                "where every device has every token"
+            )
+            raise ValueError(_checks.message(OP, rule))
+        return "replicated"
+    if dispatch != "auto":
+        return dispatch
+    return choose_dispatch(
+        num_tokens,
+        x.shape[1],
+        top_k,
+        num_devices,
+        capacity_factor=capacity_factor,
+        itemsize=np.dtype(x.dtype).itemsize,
+        dispatch_itemsize=dispatch_itemsize,
+    ).name

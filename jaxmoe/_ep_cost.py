@@ -1,0 +1,154 @@
+"""The cost model of dispatch="auto": time on the links from shapes alone."""
+
+import dataclasses
+import math
+
+from jaxmoe import _checks
+
+OP = "expert_parallel.choose_dispatch"
+DISPATCHES = ("all_gather", "all_to_all", "ragged")
+TOKENS = ("sharded", "replicated")
+
+
+@dataclasses.dataclass(frozen=True)
+class Links:
+    """What the collectives of a machine reach; the defaults were measured among 4 H200 (NVLink).
+
+    A collective takes latency + bytes that a device sends / rate.
+
+    Attributes:
+      gather_us, gather_gbps: all_gather and psum_scatter together, microseconds and GB/s.
+      all_to_all_us, all_to_all_gbps: one dense all_to_all.
+      ragged_us, ragged_gbps: one ragged_all_to_all.
+    """
+
+    gather_us: float = 115.0
+    gather_gbps: float = 320.0
+    all_to_all_us: float = 60.0
+    all_to_all_gbps: float = 240.0
+    ragged_us: float = 130.0
+    ragged_gbps: float = 8.0
+
+
+@dataclasses.dataclass(frozen=True)
+class DispatchChoice:
+    """What dispatch="auto" takes, and why.
+
+    Attributes:
+      name: "all_gather", "all_to_all" or "ragged".
+      reason: one sentence.
+      microseconds: the estimate for each way that was compared; "ragged" is, but never taken.
+      capacity: tokens that a device can send to each other one.
+    """
+
+    name: str
+    reason: str
+    microseconds: dict[str, float]
+    capacity: int
+
+
+def share_per_device(num_devices: int, top_k: int) -> float:
+    """The part of all tokens that has a choice on a given device, for independent even choices."""
+    return 1.0 - (1.0 - 1.0 / num_devices) ** top_k
+
+
+def capacity_of(
+    op: str, capacity_factor: float | None, num_tokens: int, num_devices: int, top_k: int
+) -> int:
+    """Returns how many tokens a device can send to each other one, all of them without a factor."""
+    if capacity_factor is None:
+        return num_tokens
+    if type(capacity_factor) not in (int, float):
+        rule = "capacity_factor must be a Python float, or None for room for every token"
+        raise TypeError(_checks.message(op, rule, capacity_factor=capacity_factor))
+    if not (capacity_factor > 0 and math.isfinite(capacity_factor)):
+        rule = (
+            f"capacity_factor={capacity_factor} must be above 0 and finite, "
+            "or None for room for every token"
+        )
+        raise ValueError(_checks.message(op, rule))
+    wanted = capacity_factor * num_tokens * share_per_device(num_devices, top_k)
+    return max(min(1, num_tokens), min(num_tokens, math.ceil(wanted)))
+
+
+def choose_dispatch(
+    num_tokens: int,
+    hidden: int,
+    top_k: int,
+    num_devices: int,
+    *,
+    capacity_factor: float | None = None,
+    tokens: str = "sharded",
+    itemsize: int = 2,
+    dispatch_itemsize: int | None = None,
+    links: Links | None = None,
+) -> DispatchChoice:
+    """Returns the dispatch that `moe_mlp` takes for dispatch="auto". A pure function.
+
+    With p = 1 - (1 - 1/n)^K, the part of the tokens that has a choice on a given device, and room
+    for C = min(T, ceil(capacity_factor * p * T)) tokens from each device to each other one (T
+    without a factor), a device sends
+
+      all_gather: (n - 1) * T tokens and as many sums;  all_to_all: (n - 1) * C of both
+
+    and the shorter of latency + bytes / rate is taken, `all_gather` if they are equal. Without a
+    capacity factor they send the same, and all_gather is faster. With one, all_to_all pays where p
+    is well below 1: K is below the number of devices. "ragged" sends least, (n - 1) * p * T, but
+    XLA's ragged_all_to_all is so far from the rate of the links that it is never taken.
+
+    Args:
+      num_tokens: T, tokens of one device.
+      hidden: H.
+      top_k: K.
+      num_devices: n, size of the expert axis.
+      capacity_factor: as `moe_mlp` takes it.
+      tokens: "sharded" or "replicated", as `moe_mlp` takes it.
+      itemsize: bytes of an element of the result.
+      dispatch_itemsize: bytes of an element of a token on its way to the experts, 1 for FP8; by
+        default `itemsize`.
+      links: of your machine, from your own measurement; by default those of 4 H200 in one host.
+
+    Returns:
+      `DispatchChoice`.
+
+    Raises:
+      TypeError, ValueError: a size that is not a positive int (T may be 0), an unknown name, or a
+        capacity factor that is not above 0.
+
+    Example:
+      >>> from jaxmoe import expert_parallel
+      >>> choice = expert_parallel.choose_dispatch(4096, 7168, 8, 4)
+      >>> choice.name, choice.capacity
+      ('all_gather', 4096)
+      >>> expert_parallel.choose_dispatch(4096, 7168, 2, 16, capacity_factor=1.25).name
+      'all_to_all'
+    """
+    low = {"num_tokens": 0, "hidden": 1, "top_k": 1, "num_devices": 1, "itemsize": 1}
+    given = (num_tokens, hidden, top_k, num_devices, itemsize)
+    for (name, least), value in zip(low.items(), given, strict=True):
+        _checks.check_int(OP, name, value, least)
+    if dispatch_itemsize is None:
+        dispatch_itemsize = itemsize
+    _checks.check_int(OP, "dispatch_itemsize", dispatch_itemsize, 1)
+    _checks.check_choice(OP, "tokens", tokens, TOKENS)
+    capacity = capacity_of(OP, capacity_factor, num_tokens, num_devices, top_k)
+    if tokens == "replicated":
+        reason = "tokens='replicated': every device has every token, nothing is dispatched"
+        return DispatchChoice("all_gather", reason, {}, num_tokens)
+    links = Links() if links is None else links
+    expected = min(float(capacity), num_tokens * share_per_device(num_devices, top_k))
+    # To the experts: the token, K ids and K weights. Back: the sum.
+    row = hidden * (dispatch_itemsize + itemsize) + 8 * top_k
+    megabytes = (num_devices - 1) * row * 1e-6
+    us = {
+        "all_gather": links.gather_us + 1e3 * megabytes * num_tokens / links.gather_gbps,
+        "all_to_all": 2 * links.all_to_all_us + 1e3 * megabytes * capacity / links.all_to_all_gbps,
+        "ragged": 2 * links.ragged_us + 1e3 * megabytes * expected / links.ragged_gbps,
+    }
+    name = "all_to_all" if us["all_to_all"] < us["all_gather"] else "all_gather"
+    room = f"room for {capacity} of {num_tokens} tokens from each to each of {num_devices} devices"
+    reason = (
+        f"{room}: all_gather about {us['all_gather']:.0f} us, "
+        f"all_to_all about {us['all_to_all']:.0f} us"
+    )
+    return DispatchChoice(name, reason, us, capacity)

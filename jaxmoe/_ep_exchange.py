@@ -1,0 +1,219 @@
+"""The three ways in which tokens reach their experts and sums come back.
+
+Each takes what there is of a token, in arrays with a row for each, and returns what this device
+received, a function that brings results home, and how many choices found no room. Rows of no token
+are zeros throughout, and slots travel as slot + 1, so a row of zeros asks for no expert.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxmoe.finalize import sum_rows
+from jaxmoe.permute import permute_p
+from jaxmoe.plan import plan
+
+Arrays = tuple[jax.Array, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Axis:
+    """The mesh axis (or axes) over which experts are spread.
+
+    Attributes:
+      name: as collectives take it.
+      size: n, number of devices.
+      index: [] int32, this device.
+      sum_dtype: dtype in which psum and psum_scatter add.
+    """
+
+    name: str | tuple[str, ...]
+    size: int
+    index: jax.Array
+    sum_dtype: Any
+
+
+class Exchange(NamedTuple):
+    """What came of a dispatch.
+
+    Attributes:
+      rows: the payload's arrays as received, M rows each.
+      combine: ([M, H] sums of this device's experts) -> [T, H] sums of all, residual added.
+      lost: [] int32, choices of this device's tokens that found no room.
+    """
+
+    rows: Arrays
+    combine: Callable[[jax.Array], jax.Array]
+    lost: jax.Array
+
+
+def all_gather(payload: Arrays, residual: jax.Array | None, axis: Axis) -> Exchange:
+    """Every device receives every token."""
+
+    def combine(y: jax.Array) -> jax.Array:
+        dtype = y.dtype
+        y = y.astype(axis.sum_dtype)
+        y = jax.lax.psum_scatter(y, axis.name, scatter_dimension=0, tiled=True)
+        return plus(y, residual, dtype)
+
+    rows = tuple(jax.lax.all_gather(a, axis.name, axis=0, tiled=True) for a in payload)
+    return Exchange(rows, combine, jnp.int32(0))
+
+
+def replicated(payload: Arrays, residual: jax.Array | None, axis: Axis) -> Exchange:
+    """Every device has every token already."""
+
+    def combine(y: jax.Array) -> jax.Array:
+        return plus(jax.lax.psum(y.astype(axis.sum_dtype), axis.name), residual, y.dtype)
+
+    return Exchange(payload, combine, jnp.int32(0))
+
+
+def all_to_all(
+    payload: Arrays,
+    residual: jax.Array | None,
+    axis: Axis,
+    slots: jax.Array,
+    num_local: int,
+    capacity: int,
+) -> Exchange:
+    """Each device sends each other one the first `capacity` tokens that have a choice there."""
+    send = _by_device(slots, axis.size, num_local)
+    starts, sizes = send.offsets[:-1], send.offsets[1:] - send.offsets[:-1]
+    place = send.token_to_row - starts[None, :]
+    kept = (send.token_to_row >= 0) & (place < capacity)
+    column = jnp.arange(axis.size, dtype=jnp.int32)[None, :]
+    token_to_row = jnp.where(kept, column * capacity + place, -1)
+    index = jnp.arange(capacity, dtype=jnp.int32)[None, :]
+    filled = index < sizes[:, None]
+    row = jnp.where(filled, starts[:, None] + index, 0)
+    row_to_token = jnp.where(filled, send.row_to_token[row], -1).reshape(-1)
+
+    def swap(a: jax.Array) -> jax.Array:
+        return jax.lax.all_to_all(a, axis.name, 0, 0, tiled=True)
+
+    def combine(y: jax.Array) -> jax.Array:
+        return sum_rows(swap(y), token_to_row, residual)
+
+    rows = tuple(swap(_rows_of(a, row_to_token, token_to_row)) for a in payload)
+    return Exchange(rows, combine, _lost(slots, num_local, kept))
+
+
+def ragged(
+    payload: Arrays,
+    residual: jax.Array | None,
+    axis: Axis,
+    slots: jax.Array,
+    num_local: int,
+    capacity: int,
+) -> Exchange:
+    """Each device sends what it has for each other one, which receives n * capacity rows at most.
+
+    The tokens of earlier devices come first, so it is those of later ones that find no room.
+    """
+    send = _by_device(slots, axis.size, num_local)
+    sizes = jax.lax.all_gather(jnp.diff(send.offsets), axis.name)  # [source, destination]
+    starts = jnp.cumsum(sizes, axis=1) - sizes
+    ends = jnp.minimum(jnp.cumsum(sizes, axis=0), axis.size * capacity)
+    places = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
+    sizes = ends - places
+    mine = send.token_to_row - starts[axis.index][None, :]
+    kept = (send.token_to_row >= 0) & (mine < sizes[axis.index][None, :])
+    token_to_row = jnp.where(kept, send.token_to_row, -1)
+    # A token goes to no more devices than it has choices, so the rows in use end before this.
+    held = slots.shape[0] * min(axis.size, slots.shape[1])
+    row_to_token = send.row_to_token[:held]
+    there = (starts, sizes, places)
+    back = (places.T, sizes.T, starts.T)
+
+    def combine(y: jax.Array) -> jax.Array:
+        return sum_rows(_ragged_exchange(y, held, back, axis), token_to_row, residual)
+
+    length = axis.size * capacity
+    rows = (_rows_of(a, row_to_token, token_to_row) for a in payload)
+    received = tuple(_ragged_exchange(a, length, there, axis) for a in rows)
+    return Exchange(received, combine, _lost(slots, num_local, kept))
+
+
+def plus(y: jax.Array, residual: jax.Array | None, dtype: Any) -> jax.Array:
+    """Adds the residual in float32 and rounds to `dtype` once."""
+    if residual is not None:
+        y = y.astype(jnp.float32) + residual.astype(jnp.float32)
+    return y.astype(dtype)
+
+
+class _Send(NamedTuple):
+    """Tokens in the order of the devices they go to, each once for a device.
+
+    Attributes:
+      offsets: [n + 1] int32, first row of each device.
+      row_to_token: [T * n] int32, -1 past the last row.
+      token_to_row: [T, n] int32, -1 where a token has no choice on a device.
+    """
+
+    offsets: jax.Array
+    row_to_token: jax.Array
+    token_to_row: jax.Array
+
+
+def _by_device(slots: jax.Array, num_devices: int, num_local: int) -> _Send:
+    device = jnp.arange(num_devices, dtype=jnp.int32)
+    goes = _device_of(slots, num_local)[:, :, None] == device[None, None, :]
+    order = plan(jnp.where(goes.any(axis=1), device[None, :], -1), num_devices)
+    return _Send(order.expert_offsets, order.row_to_token, order.slot_to_row)
+
+
+def _device_of(slots: jax.Array, num_local: int) -> jax.Array:
+    return jnp.where(slots >= 0, slots // num_local, -1)
+
+
+def _lost(slots: jax.Array, num_local: int, kept: jax.Array) -> jax.Array:
+    device = _device_of(slots, num_local)
+    arrives = jnp.take_along_axis(kept, jnp.maximum(device, 0), axis=1)
+    return jnp.sum((device >= 0) & ~arrives, dtype=jnp.int32)
+
+
+def _rows_of(a: jax.Array, row_to_token: jax.Array, token_to_row: jax.Array) -> jax.Array:
+    """Copies the row of each token, zeros for -1; words of FP8 as if they were float32."""
+    words = a.dtype == jnp.uint32
+    a = jax.lax.bitcast_convert_type(a, jnp.float32) if words else a
+    (rows,) = permute_p(a, row_to_token, token_to_row)
+    return jax.lax.bitcast_convert_type(rows, jnp.uint32) if words else rows
+
+
+def _ragged_exchange(
+    rows: jax.Array, length: int, matrices: Sequence[jax.Array], axis: Axis
+) -> jax.Array:
+    """Sends rows[starts[i, j]:][:sizes[i, j]] of each device i to row places[i, j] of each j.
+
+    The matrices are the same on every device. What nobody writes is 0.
+    """
+    starts, sizes, places = matrices
+    me = axis.index
+    output = jnp.zeros((length, *rows.shape[1:]), rows.dtype)
+    varying = jax.typeof(rows).manual_axis_type.varying
+    missing = varying - jax.typeof(output).manual_axis_type.varying
+    if missing:
+        output = jax.lax.pcast(output, tuple(sorted(missing)), to="varying")
+
+    def native(rows: jax.Array, output: jax.Array) -> jax.Array:
+        received = sizes[:, me]
+        return jax.lax.ragged_all_to_all(
+            rows, output, starts[me], sizes[me], places[me], received, axis_name=axis.name
+        )
+
+    def emulated(rows: jax.Array, output: jax.Array) -> jax.Array:
+        everything = jax.lax.all_gather(rows, axis.name, axis=0, tiled=True)
+        row = jnp.arange(length, dtype=jnp.int32)[None, :]
+        first, count = places[:, me][:, None], sizes[:, me][:, None]
+        from_source = (row >= first) & (row < first + count)
+        source = jnp.argmax(from_source, axis=0).astype(jnp.int32)
+        at = source * rows.shape[0] + starts[source, me] + row[0] - places[source, me]
+        some = from_source.any(axis=0)
+        shape = (length, *[1] * (rows.ndim - 1))
+        return jnp.where(some.reshape(shape), everything[jnp.where(some, at, 0)], output)
+
+    return jax.lax.platform_dependent(rows, output, cuda=native, default=emulated)

@@ -1,0 +1,168 @@
+"""One device's part of the expert-parallel layer: dispatch, its own experts, combine."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxmoe import _ep_exchange, mlp
+from jaxmoe._ep_checks import Setup
+from jaxmoe._ep_slots import local_ids, slots_of
+from jaxmoe.quantize import QuantizedArray, quantize_tokens
+from jaxmoe.routing import Routing
+
+_WORD = 4  # FP8 values travel as uint32, which every collective and every device knows
+
+
+class Weights(NamedTuple):
+    """The experts of this device."""
+
+    w_gate_up: Any
+    w_down: Any
+
+
+def run(
+    s: Setup,
+    x: jax.Array | QuantizedArray,
+    routing: Routing,
+    weights: Weights,
+    *,
+    expert_map: jax.Array | None,
+    residual: jax.Array | None,
+    x_scale: jax.Array | None,
+    num_chunks: int,
+    options: dict[str, Any],
+) -> tuple[jax.Array, jax.Array]:
+    """Computes the layer of checked arguments. Returns (y, choices without room)."""
+    if x.shape[0] == 0:  # which XLA's collectives refuse
+        return jnp.zeros(x.shape, x.dtype), jnp.int32(0)
+    slots = slots_of(
+        routing.expert_ids,
+        expert_map,
+        num_experts=s.num_experts,
+        num_local=s.num_local,
+        device=s.axis.index,
+        own_first=s.dispatch != "replicated",
+    )
+    if s.format == "fp8_tensor" and x_scale is None and not isinstance(x, QuantizedArray):
+        x_scale = _common_scale(x, s)
+    if s.quantizes and s.format and not isinstance(x, QuantizedArray):
+        x, x_scale = quantize_tokens(x, s.format, scale=x_scale), None
+    if s.tensor_axis:
+        options = _bias_once(options, s.tensor_axis)
+    experts = functools.partial(_experts, s, weights=weights, x_scale=x_scale, options=options)
+    ys: list[jax.Array] = []
+    lost = jnp.int32(0)
+    size = slots.shape[0] // num_chunks
+    for first in range(0, num_chunks * size, size):
+        part = functools.partial(_rows, first=first, size=size)
+        own = None if residual is None else part(residual)
+        y, dropped = _chunk(s, experts, _part(x, part), part(slots), part(routing.weights), own)
+        ys.append(y)
+        lost += dropped
+    return ys[0] if len(ys) == 1 else jnp.concatenate(ys), lost
+
+
+def _chunk(
+    s: Setup, experts: Any, x: Any, slots: jax.Array, weights: jax.Array, residual: Any
+) -> tuple[jax.Array, jax.Array]:
+    payload = _pack(x, slots, weights)
+    added = None if s.tensor_axis else residual
+    with jax.named_scope(f"dispatch_{s.dispatch}"):
+        if s.dispatch == "replicated":
+            out = _ep_exchange.replicated(payload, added, s.axis)
+        elif s.dispatch == "all_gather":
+            out = _ep_exchange.all_gather(payload, added, s.axis)
+        else:
+            exchange = _ep_exchange.ragged if s.dispatch == "ragged" else _ep_exchange.all_to_all
+            out = exchange(payload, added, s.axis, slots, s.num_local, s.capacity)
+    y = experts(_unpack(out.rows, x, slots.shape[1]), slots.shape[0])
+    with jax.named_scope(f"combine_{s.dispatch}"):
+        y = out.combine(y)
+        if s.tensor_axis:
+            whole = jax.lax.psum(y.astype(s.axis.sum_dtype), s.tensor_axis)
+            y = _ep_exchange.plus(whole, residual, y.dtype)
+    return y, out.lost
+
+
+def _experts(
+    s: Setup,
+    received: tuple[Any, jax.Array, jax.Array],
+    num_tokens: int,
+    *,
+    weights: Weights,
+    x_scale: Any,
+    options: dict[str, Any],
+) -> jax.Array:
+    x, slots, routing_weights = received
+    ids = local_ids(slots, s.num_local, s.axis.index)
+    # The tiles are chosen for R / num_experts rows an expert, R = M * K, most of which stay empty:
+    # this device's experts together get about T * K, or their part of those if all have the same.
+    sharing = s.axis.size if s.dispatch == "replicated" else 1
+    num_experts = -(-x.shape[0] * s.num_local * sharing // max(num_tokens, 1))
+    num_experts = max(num_experts, s.num_local, ids.shape[1])
+    return mlp.moe_mlp(
+        x,
+        Routing(ids, routing_weights),
+        *weights,
+        num_experts=num_experts,
+        x_scale=x_scale,
+        **options,
+    )
+
+
+def _pack(x: Any, slots: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Makes two arrays of all there is of each token: itself, and small float32 numbers.
+
+    Slots are below 2^24, so float32 holds them; slot + 1 makes a row of zeros ask for nothing.
+    """
+    parts = [weights, jax.lax.stop_gradient((slots + 1).astype(jnp.float32))]
+    if not isinstance(x, QuantizedArray):
+        return x, jnp.concatenate(parts, axis=1)
+    if x.scales.ndim:
+        parts.append(x.scales.reshape(x.scales.shape[0], -1))
+    values = jax.lax.bitcast_convert_type(x.values, jnp.uint8)
+    values = jnp.pad(values, ((0, 0), (0, -values.shape[1] % _WORD)))
+    words = values.reshape(values.shape[0], values.shape[1] // _WORD, _WORD)
+    return jax.lax.bitcast_convert_type(words, jnp.uint32), jnp.concatenate(parts, axis=1)
+
+
+def _unpack(rows: tuple[jax.Array, ...], x: Any, top_k: int) -> tuple[Any, jax.Array, jax.Array]:
+    tokens, small = rows
+    weights, slots = small[:, :top_k], small[:, top_k : 2 * top_k].astype(jnp.int32) - 1
+    if not isinstance(x, QuantizedArray):
+        return tokens, slots, weights
+    count = tokens.shape[0]
+    values = jax.lax.bitcast_convert_type(tokens, jnp.uint8).reshape(count, -1)
+    values = jax.lax.bitcast_convert_type(values[:, : x.shape[1]], x.values.dtype)
+    scales = x.scales
+    if scales.ndim:
+        scales = small[:, 2 * top_k :].reshape(count, *scales.shape[1:])
+    return QuantizedArray(values, scales, x.format, x.layout, x.dtype), slots, weights
+
+
+def _part(x: Any, part: Any) -> Any:
+    if not isinstance(x, QuantizedArray):
+        return part(x)
+    scales = part(x.scales) if x.scales.ndim else x.scales
+    return QuantizedArray(part(x.values), scales, x.format, x.layout, x.dtype)
+
+
+def _rows(a: jax.Array, first: int, size: int) -> jax.Array:
+    return jax.lax.slice_in_dim(a, first, first + size, axis=0)
+
+
+def _common_scale(x: jax.Array, s: Setup) -> jax.Array:
+    """The one scale of all tokens of the axis, as a single device would make it of them."""
+    scale = quantize_tokens(x, "fp8_tensor").scales
+    return scale if s.dispatch == "replicated" else jax.lax.pmax(scale, s.axis.name)
+
+
+def _bias_once(options: dict[str, Any], axis: str) -> dict[str, Any]:
+    """Keeps the bias of the result on the first device of those that hold parts of one expert."""
+    bias = options.get("b_down")
+    if bias is None:
+        return options
+    first = jax.lax.axis_index(axis) == 0
+    return {**options, "b_down": jnp.where(first, bias, jnp.zeros((), bias.dtype))}

@@ -1,0 +1,354 @@
+"""The expert layer with its experts spread over a mesh axis: dispatch, local experts, combine."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from jaxmoe import _checks, _ep_checks, _ep_layer, _ep_mesh
+from jaxmoe._ep_cost import DispatchChoice as DispatchChoice
+from jaxmoe._ep_cost import Links as Links
+from jaxmoe._ep_cost import choose_dispatch as choose_dispatch
+from jaxmoe.quantize import QuantizedArray
+from jaxmoe.routing import Routing
+
+
+def moe_mlp(
+    x: jax.Array | QuantizedArray,
+    routing: Routing,
+    w_gate_up: jax.Array | QuantizedArray,
+    w_down: jax.Array | QuantizedArray,
+    *,
+    axis_name: str | tuple[str, ...],
+    tokens: str = "sharded",
+    dispatch: str = "auto",
+    capacity_factor: float | None = None,
+    num_chunks: int = 1,
+    num_experts: int | None = None,
+    expert_map: jax.Array | np.ndarray | None = None,
+    dispatch_format: str | None = None,
+    sum_dtype: Any = None,
+    tensor_axis: str | None = None,
+    residual: jax.Array | None = None,
+    x_scale: jax.Array | None = None,
+    **options: Any,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Runs `jaxmoe.moe_mlp` with experts spread over a mesh axis; call it inside `jax.shard_map`.
+
+    Each device gives its tokens and its experts and gets the results of its tokens: the same as
+    `jaxmoe.moe_mlp` of all tokens with all experts, in all that holds per token. A token is sent to
+    a device at most once, however many of its experts are there; what comes back is one sum.
+
+      all_gather: every device gets every token, adds up what its own experts make of each, and a
+        psum_scatter adds the parts of the devices.
+      all_to_all: each device sends to each other one the tokens that have a choice there, in boxes
+        of a static size, and adds up the parts that come back.
+      ragged: the same without boxes, by `jax.lax.ragged_all_to_all` on CUDA; elsewhere, where XLA
+        has none, by an all_gather that gives the same result.
+      auto: all_gather or all_to_all, whichever `choose_dispatch` estimates to be faster.
+
+    Args:
+      x: [T, H] the tokens of this device, bfloat16, float16, float32, or quantized.
+      routing: of these tokens, with global expert ids.
+      w_gate_up: [E_local, H, 2I] the experts of this device, as `jaxmoe.moe_mlp` takes them.
+      w_down: [E_local, I, H].
+      axis_name: the mesh axis, or axes, over which experts are spread: n devices.
+      tokens: "sharded" if each device along the axis has tokens of its own, "replicated" if all of
+        them have the same ones: then nothing is dispatched and a psum adds the parts.
+      dispatch: "auto", "all_gather", "all_to_all" or "ragged".
+      capacity_factor: None for room for every token wherever it goes (dropless). A factor c makes
+        room for C = ceil(c * T * (1 - (1 - 1/n)^K)) tokens from each device to each other one (per
+        chunk), c times what even routing sends. Then the result is a pair, see below. all_gather
+        has room for everything.
+      num_chunks: tokens are split in so many parts, so that the collectives of one can run while
+        another is computed. Divides T. Experts are read from memory once for each.
+      num_experts: number of global experts E; by default n * E_local, or that of `expert_map`.
+        Smaller where the experts do not divide, and the last ones in the arrays are padding.
+      expert_map: [n, E] int32, the same on every device: row d holds the local id of each expert on
+        device d, anything outside [0, E_local) for those that are not there. By default device d
+        holds the experts from d * E_local on. An expert may be on several devices: a token takes
+        the copy on its own device if there is one, else the copies take turns, token by token.
+      dispatch_format: the format of quantized weights, to send tokens quantized; by default they
+        are quantized where they arrive. Gives the same result.
+      sum_dtype: float32 to add the parts of the devices in float32, which doubles what psum and
+        psum_scatter send back; by default they add in the dtype of `x`.
+      tensor_axis: another mesh axis that splits I: w_gate_up [E_local, H, 2I / m] with its gates
+        and their ups on one device, w_down [E_local, I / m, H]. Tokens are the same along it.
+      residual: [T, H] added last; also the place for a shared expert: `residual=dense_mlp(x)`
+        depends on no collective, so XLA can compute it meanwhile.
+      x_scale: [] float32, the static scale of x for weights in fp8_tensor, by default one is made
+        of the tokens of all devices along the axis.
+      **options: of `jaxmoe.moe_mlp`: activation, b_gate_up, b_down (both of this device's experts,
+        b_gate_up split as w_gate_up), gate_up, weight_layout, apply_weight_on_input,
+        batch_invariant, intermediate_scale, accum, config, recompute.
+
+    Returns:
+      [T, H] in the dtype of `x`. With a `capacity_factor` (y, lost): lost is a [] int32, how many
+      choices of this device's tokens found no room and are left out of y; `jax.lax.psum` it. In
+      all_to_all a device's first C tokens for another one are sent. In "ragged" the devices share
+      n * C places, and those of the first devices are filled first.
+
+    Raises:
+      TypeError, ValueError: as `jaxmoe.moe_mlp`, an axis that is not there, experts that do not fit
+        the axis, a count that does not divide, a capacity factor that is not above 0, an unknown
+        name.
+      NotImplementedError: as `jaxmoe.moe_mlp`.
+
+    Numerics: each device adds up its experts' rows of a token in float32 in k order and rounds
+      once. all_to_all and ragged add these parts in float32 in the order of devices and round once,
+      so they agree to the bit with each other; all_gather adds in `sum_dtype`, in an order that
+      XLA chooses. With K = 1 every way has the bits of a single device. In fp8_tensor a dynamic
+      scale of the intermediate is made of the rows of one device.
+    Sharding: call it where `axis_name` and `tensor_axis` are manual axes; any other axis may split
+      tokens (data parallelism), each part for itself. Differentiable in everything that
+      `jaxmoe.moe_mlp` is, with check_vma on and off.
+    Source: GShard, https://arxiv.org/abs/2006.16668; DeepSeek-V3, https://arxiv.org/abs/2412.19437,
+      section 3.2 (a token goes to a device once).
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxmoe
+      >>> from jax.sharding import AxisType, PartitionSpec as P
+      >>> mesh = jax.make_mesh((1,), ("expert",), axis_types=(AxisType.Auto,))
+      >>> def layer(x, ids, weights, w_up, w_down):
+      ...     routing = jaxmoe.Routing(ids, weights)
+      ...     return jaxmoe.expert_parallel.moe_mlp(
+      ...         x, routing, w_up, w_down, axis_name="expert", activation="relu"
+      ...     )
+      >>> split = jax.shard_map(layer, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"))
+      >>> ids, weights = jnp.array([[1]], jnp.int32), jnp.array([[0.5]])
+      >>> w_up, w_down = jnp.ones((2, 2, 3)), jnp.ones((2, 3, 2))
+      >>> jax.jit(split)(jnp.ones((1, 2)), ids, weights, w_up, w_down).tolist()
+      [[3.0, 3.0]]
+    """
+    setup = _ep_checks.check_all(
+        x,
+        routing,
+        w_gate_up,
+        w_down,
+        axis_name=axis_name,
+        tokens=tokens,
+        dispatch=dispatch,
+        capacity_factor=capacity_factor,
+        num_chunks=num_chunks,
+        num_experts=num_experts,
+        expert_map=expert_map,
+        dispatch_format=dispatch_format,
+        sum_dtype=sum_dtype,
+        tensor_axis=tensor_axis,
+        residual=residual,
+        options=options,
+    )
+    y, lost = _ep_layer.run(
+        setup,
+        x,
+        routing,
+        _ep_layer.Weights(w_gate_up, w_down),
+        expert_map=None if expert_map is None else jnp.asarray(expert_map),
+        residual=residual,
+        x_scale=x_scale,
+        num_chunks=num_chunks,
+        options=options,
+    )
+    return y if capacity_factor is None else (y, lost)
+
+
+def sharded_moe_mlp(
+    x: jax.Array | QuantizedArray,
+    routing: Routing,
+    w_gate_up: jax.Array | QuantizedArray,
+    w_down: jax.Array | QuantizedArray,
+    *,
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
+    axis_name: str | tuple[str, ...],
+    data_axis: str | tuple[str, ...] | None = None,
+    tensor_axis: str | None = None,
+    tokens: str = "sharded",
+    capacity_factor: float | None = None,
+    expert_map: jax.Array | np.ndarray | None = None,
+    residual: jax.Array | None = None,
+    x_scale: jax.Array | None = None,
+    **options: Any,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Runs `moe_mlp` of this module on whole arrays: the same with its `jax.shard_map` around it.
+
+    Args:
+      x: [T, H] all tokens, split over `data_axis` and, if tokens="sharded", over `axis_name`.
+      routing: of all tokens, split in the same way.
+      w_gate_up: [n * E_local, H, 2I] all experts in the order of the devices, split over
+        `axis_name`, and their outputs over `tensor_axis`.
+      w_down: [n * E_local, I, H], and its inputs over `tensor_axis`.
+      mesh: the mesh, of any kind of axes; on Explicit ones arguments are resharded as needed.
+      axis_name: the axis, or axes, of experts.
+      data_axis: further axes that split the tokens; experts are the same along them.
+      tensor_axis: a further axis that splits I; needs gate_up="interleaved" if gated.
+      tokens: "sharded" or "replicated" along `axis_name`.
+      capacity_factor: as `moe_mlp` takes it.
+      expert_map: as `moe_mlp` takes it.
+      residual: [T, H], split as `x`.
+      x_scale: as `moe_mlp` takes it.
+      **options: of `moe_mlp` of this module and of `jaxmoe.moe_mlp`.
+
+    Returns:
+      [T, H] in the dtype of `x`, split as `x`. With a `capacity_factor` (y, lost): lost is a []
+      int32 for all devices together.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as `moe_mlp`; an axis that the mesh does not have
+        or that is named twice, tokens or experts that do not divide over their devices.
+
+    Numerics: as `moe_mlp`.
+    Sharding: as said above. In a jitted function give arguments that lie so already, or XLA moves
+      them first.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxmoe
+      >>> mesh = jax.make_mesh((1,), ("expert",))
+      >>> routing = jaxmoe.Routing(jnp.array([[1]], jnp.int32), jnp.array([[0.5]]))
+      >>> w_up, w_down = jnp.ones((2, 2, 3)), jnp.ones((2, 3, 2))
+      >>> @jax.jit
+      ... def layer(x, routing, w_up, w_down):
+      ...     return jaxmoe.expert_parallel.sharded_moe_mlp(
+      ...         x, routing, w_up, w_down, mesh=mesh, axis_name="expert", activation="relu"
+      ...     )
+      >>> layer(jnp.ones((1, 2)), routing, w_up, w_down).tolist()
+      [[3.0, 3.0]]
+    """
+    _checks.check_choice(_ep_mesh.OP, "tokens", tokens, ("sharded", "replicated"))
+    experts, data, tensor = map(_ep_mesh.names_of, (axis_name, data_axis, tensor_axis))
+    axes = {"axis_name": experts, "data_axis": data, "tensor_axis": tensor}
+    _ep_mesh.check_mesh(mesh, axes)
+    on_tokens = data + (experts if tokens == "sharded" else ())
+    token_devices, num_devices = (_ep_mesh.size_of(mesh, a) for a in (on_tokens, experts))
+    _ep_mesh.check_split(x, w_gate_up, token_devices, num_devices, repr(axis_name))
+    _ep_checks.check_local_ids(expert_map, w_gate_up.shape[0] // num_devices)
+    _ep_mesh.check_tensor_axis(mesh, tensor, w_down, options)
+    arrays = {n: options.pop(n) for n in _ep_mesh.ARRAYS if options.get(n) is not None}
+    layout = options.get("weight_layout", "kn")
+
+    def local(
+        x: Any, routing: Any, weights: Any, arrays: Any, residual: Any, x_scale: Any, table: Any
+    ) -> Any:
+        out = moe_mlp(
+            x,
+            routing,
+            *weights,
+            axis_name=axis_name,
+            tensor_axis=tensor_axis,
+            tokens=tokens,
+            capacity_factor=capacity_factor,
+            expert_map=table,
+            residual=residual,
+            x_scale=x_scale,
+            **arrays,
+            **options,
+        )
+        if capacity_factor is None:
+            return out
+        y, lost = out
+        return y, jax.lax.psum(lost, on_tokens) if on_tokens else lost
+
+    per_token, everywhere = PartitionSpec(on_tokens or None), PartitionSpec()
+    specs = (
+        _ep_mesh.token_spec(x, on_tokens),
+        per_token,
+        _ep_mesh.weight_specs(w_gate_up, w_down, experts, tensor, layout),
+        _ep_mesh.array_specs(arrays, experts, tensor),
+        per_token,
+        everywhere,
+        everywhere,
+    )
+    args = (x, routing, (w_gate_up, w_down), arrays, residual, x_scale, expert_map)
+    args = tuple(_ep_mesh.placed(mesh, *pair) for pair in zip(args, specs, strict=True))
+    out_specs = per_token if capacity_factor is None else (per_token, everywhere)
+    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out_specs)(*args)
+
+
+def expert_placement(
+    num_experts: int, num_devices: int, *, copies: Mapping[int, int] | None = None
+) -> np.ndarray:
+    """Makes an `expert_map`: each expert on one device, or on several if it is much in demand.
+
+    Experts are laid out in order, as evenly as they divide; then each further copy goes to the
+    device with the fewest experts that does not have it yet, the first of these.
+
+    Args:
+      num_experts: E.
+      num_devices: n.
+      copies: how many devices hold an expert, in [1, n], for those of which there is more than one.
+
+    Returns:
+      [n, E] int32, the local id of each expert on each device, -1 where it is not.
+
+    Raises:
+      TypeError, ValueError: a count out of its range, or an expert that does not exist.
+
+    Example:
+      >>> from jaxmoe import expert_parallel
+      >>> expert_parallel.expert_placement(3, 2, copies={0: 2}).tolist()
+      [[0, 1, -1], [1, -1, 0]]
+    """
+    op = "expert_parallel.expert_placement"
+    num_experts = _checks.check_int(op, "num_experts", num_experts, 1)
+    num_devices = _checks.check_int(op, "num_devices", num_devices, 1)
+    table = np.full((num_devices, num_experts), -1, np.int32)
+    for device, mine in enumerate(np.array_split(np.arange(num_experts), num_devices)):
+        table[device, mine] = np.arange(mine.size)
+    for expert, count in (copies or {}).items():
+        _checks.check_int(op, "copies' expert", expert, 0, num_experts - 1)
+        _checks.check_int(op, f"copies[{expert}]", count, 1, num_devices)
+        for _ in range(count - 1):
+            held = (table >= 0).sum(axis=1)
+            device = np.argmin(np.where(table[:, expert] < 0, held, num_experts + 1))
+            table[device, expert] = held[device]
+    return table
+
+
+def place_experts(w: Any, expert_map: Any) -> Any:
+    """Puts stacked experts in the order of the devices that hold them, as `sharded_moe_mlp` takes.
+
+    Args:
+      w: [E, ...] experts in order: weights, quantized weights, biases or scales of experts, or a
+        pytree of such.
+      expert_map: [n, E] int32, known at trace time, as `expert_placement` makes it.
+
+    Returns:
+      The same with n * E_local experts, E_local being the most that a device holds: those of the
+      first device by their local ids, then those of the next; zeros where a device has fewer.
+      Differentiable: the gradient of an expert is the sum over its copies.
+
+    Raises:
+      TypeError: `expert_map` is no NumPy array of int32.
+      ValueError: a wrong rank, or another number of experts.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jaxmoe import expert_parallel
+      >>> table = expert_parallel.expert_placement(3, 2, copies={0: 2})
+      >>> expert_parallel.place_experts(jnp.array([5.0, 6.0, 7.0]), table).tolist()
+      [5.0, 6.0, 7.0, 5.0]
+    """
+    op = "expert_parallel.place_experts"
+    if not isinstance(expert_map, np.ndarray):
+        rule = "expert_map must be a NumPy array: the shape of the result depends on it"
+        raise TypeError(_checks.message(op, rule, expert_map=expert_map))
+    _checks.check_rank(op, "expert_map", expert_map, "n,E")
+    _checks.check_dtype(op, "expert_map", expert_map, ("int32",))
+    num_devices, num_experts = expert_map.shape
+    num_local = max(int(expert_map.max(initial=-1)) + 1, 1)
+    order = np.full((num_devices, num_local), -1, np.int32)
+    device, expert = np.nonzero(expert_map >= 0)
+    order[device, expert_map[device, expert]] = expert
+    order = order.reshape(-1)
+
+    def place(a: jax.Array) -> jax.Array:
+        if not getattr(a, "ndim", 0) or a.shape[0] != num_experts:
+            rule = f"w must have {num_experts} experts (expert_map.shape[1]) along its first axis"
+            raise ValueError(_checks.message(op, rule, w=a, expert_map=expert_map))
+        rows = jnp.asarray(a)[np.maximum(order, 0)]
+        there = (order >= 0).reshape(-1, *[1] * (rows.ndim - 1))
+        return jnp.where(there, rows, jnp.zeros((), rows.dtype))
+
+    return jax.tree.map(place, w)

@@ -1,0 +1,181 @@
+"""What expert_parallel says of arguments that cannot work: argument, value and what is allowed."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jaxmoe
+from jaxmoe import Routing, expert_parallel
+
+T, H, WIDTH, E, K = 8, 8, 8, 8, 2
+SPLIT = P("expert")
+
+
+@functools.cache
+def mesh():
+    return jax.make_mesh((2, 4), ("data", "expert"), axis_types=(AxisType.Auto,) * 2)
+
+
+def arrays(t=T, e=E, k=K):
+    ids, weights = jnp.zeros((t, k), jnp.int32), jnp.zeros((t, k))
+    w = jnp.zeros((e, H, 2 * WIDTH)), jnp.zeros((e, WIDTH, H))
+    return jnp.zeros((t, H)), Routing(ids, weights), *w
+
+
+def inside(args, specs=SPLIT, **options):
+    """Traces `moe_mlp` on 4 devices of the axis "expert"."""
+    options = {"axis_name": "expert", **options}
+    call = functools.partial(expert_parallel.moe_mlp, **options)
+    split = jax.shard_map(call, mesh=mesh(), in_specs=specs, out_specs=SPLIT)
+    return jax.eval_shape(split, *args)
+
+
+def around(args, **options):
+    options = {"mesh": mesh(), "axis_name": "expert", **options}
+    return jax.eval_shape(functools.partial(expert_parallel.sharded_moe_mlp, **options), *args)
+
+
+INSIDE = [
+    ({"axis_name": "experts"}, ValueError, "axis_name='experts' must be an axis of the jax.sha"),
+    ({"axis_name": "experts"}, ValueError, "('data', 'expert')"),
+    ({"axis_name": 3}, TypeError, "axis_name must be the name of a mesh axis"),
+    ({"axis_name": ()}, TypeError, "or a tuple of them"),
+    ({"tensor_axis": "tp"}, ValueError, "tensor_axis='tp' must be an axis of the jax.shard_map"),
+    ({"tensor_axis": "expert"}, ValueError, "must be another mesh axis than axis_name"),
+    ({"dispatch": "nccl"}, ValueError, "must be one of auto, all_gather, all_to_all, ragged"),
+    ({"tokens": "split"}, ValueError, "tokens='split' must be one of sharded, replicated"),
+    ({"tokens": "replicated"}, ValueError, "of an x that differs along 'expert'"),
+    ({"capacity_factor": 0.0}, ValueError, "capacity_factor=0.0 must be above 0 and finite"),
+    ({"capacity_factor": -1}, ValueError, "or None for room for every token"),
+    ({"capacity_factor": float("inf")}, ValueError, "capacity_factor=inf"),
+    ({"capacity_factor": "all"}, TypeError, "capacity_factor must be a Python float"),
+    ({"num_chunks": 0}, ValueError, "num_chunks=0 must be at least 1"),
+    ({"num_chunks": 3}, ValueError, "x.shape[0]=2 must be a multiple of num_chunks=3"),
+    ({"num_experts": 9}, ValueError, "num_experts=9 must be in [1, 8]; the 4 devices of axis"),
+    ({"num_experts": 1}, ValueError, "top_k=2 (routing.expert_ids.shape[1]) must be in [1, 1]"),
+    ({"dispatch_format": "fp8_block"}, ValueError, "the weights, which are not quantized"),
+    ({"dispatch_format": "bf16"}, ValueError, "must be one of fp8_tensor, fp8_channel, fp8_block"),
+    ({"sum_dtype": "bfloat16"}, ValueError, "sum_dtype='bfloat16' must be 'float32'"),
+    ({"do_finalize": False}, TypeError, "do_finalize is no argument; those of jaxmoe.moe_mlp"),
+    ({"weight_layout": "xy"}, ValueError, "weight_layout='xy' must be one of kn, nk"),
+    (
+        {"expert_map": np.zeros((2, E), np.int32)},
+        ValueError,
+        "expert_map.shape[0]=2 must be 4 (the devices of axis 'expert')",
+    ),
+    (
+        {"expert_map": np.full((4, E), 2, np.int32)},
+        ValueError,
+        "expert_map holds the local id 2, which must be below 2",
+    ),
+    ({"expert_map": np.zeros((4, E))}, TypeError, "expert_map.dtype=f64 must be i32"),
+    (
+        {"expert_map": np.zeros((4, E), np.int32), "num_experts": 7},
+        ValueError,
+        "expert_map.shape[1]=8 must be 7 (num_experts)",
+    ),
+]
+
+
+@pytest.mark.parametrize("options, error, text", INSIDE, ids=lambda v: str(v)[:40])
+def test_inside_shard_map(options, error, text):
+    with pytest.raises(error, match=re.escape(text)):
+        inside(arrays(), **options)
+
+
+def test_replicated_tokens_are_not_dispatched():
+    specs = (P(), P(), P("expert"), P("expert"))
+    with pytest.raises(ValueError, match="dispatch='ragged' must be 'auto' or 'all_gather'"):
+        inside(arrays(), specs, tokens="replicated", dispatch="ragged")
+
+
+def test_no_tokens_are_no_error():
+    """XLA's collectives refuse arrays without rows."""
+    x, routing, *w = arrays(t=0)
+    call = functools.partial(expert_parallel.sharded_moe_mlp, mesh=mesh(), axis_name="expert")
+    y, lost = jax.jit(functools.partial(call, capacity_factor=1.0))(x, routing, *w)
+    assert y.shape == (0, H) and int(lost) == 0
+
+
+def test_outside_of_shard_map():
+    with pytest.raises(ValueError, match="there is none; expert_parallel.sharded_moe_mlp wraps"):
+        expert_parallel.moe_mlp(*arrays(), axis_name="expert")
+
+
+def test_weights_and_routing_are_checked_as_those_of_one_device():
+    x, routing, w1, w2 = arrays()
+    with pytest.raises(TypeError, match="routing must be a jaxmoe.Routing"):
+        inside((x, routing.expert_ids, w1, w2))
+    with pytest.raises(ValueError, match=r"w_down.shape\[2\]=4 must equal x.shape\[1\]=8"):
+        inside((x, routing, w1, w2[:, :, :4]))
+
+
+AROUND = [
+    (arrays(t=6), {}, ValueError, "x.shape[0]=6 must be a multiple of 4 (devices that share"),
+    (arrays(t=4), {"data_axis": "data"}, ValueError, "x.shape[0]=4 must be a multiple of 8"),
+    (arrays(e=6), {}, ValueError, "w_gate_up.shape[0]=6 must be a multiple of 4 (devices of axis"),
+    (arrays(e=6), {}, ValueError, "place_experts pads the weights"),
+    (arrays(), {"axis_name": "ep"}, ValueError, "axis_name='ep' must be an axis of the mesh ('dat"),
+    (arrays(), {"data_axis": "expert"}, ValueError, "data_axis='expert' must be another axis than"),
+    (arrays(), {"mesh": 4}, TypeError, "mesh must be a jax.sharding.Mesh"),
+    (arrays(), {"tokens": "all"}, ValueError, "tokens='all' must be one of sharded, replicated"),
+    (arrays(), {"tensor_axis": "data"}, ValueError, "gate_up='gate_up' must be 'interleaved' with"),
+    (
+        (*arrays()[:2], jnp.zeros((E, H, 14)), jnp.zeros((E, 7, H))),
+        {"tensor_axis": "data", "gate_up": "interleaved"},
+        ValueError,
+        "w_down.shape[1]=7 must be a multiple of 2 (devices of tensor_axis='data')",
+    ),
+    (
+        arrays(),
+        {"expert_map": np.full((4, E), 2, np.int32)},
+        ValueError,
+        "expert_map holds the local id 2, which must be below 2",
+    ),
+    ((None, *arrays()[1:]), {}, TypeError, "x must be an array"),
+]
+
+
+@pytest.mark.parametrize("args, options, error, text", AROUND, ids=lambda v: str(v)[:40])
+def test_around_shard_map(args, options, error, text):
+    with pytest.raises(error, match=re.escape(text)):
+        around(args, **options)
+
+
+def test_other_functions():
+    choose = functools.partial(expert_parallel.choose_dispatch, hidden=8, top_k=2)
+    with pytest.raises(ValueError, match="num_devices=0 must be at least 1"):
+        choose(8, num_devices=0)
+    with pytest.raises(TypeError, match="num_tokens must be a Python int"):
+        choose(8.0, num_devices=2)
+    with pytest.raises(ValueError, match="tokens='none' must be one of"):
+        choose(8, num_devices=2, tokens="none")
+    place = expert_parallel.expert_placement
+    with pytest.raises(ValueError, match=r"copies\[1\]=3 must be in \[1, 2\]"):
+        place(4, 2, copies={1: 3})
+    with pytest.raises(ValueError, match=r"copies' expert=4 must be in \[0, 3\]"):
+        place(4, 2, copies={4: 2})
+    with pytest.raises(ValueError, match="w must have 4 experts"):
+        expert_parallel.place_experts(jnp.zeros((3, 2)), place(4, 2))
+    with pytest.raises(TypeError, match="expert_map must be a NumPy array"):
+        expert_parallel.place_experts(jnp.zeros((4, 2)), jnp.zeros((2, 4), jnp.int32))
+
+
+def test_quantized_weights_refuse_what_a_single_device_refuses():
+    x, routing, *plain = arrays()
+    w = [jaxmoe.quantize(a, "fp8_channel", weight_layout="kn") for a in plain]
+    with pytest.raises(ValueError, match="which are in fp8_channel"):
+        around((x, routing, *w), dispatch_format="fp8_block")
+
+    def loss(x):
+        call = functools.partial(expert_parallel.sharded_moe_mlp, mesh=mesh(), axis_name="expert")
+        return call(x, routing, *w, dispatch_format="fp8_channel").sum()
+
+    with pytest.raises(NotImplementedError, match="no derivative is defined"):
+        jax.eval_shape(jax.grad(loss), x)
