@@ -40,7 +40,7 @@ def gmm_rule(gmm: Callable[..., Any]) -> Rule:
 
     def dims(avals: Any, **_params: Any) -> str:
         scales = ("", "t", "t q")[avals[1].ndim], ("", "e", "e n", "e p q")[avals[3].ndim]
-        return f"t k, {scales[0]}, e n k, {scales[1]}, e, e, e n -> t n"
+        return f"t k, {scales[0]}, e n k, {scales[1]}, g, g, e n -> t n"
 
     def split(call: Call, *, format: str, **params: Any) -> Split:
         refuse_tokens(rule, call, 0, 0)
