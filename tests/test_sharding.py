@@ -38,7 +38,8 @@ TOKENS = ("x", "expert_ids", "weights", "residual")
 class Row:
     """A row of the table: what is split, and what that costs.
 
-    `experts`, `i`, `h_in`, `h_out` and `tokens` are the mesh axes of those dimensions.
+    `experts`, `i`, `h_in`, `h_out` and `tokens` are the mesh axes of those dimensions; `i_down` is
+    that of I of w_down, if it is not `i`.
     """
 
     title: str
@@ -47,6 +48,7 @@ class Row:
     out: P = P()
     experts: str | None = None
     i: str | None = None
+    i_down: str | None = ""
     h_in: str | None = None
     h_out: str | None = None
     tokens: str | None = None
@@ -54,9 +56,10 @@ class Row:
 
     def specs(self) -> dict[str, P]:
         e, i, tokens = self.experts, self.i, self.tokens
+        i_down = i if self.i_down == "" else self.i_down
         return {name: P(tokens) for name in TOKENS} | {
             "w_gate_up": P(e, self.h_in, i),
-            "w_down": P(e, i, self.h_out),
+            "w_down": P(e, i_down, self.h_out),
             "b_gate_up": P(e, i),
             "b_down": P(e, self.h_out),
         }
@@ -102,6 +105,17 @@ ROWS = [
         h_in="b",
         h_out="b",
     ),
+    Row(
+        "2I and H",
+        "1 all-gather, 2 collective-permute",
+        "2 all-gather, 1 all-reduce, 1 reduce-scatter, 6 collective-permute",
+        P(None, "a"),
+        i="a",
+        i_down=None,
+        h_out="a",
+        gate_up="gate_up",
+    ),
+    Row("H and I", "2 all-reduce", h_in="a", i_down="a"),
     Row("experts, I", "1 all-reduce", experts="a", i="b"),
     Row(
         "tokens with H",
@@ -166,7 +180,7 @@ def check_no_weights_are_gathered(text):
 
 
 def row_mesh(row, kind):
-    used = {row.experts, row.i, row.h_in, row.h_out, row.tokens} - {None}
+    used = {row.experts, row.i, row.h_in, row.h_out, row.tokens}
     return make_mesh(kind, *(("a", "b") if "b" in used else ("a",)))
 
 
