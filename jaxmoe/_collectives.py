@@ -12,16 +12,16 @@ import jax
 from jaxmoe._sharding import Axes, own
 
 
-def _gather(a: jax.Array, axes: Axes) -> jax.Array:
-    return jax.lax.all_gather(a, axes, tiled=True) if axes else a
+def _gather(a: jax.Array, axes: Axes, dim: int) -> jax.Array:
+    return jax.lax.all_gather(a, axes, axis=dim, tiled=True) if axes else a
 
 
 class _Collectives:
     """Functions of an array and mesh axes; without axes they return the array."""
 
-    def gather(self, a: jax.Array, axes: Axes) -> jax.Array:
-        """All rows, for devices whose cotangents of them are parts of a sum."""
-        return _gather(a, axes)
+    def gather(self, a: jax.Array, axes: Axes, dim: int = 0) -> jax.Array:
+        """All of `dim`, for devices whose cotangents of it are parts of a sum."""
+        return _gather(a, axes, dim)
 
     def scatter(self, a: jax.Array, axes: Axes) -> jax.Array:
         """This device's rows of the sum."""
@@ -36,10 +36,12 @@ class _Collectives:
         del axes
         return a
 
-    def gather_same(self, a: jax.Array, axes: Axes, count: int) -> jax.Array:
-        """All rows, for devices that all have the same cotangent of them."""
+    def gather_same(self, a: jax.Array, axes: Axes, count: int, dim: int = 0) -> jax.Array:
+        """All of `dim`, for devices that all have the same cotangent of it."""
         del count
-        return _gather(a, axes)
+        if not axes:
+            return a
+        return jax.lax.all_gather(a, axes, axis=dim, tiled=True, to="invarying")
 
     def own_same(self, a: jax.Array, axes: Axes, count: int) -> jax.Array:
         """This device's rows of what is the same on all devices."""
@@ -53,11 +55,11 @@ class _Plain(_Collectives):
     def spread(self, a: jax.Array, axes: Axes) -> jax.Array:
         return _spread(a, axes) if axes and a.size else a
 
-    def gather_same(self, a: jax.Array, axes: Axes, count: int) -> jax.Array:
-        return _gather_same(a, axes, count) if axes else a
+    def gather_same(self, a: jax.Array, axes: Axes, count: int, dim: int = 0) -> jax.Array:
+        return _gather_same(a, axes, count, dim) if axes else a
 
     def own_same(self, a: jax.Array, axes: Axes, count: int) -> jax.Array:
-        return _own_same(a, axes, count) if axes else a
+        return _own_same(a, axes, count, 0) if axes else a
 
 
 def _linear(forward: Any, backward: Any) -> Any:
@@ -79,13 +81,13 @@ def _same(a: jax.Array, axes: Axes) -> jax.Array:
     return a
 
 
-def _all(a: jax.Array, axes: Axes, count: int) -> jax.Array:
+def _all(a: jax.Array, axes: Axes, count: int, dim: int) -> jax.Array:
     del count
-    return _gather(a, axes)
+    return _gather(a, axes, dim)
 
 
-def _part(a: jax.Array, axes: Axes, count: int) -> jax.Array:
-    return own(a, 0, axes, count)
+def _part(a: jax.Array, axes: Axes, count: int, dim: int) -> jax.Array:
+    return own(a, dim, axes, count)
 
 
 _total, _spread = _linear(_psum, _same), _linear(_same, _psum)

@@ -6,6 +6,7 @@ the largest of theirs, so that the values are those of one device.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -40,7 +41,7 @@ def gmm_rule(gmm: Callable[..., Any]) -> Rule:
 
     def dims(avals: Any, **_params: Any) -> str:
         scales = ("", "t", "t q")[avals[1].ndim], ("", "e", "e n", "e p q")[avals[3].ndim]
-        return f"t k, {scales[0]}, e n k, {scales[1]}, e, e, e n -> t n"
+        return f"t k, {scales[0]}, e n k, {scales[1]}, g, g, e n -> t n"
 
     def split(call: Call, *, format: str, **params: Any) -> Split:
         refuse_tokens(rule, call, 0, 0)
@@ -108,8 +109,8 @@ def _places(d: Division, avals: Any) -> tuple[Dims, ...]:
         per_slot,
         (d.e, columns, d.h_in),
         _weight_scales(avals[5], d.e, columns, d.h_in),
-        (d.e, d.h_out, d.i),
-        _weight_scales(avals[7], d.e, d.h_out, d.i),
+        (d.e, d.h_out, d.i_in),
+        _weight_scales(avals[7], d.e, d.h_out, d.i_in),
         (d.e, columns),
         (d.e, d.h_out),
         ((),),
@@ -129,14 +130,14 @@ def _layer_part(
 ) -> Callable[..., tuple[jax.Array]]:
     c, count, format = TYPED, call.count, params["format"]
     num_weights, static = call.avals[4].shape[0], bool(call.avals[13].size)
-    local = _mlp_sharding.own_experts(params, count(d.e))
-    if d.i or d.h_in:
+    local = _mlp_sharding.own_experts(params, d.e, count)
+    if d.i_in or d.h_in:
         local = local | {"config": None}
     # The axes over which a scale of the activations is one.
     shared: Axes = ()
     if not static and format == "fp8_tensor":
-        shared = d.e + d.i + d.kept
-    elif format == "fp8_channel":
+        shared = d.e + d.kept + (d.i if d.i == d.i_in else ())
+    elif format == "fp8_channel" and d.i == d.i_in:
         shared = d.i
 
     def tokens(x: jax.Array, x_scales: jax.Array, x_scale: jax.Array) -> list[jax.Array]:
@@ -154,19 +155,27 @@ def _layer_part(
     def pairs(a: jax.Array) -> jax.Array:
         return own_pairs(a, 1, d.i, count) if d.pairs and a.ndim > 1 else a
 
+    def activations(h: jax.Array) -> tuple[jax.Array, jax.Array]:
+        if d.i == d.i_in:
+            return quantized(h, format, shared)
+        values, scales = quantized(c.gather(h, d.i, 1), format, shared)
+        values = own(values, 1, d.i_in, count(d.i_in))
+        return values, own(scales, 1, d.i_in, count(d.i_in)) if scales.ndim == 2 else scales
+
     def part(*arrays: jax.Array) -> tuple[jax.Array]:
         x, x_scales, ids, weights, w1, s1, w2, s2, b1, b2, expert_map, residual, *scales = arrays
-        experts = [pairs(w1), pairs(s1), w2, s2, once(pairs(b1), d.h_in), once(b2, d.i)]
+        experts = [pairs(w1), pairs(s1), w2, s2, once(pairs(b1), d.h_in), once(b2, d.i_in)]
         expert_map = own_map(expert_map, num_weights, d.e, count(d.e), params)
         slots = [c.gather(a, d.gather) for a in (ids, weights)]
-        inside = residual if not (d.e or d.i or d.gather) else jnp.zeros((0, 0), b2.dtype)
+        inside = residual if not (d.added or d.gather) else jnp.zeros((0, 0), b2.dtype)
         arguments = [*tokens(x, x_scales, scales[0]), *slots, *experts, expert_map, inside]
         if d.apart or shared:
             y = stages(
                 *arguments,
                 scales[1],
                 between=lambda z: _mlp_sharding.between(d, c, count, z),
-                quantized=lambda h: quantized(h, format, shared),
+                after=functools.partial(_mlp_sharding.after, d, c, count),
+                quantized=activations,
                 **local,
             )
         else:

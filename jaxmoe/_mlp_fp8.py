@@ -118,6 +118,7 @@ def _in_parts(
     intermediate_scale: jax.Array,
     *,
     between: Callable[[jax.Array], jax.Array],
+    after: Callable[[jax.Array], jax.Array],
     quantized: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
     format: str,
     activation: Activation,
@@ -130,7 +131,8 @@ def _in_parts(
 ) -> jax.Array:
     """The layer in parts, x quantized, for devices that share its activations.
 
-    `between` is applied to the first product and `quantized` to the activations.
+    `between` is applied to the first product; `quantized` to the activations, or `after` before
+    they are quantized with a static scale.
     """
     order = plan(
         expert_ids,
@@ -153,7 +155,7 @@ def _in_parts(
     if intermediate_scale.size:
         of_expert = jnp.broadcast_to(intermediate_scale, (num_local_experts,))
         of_row = jnp.repeat(of_expert, order.group_sizes, total_repeat_length=h.shape[0])
-        q = quantize_tokens(h, "fp8_channel", scale=of_row)  # a scale for each row
+        q = quantize_tokens(after(h), "fp8_channel", scale=of_row)  # a scale for each row
         values, scales, format = q.values, q.scales, "fp8_channel"
         down_scales = jnp.broadcast_to(down_scales[:, None], w_down.shape[:2])
     else:

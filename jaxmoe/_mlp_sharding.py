@@ -39,7 +39,9 @@ class Division(NamedTuple):
     """Mesh axes of each dimension of the layer.
 
     Attributes:
-      e, i: experts and intermediate.
+      e: experts.
+      i, i_in: intermediate, as w_gate_up computes it and as w_down contracts it. The same unless
+        the other axis of one of them is split over what this one is.
       h_in, h_out: H as w_gate_up contracts it, and H of the result.
       tokens: all axes that tokens are split over.
       gather: those of them that split weights too.
@@ -50,6 +52,7 @@ class Division(NamedTuple):
 
     e: Axes
     i: Axes
+    i_in: Axes
     h_in: Axes
     h_out: Axes
     tokens: Axes
@@ -60,7 +63,12 @@ class Division(NamedTuple):
     @property
     def apart(self) -> bool:
         """Whether the two products are calls of their own, whose devices may exchange something."""
-        return bool(self.h_in or self.h_out or self.halves)
+        return bool(self.h_in or self.h_out or self.halves or self.i != self.i_in)
+
+    @property
+    def added(self) -> Axes:
+        """The axes over which results are added up."""
+        return self.e + self.i_in
 
     @property
     def kept(self) -> Axes:
@@ -80,14 +88,16 @@ def divide(
     first, second = (1, 2) if weight_layout == "kn" else (2, 1)
     e = call.pick(w1.shape[0], of1[0], of2[0]) if w1.shape[0] == w2.shape[0] else ()
     hidden, inter = (s // unit if s % unit == 0 else 1 for s in (x.shape[1], w2.shape[first]))
-    i = call.pick(inter, of1[second], of2[first], taken=e)
+    i, i_in = call.pick(inter, of1[second], taken=e), call.pick(inter, of2[first], taken=e)
     h_in = call.pick(hidden, of1[first], taken=e + i)
-    h_out = call.pick(hidden, of2[second], taken=e + i)
+    h_out = call.pick(hidden, of2[second], taken=e + i_in)
+    halves = bool(i)
+    i = i or (() if set(i_in) & set(h_in) else i_in)
+    i_in = i_in or (() if set(i) & set(h_out) else i)
     tokens = call.pick(x.shape[0], of_x[0], of_ids[0], of_weights[0], taken=h_out)
-    gather = tuple(a for a in tokens if a in e + i + h_in)
-    in_halves = bool(i) and activation.gated and gate_up != "interleaved"
-    halves = in_halves and bool(of1[second])
-    return Division(e, i, h_in, h_out, tokens, gather, halves, in_halves and not halves)
+    gather = tuple(a for a in tokens if a in e + i + i_in + h_in)
+    apart = call.count(i) > 1 and activation.gated and gate_up != "interleaved"
+    return Division(e, i, i_in, h_in, h_out, tokens, gather, apart and halves, apart and not halves)
 
 
 def dims(avals: Any, *, weight_layout: str, **_params: Any) -> str:
@@ -100,9 +110,9 @@ def dims(avals: Any, *, weight_layout: str, **_params: Any) -> str:
 def places(d: Division, avals: Any, weight_layout: str) -> tuple[Dims, ...]:
     """Mesh axes of every argument of `moe_mlp_p`."""
     columns = () if d.pairs else d.i
-    w1, w2 = (d.e, d.h_in, columns), (d.e, d.i, d.h_out)
+    w1, w2 = (d.e, d.h_in, columns), (d.e, d.i_in, d.h_out)
     if weight_layout == "nk":
-        w1, w2 = (d.e, columns, d.h_in), (d.e, d.h_out, d.i)
+        w1, w2 = (d.e, columns, d.h_in), (d.e, d.h_out, d.i_in)
     x = (d.tokens, () if set(d.h_in) & set(d.gather) else d.h_in)
     per_slot, biases = (d.tokens, ()), ((d.e, columns), (d.e, d.h_out))
     ins = (x, per_slot, per_slot, w1, w2, *biases, ((),), (d.tokens, d.h_out))
@@ -140,10 +150,9 @@ def layer_part(
     the result of the activation.
     """
     c = TYPED if call.explicit else PLAIN
-    count, added = call.count, d.e + d.i
-    num_weights = call.avals[3].shape[0]
-    local = own_experts(params, count(d.e))
-    if d.i or d.h_in:  # tiles chosen for all of the contraction may not fit a part
+    count, num_weights = call.count, call.avals[3].shape[0]
+    local = own_experts(params, d.e, count)
+    if d.i_in or d.h_in:  # tiles chosen for all of the contraction may not fit a part
         local = local | {"config": None}
 
     def gathered(a: jax.Array, parts: Axes) -> jax.Array:
@@ -154,21 +163,21 @@ def layer_part(
 
     def part(*arrays: jax.Array) -> tuple[jax.Array]:
         x, ids, weights, w1, w2, b1, b2, expert_map, residual = arrays
-        x = gathered(x, added + tuple(a for a in d.gather if a in d.h_in))
+        x = gathered(x, d.e + d.i + tuple(a for a in d.gather if a in d.h_in))
         if set(d.h_in) & set(d.gather):
             x = own(x, 1, d.h_in, count(d.h_in))
-        weights = gathered(weights, added + d.h_out)
+        weights = gathered(weights, d.added + d.h_out)
         ids = gathered(ids, d.gather)
         own_w = own_weights(d, c, count, params["weight_layout"], w1, w2, b1, b2)
         expert_map = own_map(expert_map, num_weights, d.e, count(d.e), params)
         # The layer adds the residual itself unless its result is only a part of a sum.
-        inside = residual if not (added or d.gather) else jnp.zeros((0, 0), x.dtype)
+        inside = residual if not (d.added or d.gather) else jnp.zeros((0, 0), x.dtype)
         arrays = (x, ids, weights, *own_w, expert_map, inside)
         if d.apart:
             y = stages(
                 *arrays,
                 between=functools.partial(between, d, c, count),
-                after=lambda h: c.spread(h, d.h_out),
+                after=functools.partial(after, d, c, count),
                 **local,
             )
         else:
@@ -185,20 +194,20 @@ def finished(
 
     Then comes the residual, if there was something to add up or keep.
     """
-    added = d.e + d.i
-    if not (added or d.gather):
+    if not (d.added or d.gather):
         return y
     for axes in _like(d):
-        y = c.scatter(y, axes) if axes[0] in added else c.own_same(y, axes, count(axes))
-    y = c.total(y, tuple(a for a in added if a not in d.gather))
+        y = c.scatter(y, axes) if axes[0] in d.added else c.own_same(y, axes, count(axes))
+    y = c.total(y, tuple(a for a in d.added if a not in d.gather))
     if not residual.size:
         return y
     return (y.astype(jnp.float32) + residual.astype(jnp.float32)).astype(y.dtype)
 
 
 def _like(d: Division) -> list[Axes]:
-    """The axes that tokens are gathered over, neighbours together if both or none are added up."""
-    return [tuple(axes) for _, axes in itertools.groupby(d.gather, (d.e + d.i).__contains__)]
+    """The axes that tokens are gathered over, neighbours together if they split the same things."""
+    kind = lambda a: (a in d.added, a in d.e + d.i + d.h_in)  # noqa: E731
+    return [tuple(axes) for _, axes in itertools.groupby(d.gather, kind)]
 
 
 def rows_rule(stages: Callable[..., Any]) -> Rule:
@@ -220,8 +229,8 @@ def rows_rule(stages: Callable[..., Any]) -> Rule:
         avals = (*call.avals[:2], call.avals[1], *call.avals[2:], call.avals[0])
         given = (x, ids, ids, *call.given[2:], x)
         d, ins = division(dataclasses.replace(call, avals=avals, given=given), params)
-        c, added = TYPED if call.explicit else PLAIN, d.e + d.i
-        local = params | ({"config": None} if d.i or d.h_in else {})
+        c = TYPED if call.explicit else PLAIN
+        local = params | ({"config": None} if d.i_in or d.h_in else {})
 
         def part(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
             x, ids, *weights, expert_map = arrays
@@ -233,10 +242,11 @@ def rows_rule(stages: Callable[..., Any]) -> Rule:
                 *weights,
                 expert_map,
                 between=functools.partial(between, d, c, call.count),
+                after=functools.partial(after, d, c, call.count),
                 own=lambda a: own_groups(a, own_weights_count, d.e, call.count(d.e)),
                 **local,
             )
-            return c.total(rows, added), slot_to_row
+            return c.total(rows, d.added), slot_to_row
 
         outs = (((), d.h_out), ((), ()))
         return Split((*ins[:2], *ins[3:8]), outs, part)
@@ -258,10 +268,10 @@ def own_weights(
     """A device's parts of weights and biases, as `places` says -> those of its local layer."""
     in_pairs = d.i if d.pairs else ()
     w1, b1 = c.spread(w1, d.kept + in_pairs), c.spread(b1, d.kept + in_pairs + d.h_in)
-    w2, b2 = c.spread(w2, d.kept), c.spread(b2, d.kept + d.i)
+    w2, b2 = c.spread(w2, d.kept), c.spread(b2, d.kept + d.i_in)
     columns = 2 if weight_layout == "kn" else 1
     w1, b1 = own_pairs(w1, columns, in_pairs, count), own_pairs(b1, 1, in_pairs, count)
-    return w1, w2, once(b1, d.h_in), once(b2, d.i)
+    return w1, w2, once(b1, d.h_in), once(b2, d.i_in)
 
 
 def between(d: Division, c: Any, count: Callable[[Axes], int], z: jax.Array) -> jax.Array:
@@ -270,11 +280,25 @@ def between(d: Division, c: Any, count: Callable[[Axes], int], z: jax.Array) -> 
     return _join_pairs(z, axes=d.i, count=count(d.i)) if d.halves else z
 
 
-def own_experts(params: dict[str, Any], count: int) -> dict[str, Any]:
-    """The parameters of a device that has one of `count` parts of the experts; see `own_map`."""
-    if count == 1:
+def after(d: Division, c: Any, count: Callable[[Axes], int], h: jax.Array) -> jax.Array:
+    """Makes of a device's columns of the activations those that its rows of w_down contract."""
+    if d.i == d.i_in:
+        return c.spread(h, d.h_out)
+    later = d.h_out + d.i_in  # that devices differ in from here on
+    h = c.spread(h, tuple(a for a in later if a not in d.i))
+    for axis in reversed(d.i):
+        if axis in later:
+            h = c.gather(h, (axis,), 1)
+        else:
+            h = c.gather_same(h, (axis,), count((axis,)), 1)
+    return own(h, 1, d.i_in, count(d.i_in))
+
+
+def own_experts(params: dict[str, Any], axes: Axes, count: Callable[[Axes], int]) -> dict[str, Any]:
+    """The parameters of a device that has its part of the experts along `axes`; see `own_map`."""
+    if not axes:
         return params
-    local = params["num_local_experts"] // count
+    local = params["num_local_experts"] // count(axes)
     return params | {"num_local_experts": local, "expert_offset": 0}
 
 

@@ -236,14 +236,6 @@ def test_one_axis_manual_the_other_automatic():
     close(jax.jit(split)(*arguments()), expected()[0])
 
 
-def test_automatic_sharding_keeps_the_values():
-    """Without shard_map XLA places the pure implementation as it likes; the values stay."""
-    m = mesh(4)
-    ids, arrays = arguments()
-    sharded = {n: jax.device_put(a, jax.NamedSharding(m, P("expert"))) for n, a in arrays.items()}
-    close(jax.jit(layer)(ids, sharded), expected()[0])
-
-
 def test_replicated_arguments_on_an_explicit_mesh():
     """The default kind of mesh: replicated in, replicated out, gradient included."""
     m = mesh(4, kind=AxisType.Explicit)

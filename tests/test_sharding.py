@@ -1,31 +1,35 @@
 """Every way to shard gives the results of one device for the collectives of docs/sharding.md."""
 
-import contextlib
 import dataclasses
 import functools
 import math
 import re
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmoe
-from jaxmoe import Routing, _targets, grouped_gemm, moe_mlp
+from jaxmoe import Routing, _targets, moe_mlp
 from jaxmoe._testing import Layer, layer_inputs, normal
-
-DOCS = Path(__file__).resolve().parent.parent / "docs" / "sharding.md"
-AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
-COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+from tests.sharding_programs import (
+    AUTO,
+    EXPLICIT,
+    check_spec,
+    close,
+    collectives,
+    compiled,
+    documented,
+    entered,
+    make_mesh,
+    spec_text,
+)
 
 LAYER = Layer("", "every axis divides over 4 devices", 16, 8, 8, 2, bias=True)
 NUM_TOKENS = 24
-# f32 sums in another order, values of order 1; see test_transforms.py.
-TOLERANCE = {"rtol": 2e-4, "atol": 2e-5}
 
 TOKENS = ("x", "expert_ids", "weights", "residual")
 
@@ -34,7 +38,8 @@ TOKENS = ("x", "expert_ids", "weights", "residual")
 class Row:
     """A row of the table: what is split, and what that costs.
 
-    `experts`, `i`, `h_in`, `h_out` and `tokens` are the mesh axes of those dimensions.
+    `experts`, `i`, `h_in`, `h_out` and `tokens` are the mesh axes of those dimensions; `i_down` is
+    that of I of w_down, if it is not `i`.
     """
 
     title: str
@@ -43,6 +48,7 @@ class Row:
     out: P = P()
     experts: str | None = None
     i: str | None = None
+    i_down: str | None = ""
     h_in: str | None = None
     h_out: str | None = None
     tokens: str | None = None
@@ -50,27 +56,21 @@ class Row:
 
     def specs(self) -> dict[str, P]:
         e, i, tokens = self.experts, self.i, self.tokens
+        i_down = i if self.i_down == "" else self.i_down
         return {name: P(tokens) for name in TOKENS} | {
             "w_gate_up": P(e, self.h_in, i),
-            "w_down": P(e, i, self.h_out),
+            "w_down": P(e, i_down, self.h_out),
             "b_gate_up": P(e, i),
             "b_down": P(e, self.h_out),
         }
 
-    def line(self) -> str:
+    def cells(self) -> list[str]:
         names = ("w_gate_up", "w_down", "x")
-        specs = (_text(self.specs()[name]) for name in names)
-        cells = [self.title, *specs, _text(self.out), self.forward]
+        specs = (spec_text(self.specs()[name]) for name in names)
+        cells = [self.title, *specs, spec_text(self.out), self.forward]
         if self.with_gradients is not None:
             cells.append(self.with_gradients)
-        return f"| {' | '.join(cells)} |"
-
-
-def _text(spec):
-    parts = list(spec)
-    while parts and parts[-1] is None:
-        parts.pop()
-    return f"`P({', '.join('None' if p is None else p for p in parts)})`"
+        return cells
 
 
 ROWS = [
@@ -105,6 +105,17 @@ ROWS = [
         h_in="b",
         h_out="b",
     ),
+    Row(
+        "2I and H",
+        "1 all-gather, 2 collective-permute",
+        "2 all-gather, 1 all-reduce, 1 reduce-scatter, 6 collective-permute",
+        P(None, "a"),
+        i="a",
+        i_down=None,
+        h_out="a",
+        gate_up="gate_up",
+    ),
+    Row("H and I", "2 all-reduce", h_in="a", i_down="a"),
     Row("experts, I", "1 all-reduce", experts="a", i="b"),
     Row(
         "tokens with H",
@@ -117,16 +128,6 @@ ROWS = [
     ),
 ]
 titles = pytest.mark.parametrize("row", ROWS, ids=[row.title for row in ROWS])
-
-
-def make_mesh(kind, *names):
-    sizes = (4,) if len(names) == 1 else (2, 4)
-    return jax.make_mesh(sizes, names, axis_types=(kind,) * len(names))
-
-
-def entered(mesh):
-    explicit = EXPLICIT in mesh.axis_types
-    return jax.set_mesh(mesh) if explicit else contextlib.nullcontext()
 
 
 @functools.cache
@@ -172,24 +173,6 @@ def ordered(arrays, gate_up):
     return arrays | parts
 
 
-def close(got, want):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **TOLERANCE), got, want)
-
-
-def compiled(fn, mesh, arrays, specs, *static):
-    """Runs `fn` on sharded arrays. Returns its result and the text of the program."""
-    with entered(mesh):
-        put = {n: jax.device_put(a, NamedSharding(mesh, specs[n])) for n, a in arrays.items()}
-        jitted = jax.jit(fn, static_argnums=tuple(range(1, 1 + len(static))))
-        program = jitted.lower(put, *static).compile()
-        return program(put), program.as_text()
-
-
-def collectives(text):
-    found = {k: len(re.findall(rf" {k}(?:-start)?\(", text)) for k in COLLECTIVES}
-    return ", ".join(f"{n} {k}" for k, n in found.items() if n) or "none"
-
-
 def check_no_weights_are_gathered(text):
     """The largest thing gathered is x; a matrix of weights over any axis is larger."""
     for shape in re.findall(r"= \w+\[([\d,]*)\]\S* all-gather(?:-start)?\(", text):
@@ -197,12 +180,8 @@ def check_no_weights_are_gathered(text):
 
 
 def row_mesh(row, kind):
-    used = {row.experts, row.i, row.h_in, row.h_out, row.tokens} - {None}
+    used = {row.experts, row.i, row.h_in, row.h_out, row.tokens}
     return make_mesh(kind, *(("a", "b") if "b" in used else ("a",)))
-
-
-def check_spec(a, spec):
-    assert a.sharding.is_equivalent_to(NamedSharding(a.sharding.mesh, spec), a.ndim), a.sharding
 
 
 @titles
@@ -214,7 +193,7 @@ def test_layer(row):
     assert collectives(text) == row.forward
     check_spec(y, row.out)
     check_no_weights_are_gathered(text)
-    assert row.line() in DOCS.read_text(encoding="utf-8").splitlines()
+    assert documented(*row.cells())
 
 
 DERIVED = [row for row in ROWS if row.with_gradients is not None]
@@ -303,76 +282,6 @@ def test_rows_of_the_layer():
     assert collectives(text) == "1 all-reduce"
 
 
-# w of [E,K,N], then lhs of [R,K] -> collectives, and how the result is split.
-PRODUCTS = {
-    "N": (P(None, None, "a"), P(), "none", P(None, "a")),
-    "E": (P("a"), P(), "1 all-reduce", P()),
-    "K": (P(None, "a"), P(None, "a"), "1 all-reduce", P()),
-    "E, N": (P("a", None, "b"), P(), "1 all-reduce", P(None, "b")),
-}
-
-
-def product_arguments():
-    rng = np.random.default_rng(1)
-    arrays = {"lhs": normal(rng, (24, 8)), "rhs": normal(rng, (8, 8, 16))}
-    return arrays | {"bias": normal(rng, (8, 16)), "sizes": jnp.array([3, 0, 5, 2, 4, 1, 6, 2])}
-
-
-def product(a):
-    return grouped_gemm(a["lhs"], a["rhs"], a["sizes"], bias=a["bias"])
-
-
-@pytest.mark.parametrize(
-    ("kind", "name"), [*((AUTO, name) for name in PRODUCTS), (EXPLICIT, "E, N"), (EXPLICIT, "K")]
-)
-def test_grouped_gemm(kind, name):
-    rhs, lhs, wanted, out = PRODUCTS[name]
-    specs = {"lhs": lhs, "rhs": rhs, "bias": P(rhs[0], *rhs[2:]), "sizes": P()}
-    mesh = make_mesh(kind, *(("a", "b") if "b" in rhs else ("a",)))
-    y, text = compiled(product, mesh, product_arguments(), specs)
-    close(y, product(product_arguments()))
-    assert collectives(text) == wanted
-    check_spec(y, out)
-    cells = (name, _text(rhs), _text(lhs), _text(out), wanted)
-    assert f"| {' | '.join(cells)} |" in DOCS.read_text(encoding="utf-8").splitlines()
-
-
-def test_a_step_of_training_of_grouped_gemm():
-    """The gradient of weights split over experts is computed where they are."""
-
-    def step(a):
-        loss = lambda w, x: jnp.sum(product(a | {"rhs": w, "lhs": x}) ** 2)  # noqa: E731
-        dw, dx = jax.grad(loss, (0, 1))(a["rhs"], a["lhs"])
-        return a["rhs"] - 0.1 * dw, dx
-
-    specs = {"lhs": P(), "rhs": P("a"), "bias": P(), "sizes": P()}
-    (w, dx), text = compiled(step, make_mesh(AUTO, "a"), product_arguments(), specs)
-    close((w, dx), step(product_arguments()))
-    assert collectives(text) == "2 all-reduce"
-    check_spec(w, P("a"))
-
-
-def test_other_ops():
-    """Tokens of `route`, and H of `permute` and `finalize`, are split for nothing."""
-
-    def fn(a):
-        routing = jaxmoe.route(a["logits"], top_k=2)
-        plan = jaxmoe.plan(a["ids"], 8)
-        rows = jaxmoe.permute(a["x"], plan)
-        return routing, jaxmoe.finalize(rows, plan, a["weights"], residual=a["x"])
-
-    rng = np.random.default_rng(2)
-    routing = jaxmoe.route(normal(rng, (24, 8)), top_k=2)
-    arrays = {"logits": normal(rng, (24, 8)), "x": normal(rng, (24, 16))}
-    arrays |= {"ids": routing.expert_ids, "weights": routing.weights}
-    specs = {"logits": P("a"), "x": P(None, "a"), "ids": P(), "weights": P()}
-    (chosen, y), text = compiled(fn, make_mesh(AUTO, "a"), arrays, specs)
-    close((chosen, y), fn(arrays))
-    assert collectives(text) == "none"
-    check_spec(chosen.expert_ids, P("a"))
-    check_spec(y, P(None, "a"))
-
-
 FP8 = [
     ("fp8_tensor", AUTO, Row("", "2 all-reduce", i="a")),
     (
@@ -449,16 +358,3 @@ def test_a_device_makes_the_fused_call(split, local):
     assert "@jaxmoe_moe_mlp_v1" in call and f"num_local_experts = {local} : i64" in call
     tokens = NUM_TOKENS if split == "experts" else NUM_TOKENS // 4
     assert f"(tensor<{tokens}x16xbf16>" in call
-
-
-def test_only_programs_for_several_devices_are_partitioned():
-    """On one device, and inside shard_map, a program is the op alone."""
-    marker = "CustomSPMDPartitioning"
-    arrays, fn = product_arguments(), jax.jit(product)
-    assert marker not in fn.lower(arrays).as_text()
-    mesh = make_mesh(AUTO, "a")
-    rows = {"lhs": P("a"), "rhs": P(), "bias": P(), "sizes": P()}
-    specs = {n: NamedSharding(mesh, spec) for n, spec in rows.items()}
-    assert marker in jax.jit(product, in_shardings=(specs,)).lower(arrays).as_text()
-    mapped = jax.shard_map(product, mesh=mesh, in_specs=(rows,), out_specs=P("a"))
-    assert marker not in jax.jit(mapped).lower(arrays).as_text()
