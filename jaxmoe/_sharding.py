@@ -222,20 +222,33 @@ def on_explicit_axes(
     for i in rule.weights:
         if any(set(have) - set(kept) for have, kept in zip(given[i], split.ins[i], strict=True)):
             _refuse_weights(rule, avals, given, split, i)
-    arrays = [
+    # NOTE: XLA's simplifier takes arrays without elements out of the boundary of a shard_map, and
+    # on GPUs its partitioner crashes on what is left. Those that stand for "none" are made inside.
+    there = [i for i, a in enumerate(avals) if a.size or any(split.ins[i])]
+
+    def filled(*given: jax.Array) -> tuple[jax.Array, ...]:
+        rest = iter(given)
+        return split.part(
+            *(
+                next(rest) if i in there else jnp.zeros(a.shape, a.dtype)
+                for i, a in enumerate(avals)
+            )
+        )
+
+    parts = [
         a if have == want else jax.sharding.reshard(a, NamedSharding(mesh, to_spec(want)))
         for a, have, want in zip(arrays, given, split.ins, strict=True)
     ]
     # NOTE: not all Explicit axes: under vmap those of the batch are not there to be named.
     used = {axis for dims in (*split.ins, *split.outs) for axes in dims for axis in axes}
-    part = jax.shard_map(
-        split.part,
+    divided = jax.shard_map(
+        filled,
         mesh=None if mesh == jax.sharding.get_abstract_mesh() else mesh,
-        in_specs=tuple(to_spec(dims) for dims in split.ins),
+        in_specs=tuple(to_spec(split.ins[i]) for i in there),
         out_specs=tuple(to_spec(dims) for dims in split.outs),
         axis_names=used,
     )
-    return part(*arrays)
+    return divided(*(parts[i] for i in there))
 
 
 def refuse_tokens(rule: Rule, call: Call, i: int, dim: int) -> None:
