@@ -116,7 +116,7 @@ def test_tiles_are_compared_with_the_choice_of_the_heuristics(
     moe_mlp = jaxmoe.moe_mlp
     monkeypatch.setattr(jaxmoe, "moe_mlp", recorded)
     every = tiles.candidates
-    monkeypatch.setattr(tiles, "candidates", lambda product: every(product)[:3])
+    monkeypatch.setattr(tiles, "candidates", lambda product: every(product)[:2])
     path = tmp_path / "h200" / "tiles.json"
     command = "--suite tiles --models odd --tokens 1 --skew uniform --repeats 3 --impl jaxmoe"
     assert run.main([*command.split(), "--json", str(path)]) == 0
