@@ -21,6 +21,7 @@ OP = "expert_parallel.moe_mlp"
 OPTIONS = (
     *("activation", "b_gate_up", "b_down", "gate_up", "weight_layout", "apply_weight_on_input"),
     *("batch_invariant", "intermediate_scale", "accum", "config", "recompute"),
+    "master_weights",
 )
 
 
@@ -73,7 +74,8 @@ def check_all(
     layout = options.get("weight_layout", "kn")
     _checks.check_choice(OP, "weight_layout", layout, WEIGHT_LAYOUTS)
     check_tokens(x, routing, residual)
-    format = check_weights(x, w_gate_up, w_down, act, layout, False)
+    master = options.get("master_weights", False)
+    format = check_weights(x, w_gate_up, w_down, act, layout, master)
     size = _axis_size("axis_name", axis_name)
     if tensor_axis is not None:
         _axis_size("tensor_axis", tensor_axis)

@@ -11,7 +11,7 @@ from jaxmoe._heuristics import BLOCK_ROWS, MAX_FP8_GATHER
 from jaxmoe._mlp_fp8 import no_scale
 from jaxmoe.activation import Activation
 from jaxmoe.grouped_gemm import check_config, check_float
-from jaxmoe.quantize import QuantizedArray
+from jaxmoe.quantize import FORMATS, QuantizedArray
 from jaxmoe.routing import Routing
 
 _OP = "moe_mlp"
@@ -95,6 +95,26 @@ def _check_weight_dtype(name: str, w: Any, x: Any, master: bool) -> None:
     elif w.dtype != "float32":
         rule = f"{name}.dtype={_checks.dtype_name(w.dtype)} must be f32 if master_weights=True"
         raise TypeError(_checks.message(_OP, rule, **{name: w}))
+
+
+def check_forward_format(
+    value: Any, format: str | None, flags: dict[str, bool], config: Any
+) -> None:
+    """Checks `forward_format`, and that nothing is asked for beside it that it does not have."""
+    _checks.check_choice(_OP, "forward_format", value, FORMATS)
+    if format is not None:
+        rule = "forward_format must be None with weights that are quantized already"
+        raise ValueError(_checks.message(_OP, rule, forward_format=value))
+    others = {
+        "do_finalize=False": not flags["do_finalize"],
+        "master_weights=True": flags["master_weights"],
+        "batch_invariant=True": flags["batch_invariant"],
+        "config": config is not None,
+    }
+    for name, given in others.items():
+        if given:
+            rule = f"{name} is not supported with a forward_format"
+            raise NotImplementedError(_checks.message(_OP, rule, forward_format=value))
 
 
 def check_bias(

@@ -83,7 +83,7 @@ def moe_mlp(
         of the tokens of all devices along the axis.
       **options: of `jaxmoe.moe_mlp`: activation, b_gate_up, b_down (both of this device's experts,
         b_gate_up split as w_gate_up), gate_up, weight_layout, apply_weight_on_input,
-        batch_invariant, intermediate_scale, accum, config, recompute.
+        batch_invariant, intermediate_scale, accum, config, recompute, master_weights.
 
     Returns:
       [T, H] in the dtype of `x`. With a `capacity_factor` (y, lost): lost is a [] int32, how many

@@ -15,12 +15,14 @@ from jaxmoe._mlp_checks import (
     check_batch_invariant_scales,
     check_bias,
     check_configs,
+    check_forward_format,
     check_scales,
     check_tokens,
     check_weights,
 )
 from jaxmoe._mlp_fp8 import moe_mlp_fp8_p, no_scale
 from jaxmoe._mlp_master import moe_mlp_master_p, moe_mlp_rows_master_p
+from jaxmoe._mlp_mixed import moe_mlp_mixed_p
 from jaxmoe.activation import GATE_UP_ORDERS, Activation, resolve
 from jaxmoe.finalize import ExpertRows, no_residual
 from jaxmoe.grouped_gemm import WEIGHT_LAYOUTS, check_num_rows, whole_k
@@ -55,6 +57,7 @@ def moe_mlp(
     config: tuple[GemmConfig | None, GemmConfig | None] | None = None,
     recompute: str | None = None,
     master_weights: bool = False,
+    forward_format: str | None = None,
 ) -> jax.Array: ...
 
 
@@ -80,6 +83,7 @@ def moe_mlp(
     config: tuple[GemmConfig | None, GemmConfig | None] | None = None,
     recompute: str | None = None,
     master_weights: bool = False,
+    forward_format: str | None = None,
 ) -> ExpertRows: ...
 
 
@@ -107,6 +111,7 @@ def moe_mlp(
     config: tuple[GemmConfig | None, GemmConfig | None] | None = None,
     recompute: str | None = None,
     master_weights: bool = False,
+    forward_format: str | None = None,
 ) -> jax.Array | ExpertRows:
     """Runs each token through its experts and adds up the results.
 
@@ -153,6 +158,8 @@ def moe_mlp(
         result, [T * K, 2I] in the dtype of `x`, from the forward pass; see docs/training.md.
       master_weights: w_gate_up, w_down and the biases are float32 and are rounded to the dtype of
         `x` for the products. Their gradients are float32 sums that are never rounded.
+      forward_format: "fp8_tensor", "fp8_channel" or "fp8_block" quantizes weights and tokens in the
+        program, for the value only: gradients are those of the layer without it.
 
     Returns:
       [T, H] in the dtype of `x`. With do_finalize=False `ExpertRows`: rows [T * K, H] in the dtype
@@ -232,6 +239,8 @@ def moe_mlp(
     check_num_rows(_OP, routing.expert_ids.size, **{"routing.expert_ids": routing.expert_ids})
     hidden, intermediate = x.shape[1], w_down.shape[1 if weight_layout == "kn" else 2]
     check_accum(_OP, accum, format)
+    if forward_format is not None:
+        check_forward_format(forward_format, format, flags, config)
     if recompute is not None:
         _checks.check_choice(_OP, "recompute", recompute, ("z",))
         if format is not None:
@@ -313,7 +322,9 @@ def moe_mlp(
         )
         return y
     shared = (w_gate_up, w_down, *biases, expert_map)
-    if master_weights:
+    if forward_format is not None:
+        op = functools.partial(moe_mlp_mixed_p, forward_format=forward_format)
+    elif master_weights:
         op = moe_mlp_master_p if do_finalize else moe_mlp_rows_master_p
     else:
         op = moe_mlp_p if do_finalize else moe_mlp_rows_p

@@ -127,7 +127,7 @@ def one_device(ids, a):
         (EIGHT, {"dispatch": "all_to_all", "num_chunks": 2}),
         (DATA, {"dispatch": "ragged"}),
         (TENSOR, {"dispatch": "all_gather"}),
-        (EIGHT, {"tokens": "replicated"}),
+        (EIGHT, {"tokens": "replicated", "master_weights": True}),
     ],
     ids=str,
 )

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe import Routing, _targets, finalize, moe_mlp, reference
+from jaxmoe import Routing, _targets, finalize, moe_mlp, quantize, reference
 from jaxmoe._testing import (
     GPT_OSS,
     Layer,
@@ -147,6 +147,24 @@ def test_master_weights(layout):
     assert_equal(
         jax.jit(lambda i: run(i, master_weights=True, **given))(wide), run(narrow, **given)
     )
+
+
+@pytest.mark.parametrize("format", ("fp8_tensor", "fp8_channel", "fp8_block"))
+def test_fp8_forward_has_the_gradients_of_the_plain_layer(format):
+    layer, num_tokens, routing = Layer("", "", 256, 192, 9, 2), 300, "zipf"
+    inputs, ct = draw(layer, num_tokens, routing, "nk", jnp.bfloat16)
+
+    def both(inputs, ct):
+        names = ("w_gate_up", "w_down")
+        fp8 = {n: quantize(inputs[n], format, weight_layout="nk") for n in names}
+        mixed = value_and_gradients(run, inputs, ct, weight_layout="nk", forward_format=format)
+        plain = value_and_gradients(run, inputs, ct, weight_layout="nk")
+        return mixed, plain, run(inputs | fp8, weight_layout="nk")
+
+    (y, got), (plain_y, want), fp8_y = jax.jit(both)(inputs, ct)
+    assert_equal(y, fp8_y)
+    assert relative_error(y, plain_y) < 0.08 and (y != plain_y).any()
+    near(got, want)
 
 
 def test_rows_without_finalize():

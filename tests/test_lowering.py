@@ -11,6 +11,7 @@ from jaxmoe import (
     GemmConfig,
     Plan,
     Routing,
+    _gate_up,
     _gmm,
     _primitive,
     _targets,
@@ -18,6 +19,7 @@ from jaxmoe import (
     grouped_gemm,
     moe_mlp,
 )
+from jaxmoe.activation import ACTIVATIONS
 
 BF16, F16, F32, I32 = jnp.bfloat16, jnp.float16, jnp.float32, jnp.int32
 T, K, E, H, INTER = 6, 2, 4, 32, 16
@@ -270,6 +272,49 @@ OTHER_OPS = {
         ["1x6x32xbf16", "0xf32"],
         ["1x6x32xf8E4M3FN", "1xf32", "1024xf32"],
     ),
+    "gate_up": (
+        lambda *a: _gate_up.gate_up_p(
+            *a,
+            activation=ACTIVATIONS["geglu"],
+            gate_up="up_gate",
+            weight_layout="nk",
+            config=GemmConfig(256, 128, gather=True),
+        ),
+        (
+            struct(T, H),
+            struct(T * K, dtype=I32),
+            struct(T, K, dtype=I32),
+            struct(E, 2 * INTER, H),
+            struct(E, 2 * INTER),
+            struct(E, dtype=I32),
+            struct(E, dtype=I32),
+        ),
+        (
+            "jaxmoe_gate_up_v1",
+            {
+                "weight_layout": "1:i64",
+                "gate_up": "1:i64",
+                "activation": {
+                    "kind": "1:i64",
+                    "gated": "1:i64",
+                    "c1": "0.000000e+00:f32",
+                    "c3": "0.000000e+00:f32",
+                    "limit": "0x7F800000:f32",
+                    "beta": "0.000000e+00:f32",
+                },
+                "config": {
+                    "weight_tile": "256:i64",
+                    "token_tile": "128:i64",
+                    "cluster": "1:i64",
+                    "split_k": "1:i64",
+                    "raster": "1:i64",
+                    "gather": "1:i64",
+                },
+            },
+        ),
+        ["6x32xbf16", "12xi32", "4x32x32xbf16", "4x32xbf16", "4xi32", "4xi32"],
+        ["12x16xbf16", "12x32xbf16", "4xi32"],
+    ),
     "tgmm": (
         lambda x, dy, starts, sizes: _gmm.tgmm(
             x, dy, starts, sizes, weight_shape=(1, E), out_dtype=BF16, precision=None
@@ -361,7 +406,8 @@ def test_forward_mode_runs_on_the_kernels():
         return jax.jvp(lambda x: moe_mlp(x, routing, w1, w2), (x,), (x,))[1]
 
     names = [c[0] for c in calls(cuda_text(tangent, *layer_structs()))]
-    assert names.count("jaxmoe_gmm_v1") == 3  # z and its tangent, and the tangent of the rows
+    assert names.count("jaxmoe_gate_up_v1") == 1
+    assert names.count("jaxmoe_gmm_v1") == 2  # the tangents of z and of the rows
 
 
 def test_without_the_extension_cuda_runs_pure_xla(monkeypatch):

@@ -45,6 +45,7 @@ PUBLIC_NAMES = {
 }
 TARGETS = {
     "jaxmoe_finalize_v1",
+    "jaxmoe_gate_up_v1",
     "jaxmoe_gmm_fp8_v1",
     "jaxmoe_gmm_v1",
     "jaxmoe_moe_mlp_fp8_v1",

@@ -205,7 +205,7 @@ def test_scan_over_layers():
 
     got = jax.jit(network(layer, scanned=True))(arrays["x"], deep)
     close(got, jax.jit(network(layer_reference, scanned=False))(arrays["x"], deep))
-    assert ops(lambda x: network(layer, True)(x, deep)[0], arrays["x"])["jaxmoe_permute"] == 3
+    assert ops(lambda x: network(layer, True)(x, deep)[0], arrays["x"])["jaxmoe_gate_up"] == 1
 
 
 @functools.cache
@@ -234,7 +234,7 @@ def test_remat_policies_know_the_residuals(names, products, plans):
     want, plain = plain_gradient()
     if not names:
         close(jax.jit(rematted)(arrays), want)
-    more = {"jaxmoe_gmm": products, "jaxmoe_permute": products, "jaxmoe_plan": plans}
+    more = {"jaxmoe_gate_up": products, "jaxmoe_plan": plans}
     assert ops(rematted, arrays) == {n: count + more.get(n, 0) for n, count in plain.items()}
 
 

@@ -1,0 +1,89 @@
+"""moe_mlp with FP8 products forward and plain gradients."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmoe import _targets, explain, moe_mlp, quantize
+from jaxmoe._testing import assert_equal
+from tests.test_lowering import cuda_text, layer_structs
+from tests.test_mlp import run
+from tests.test_training import FEW, draw
+
+FORMAT = "fp8_block"
+
+
+def fp8_layer(inputs, layout):
+    names = ("w_gate_up", "w_down")
+    return run(
+        inputs | {n: quantize(inputs[n], FORMAT, weight_layout=layout) for n in names},
+        weight_layout=layout,
+    )
+
+
+@pytest.mark.parametrize("recompute", (None, "z"))
+def test_value_of_the_fp8_layer_gradients_of_the_plain_one(recompute):
+    layout = "nk" if recompute else "kn"
+    inputs = draw(FEW, 9, "with_invalid", "bfloat16", layout, residual=True)
+    given = {"weight_layout": layout, "recompute": recompute}
+    ct = jnp.ones((), jnp.bfloat16)
+
+    def of_loss(fn):  # a loss that is linear in y: its cotangent does not depend on the value
+        arrays = {n: a for n, a in inputs.items() if n != "expert_ids"}
+        loss = lambda a: jnp.sum(fn(a | {"expert_ids": inputs["expert_ids"]}) * ct)  # noqa: E731
+        return jax.grad(loss)(arrays)
+
+    mixed = lambda a: run(a, forward_format=FORMAT, **given)  # noqa: E731
+    plain = lambda a: run(a, **given)  # noqa: E731
+    y, fp8, got, want = jax.jit(
+        lambda: (mixed(inputs), fp8_layer(inputs, layout), of_loss(mixed), of_loss(plain))
+    )()
+    assert_equal(y, fp8)
+    for name, gradient in want.items():
+        np.testing.assert_allclose(
+            *(np.asarray(a, np.float32) for a in (got[name], gradient)), rtol=2e-2, atol=1e-3
+        )
+
+
+def test_cuda_runs_both_passes_on_the_kernels():
+    def loss(x, w1, w2, routing):
+        y = moe_mlp(x, routing, w1, w2, forward_format=FORMAT)
+        return jnp.sum(y.astype(jnp.float32) ** 2)
+
+    x, routing, w1, w2 = layer_structs()
+    text = cuda_text(jax.grad(loss, (0, 1, 2)), x, w1, w2, routing)
+    names = re.findall(r"custom_call @(jaxmoe_\w+)", text)
+    assert names.count("jaxmoe_moe_mlp_fp8_v1") == 1 and names.count("jaxmoe_tgmm_v1") == 2
+    with _targets.force_cuda_lowering():
+        report = explain(lambda *a: moe_mlp(*a, forward_format=FORMAT), *layer_structs())
+    inside = [op.cuda_target for op in report.ops if op.where.endswith("jaxmoe_moe_mlp_mixed")]
+    assert inside == ["jaxmoe_quantize_v1"] * 2 + ["jaxmoe_moe_mlp_fp8_v1"]
+
+
+@pytest.mark.parametrize(
+    "change, kind, message",
+    (
+        ({"forward_format": "fp4"}, ValueError, "forward_format='fp4' must be one of fp8_tensor"),
+        ({"forward_format": True}, TypeError, "forward_format must be one of fp8_tensor"),
+        ({"do_finalize": False}, NotImplementedError, "do_finalize=False is not supported with a"),
+        ({"batch_invariant": True}, NotImplementedError, "batch_invariant=True is not supported"),
+        ({"master_weights": True}, (TypeError, NotImplementedError), "master_weights=True"),
+    ),
+)
+def test_errors(change, kind, message):
+    with pytest.raises(kind, match=message):
+        jax.eval_shape(
+            lambda *a: moe_mlp(*a, **{"forward_format": FORMAT, **change}), *layer_structs()
+        )
+
+
+def test_quantized_weights_have_their_own_format():
+    def layer(x, routing, *weights):
+        weights = (quantize(w, FORMAT, weight_layout="kn") for w in weights)
+        return moe_mlp(x, routing, *weights, forward_format=FORMAT)
+
+    with pytest.raises(ValueError, match="forward_format must be None with weights that are"):
+        jax.eval_shape(layer, *layer_structs())
