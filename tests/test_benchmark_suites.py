@@ -92,9 +92,8 @@ def test_routing_suite_checks_every_formulation(
     # without groups of experts, and a wrong order of the rows is found
     case = Case(MODELS["odd"], 8, "uniform", 1, WeightSets())
     assert [routing.groups(MODELS[name]) for name in ("wide", "odd")] == [8, 1]
-    grouped = [e for e in routing.entries(case) if e.op == "route+plan/deepseek_v3"]
-    errors = [entry.check() for entry in grouped if entry.check]
-    assert len(errors) == 3 and max(errors) < 1e-6
+    one = next(e for e in routing.entries(case) if e.op == "route+plan/deepseek_v3")
+    assert one.impl == "jaxmoe" and one.check is not None and one.check() < 1e-6
     plan = jaxmoe.plan
     reverse = lambda ids, **options: plan(ids[::-1], **options)  # noqa: E731
     monkeypatch.setattr(jaxmoe, "plan", reverse)
