@@ -2,6 +2,7 @@
 
 import gc
 import os
+from pathlib import Path
 
 import jax
 import pytest
@@ -31,6 +32,12 @@ def pytest_configure(config: pytest.Config) -> None:
         # A tenth goes into looking for cycles among the many objects that tracing makes.
         gc.freeze()
         gc.set_threshold(200_000, 10, 20)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leaves the files alone in which every test needs a GPU, where none is asked for."""
+    name = collection_path.name
+    return name.startswith(("test_gpu_", "test_multi_gpu")) and not _wants_gpu(config) or None
 
 
 def _gpu_count() -> int:

@@ -19,9 +19,9 @@ from benchmarks import bounds, card, report, report_fp8, rows, run, runner, timi
 from benchmarks.baselines import xla_ragged_dot  # noqa: E402
 from benchmarks.cases import Case, WeightSets, weight_sets  # noqa: E402
 from benchmarks.models import DEFAULT_MODELS, DEFAULT_TOKENS, MODELS, expert_bytes  # noqa: E402
-from benchmarks.suites import SUITES, layer_fp8  # noqa: E402
+from benchmarks.suites import SUITES  # noqa: E402
 
-FP8 = ("jaxmoe[fp8_block]", layer_fp8.DEQUANTIZED)
+FP8 = ("jaxmoe[fp8_block]",)
 H200 = bounds.CEILINGS["NVIDIA H200"]
 
 # What DESIGN asks of a row; the runner adds fields about the measurement.
