@@ -43,8 +43,7 @@ struct OutType {
   }
 
   __device__ __forceinline__ float2 Unpack2(uint32_t v) const {
-    if ((T::kFp8 && half) || std::is_same_v<Bf16Or16, __half>)
-      return __half22float2(reinterpret_cast<__half2&>(v));
+    if (T::kFp8 && half) return __half22float2(reinterpret_cast<__half2&>(v));
     return __bfloat1622float2(reinterpret_cast<__nv_bfloat162&>(v));
   }
 };

@@ -101,9 +101,8 @@ struct Tile {
   // Accumulators that the first CTA gets from each of the others: [piece of 16 bytes][thread].
   static constexpr int kPartialBytes = kConsumers * 128 * kWarpgroupTokens * 4;
 
-  // Not where 160 tokens of accumulators leave too few registers: a float32 FP8 output, whose
-  // addresses need them, and scales fetched before the k loop (nor beside
-  // promoted sums).
+  // Not where 160 tokens of accumulators leave too few registers: a float32 output, whose addresses
+  // need them, and scales fetched before the k loop (nor beside promoted sums).
   static constexpr bool kStoresFloat = !kFp8 || kWarpgroupTokens <= 128;
   static constexpr bool kLateScales = kWarpgroupTokens > (kPromoted ? 64 : 128);
 
