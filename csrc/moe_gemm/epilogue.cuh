@@ -6,7 +6,6 @@
 // shared memory, then every thread stores 16 bytes of features.
 #pragma once
 
-#include "csrc/common/quant_scale.cuh"
 #include "csrc/moe_gemm/activation.cuh"
 #include "csrc/moe_gemm/scales.cuh"
 
@@ -46,6 +45,16 @@ struct OutType {
     if (T::kFp8 && half) return __half22float2(reinterpret_cast<__half2&>(v));
     return __bfloat1622float2(reinterpret_cast<__nv_bfloat162&>(v));
   }
+
+  // Eight values times s in e4m3.
+  __device__ __forceinline__ uint2 Quantize(const uint4& v, float s) const {
+    const float2 a = Unpack2(v.x);
+    const float2 b = Unpack2(v.y);
+    const float2 c = Unpack2(v.z);
+    const float2 d = Unpack2(v.w);
+    return make_uint2(ptx::PackE4M3(a.x * s, a.y * s, b.x * s, b.y * s),
+                      ptx::PackE4M3(c.x * s, c.y * s, d.x * s, d.y * s));
+  }
 };
 
 // TileScales, or of operands without scales anything.
@@ -63,7 +72,6 @@ class Epilogue {
         scales_(scales),
         staging_(smem.staging(site.consumer)),
         token_scales_(smem.token_scales(site.consumer)),
-        group_max_(smem.group_max()),
         warp_(site.thread / 32),
         lane_(site.thread % 32) {}
 
@@ -141,7 +149,6 @@ class Epilogue {
   }
 
   __device__ __forceinline__ void Sync() const { ptx::NamedBarrierSync(1 + site_.consumer, 128); }
-  __device__ __forceinline__ void SyncBoth() const { ptx::NamedBarrierSync(3, 256); }
 
   template <StageMode kMode, class Form>
   __device__ __forceinline__ void StageAll(Accumulators<T>& acc) {
@@ -154,15 +161,10 @@ class Epilogue {
           StageColumns<kMode, Form>(acc, t0 / 8 + j, j);
         }
         Sync();
-        Store(t0);
+        CopyOut(t0);
       }
     }
-    // The staging buffer, the scales and the largest values are free for the next tile.
-    if (by_groups()) {
-      SyncBoth();
-    } else if (T::kFp8 || site_.rows > 0) {
-      Sync();
-    }
+    if (T::kFp8 || site_.rows > 0) Sync();  // staging and scales are free for the next tile
   }
 
   // The sums that the activation is of, in the weight's own order of columns: as many 64-row blocks
@@ -248,17 +250,6 @@ class Epilogue {
     return e == 0 ? v.x : e == 1 ? v.y : e == 2 ? v.z : v.w;
   }
 
-  __device__ __forceinline__ bool by_groups() const {
-    return T::kScalesByBlock && args_.scales.out_groups != nullptr;
-  }
-
-  __device__ __forceinline__ void Store(int t0) const {
-    if constexpr (T::kScalesByBlock) {
-      if (by_groups()) return StoreGroups(t0);
-    }
-    CopyOut(t0);
-  }
-
   // Rows past the group belong to the next expert and are not stored; neither are features past
   // n_out (a multiple of 8, so 16-byte chunks are all in or all out).
   __device__ __forceinline__ void CopyOut(int t0) const {
@@ -268,7 +259,7 @@ class Epilogue {
       if constexpr (T::kFp8) {
         if (args_.scales.out != nullptr) {
           *reinterpret_cast<uint2*>(static_cast<uint8_t*>(args_.out) + at) =
-              Quantize(v, scales_.out_inverse());
+              Out().Quantize(v, scales_.out_inverse());
           return;
         }
       }
@@ -289,62 +280,6 @@ class Epilogue {
                                             16 * (site_.thread % kChunksPerRow)));
       }
     }
-  }
-
-  // The same in e4m3, each token's 128 features by the scale that the largest of them asks for: as
-  // quantize does, of what was rounded to the output's type. When gated the other warpgroup has
-  // half of them.
-  __device__ __forceinline__ void StoreGroups(int t0) const {
-    constexpr int kGroup = 128;
-    constexpr bool kShared = T::kOutFeatures < kGroup;
-    const int chunk = site_.thread % kChunksPerRow;
-    const int feature = site_.feature + chunk * 8;
-    const bool exists = feature < args_.n_out;
-    unsigned* const maxima = group_max_ + t0 / T::kChunkTokens % 2 * 2 * T::kChunkTokens;
-    uint4 v[kPasses];
-    unsigned largest[kPasses];
-#pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass) {
-      const int token = pass * kRowsPerPass + site_.thread / kChunksPerRow;
-      v[pass] = *reinterpret_cast<const uint4*>(staging_ + token * T::kStagingPitch + chunk * 16);
-      const uint32_t words[4] = {v[pass].x, v[pass].y, v[pass].z, v[pass].w};
-      largest[pass] = 0;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float2 pair = Out().Unpack2(words[i]);
-        largest[pass] = max(largest[pass], max(FiniteMagnitude(pair.x), FiniteMagnitude(pair.y)));
-      }
-      if (!exists) largest[pass] = 0;
-#pragma unroll
-      for (int offset = 1; offset < kChunksPerRow; offset *= 2) {
-        largest[pass] = max(largest[pass], __shfl_xor_sync(0xffffffffu, largest[pass], offset));
-      }
-      if (kShared && chunk == 0) maxima[site_.consumer * T::kChunkTokens + token] = largest[pass];
-    }
-    if constexpr (kShared) SyncBoth();
-    const int groups = (args_.n_out + kGroup - 1) / kGroup;
-#pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass) {
-      const int token = pass * kRowsPerPass + site_.thread / kChunksPerRow;
-      if (kShared) {
-        largest[pass] = max(largest[pass], maxima[(1 - site_.consumer) * T::kChunkTokens + token]);
-      }
-      if (!exists || t0 + token >= site_.rows) continue;
-      const int64_t row = site_.row + t0 + token;
-      const float scale = QuantScale(largest[pass], kLargestE4M3);
-      *reinterpret_cast<uint2*>(static_cast<uint8_t*>(args_.out) + row * args_.n_out + feature) =
-          Quantize(v[pass], __frcp_rn(scale));
-      if (feature % kGroup == 0) args_.scales.out_groups[row * groups + feature / kGroup] = scale;
-    }
-  }
-
-  __device__ __forceinline__ uint2 Quantize(const uint4& v, float s) const {
-    const float2 a = Out().Unpack2(v.x);
-    const float2 b = Out().Unpack2(v.y);
-    const float2 c = Out().Unpack2(v.z);
-    const float2 d = Out().Unpack2(v.w);
-    return make_uint2(ptx::PackE4M3(a.x * s, a.y * s, b.x * s, b.y * s),
-                      ptx::PackE4M3(c.x * s, c.y * s, d.x * s, d.y * s));
   }
 
   // float32 output skips the staging: 8 lanes write 32 contiguous bytes, whole sectors.
@@ -374,7 +309,6 @@ class Epilogue {
   const Scales& scales_;
   uint8_t* const staging_;
   float* const token_scales_;
-  unsigned* const group_max_;
   const int warp_;
   const int lane_;
   float bias_[2][2];

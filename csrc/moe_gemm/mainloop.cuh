@@ -1,27 +1,9 @@
 // One warpgroup's k loop: 128 weight rows by its tokens accumulated in registers.
 #pragma once
 
-#include "csrc/moe_gemm/tile.cuh"
+#include "csrc/moe_gemm/promoted.cuh"
 
 namespace jaxmoe {
-
-// acc[b] is the 64-row block b of the warpgroup by its tokens; gate and up rows when gated.
-template <class T>
-using Accumulators = float[2][T::kWarpgroupTokens / 2];
-
-// What a warpgroup takes of each stage.
-struct WarpgroupShare {
-  int first_block;  // of its two 64-row weight blocks
-  int first_token;
-  int rows;       // tokens that are stored
-  int columns;    // tokens that are multiplied: wgmma's N covers at least these
-  bool gathered;  // threads wrote the rows of X, not the copy engine
-};
-
-// A k step is four instructions. K-major: 32 bytes along the 128-byte row. MN-major: 16 rows of 128
-// bytes.
-template <class T>
-inline constexpr uint32_t kWeightAdvance = T::kMajor == cute::SM90::GMMA::Major::K ? 32 : 16 * 128;
 
 template <class T, int kN>
 __device__ __forceinline__ void RunKSteps(const SharedStorage<T>& smem,
@@ -68,162 +50,27 @@ __device__ __forceinline__ void RunKSteps(const SharedStorage<T>& smem,
   ReleaseStage(smem, previous, lane);
 }
 
-// Weight scales of the steps of a promoted k loop, where those of X do not hold them already.
-struct StepScales {
-  const float* weight[2];  // of this thread's rows of each block, from the first step on; or null
-};
-
-// Where the scale of a token lies among those of its step. A thread's accumulators 4 j + e are of
-// tokens 8 j + 2 * (lane % 4) + e % 2: it reads those of two j at once.
-__device__ __forceinline__ int StepScaleAt(int token) {
-  return token / 16 * 16 + token % 8 / 2 * 4 + token / 8 % 2 * 2 + token % 2;
-}
-
-// The first scales of a promotion, read while its products are made: under wgmma's own reads shared
-// memory takes long to answer. The others follow into the registers of promoted sums.
-template <int kN>
-struct ScaleQueue {
-  static constexpr int kPairs = (kN + 15) / 16;
-  static constexpr int kAhead = kPairs < 4 ? kPairs : 4;
-
-  float4 ahead[kAhead];
-
-  __device__ __forceinline__ explicit ScaleQueue(const float4* scales) {
-#pragma unroll
-    for (int pair = 0; pair < kAhead; ++pair) ahead[pair] = scales[4 * pair];
-  }
-};
-
-// acc += part * scales.
-template <class T, int kN>
-__device__ __forceinline__ void Promote(const float4* scales,
-                                        ScaleQueue<kN> queue,
-                                        float weight_scale,
-                                        const float (&part)[T::kWarpgroupTokens / 2],
-                                        float (&acc)[T::kWarpgroupTokens / 2]) {
-  constexpr int kAhead = ScaleQueue<kN>::kAhead;
-#pragma unroll
-  for (int pair = 0; pair < ScaleQueue<kN>::kPairs; ++pair) {
-    const float4 x = queue.ahead[pair % kAhead];
-    if (pair + kAhead < ScaleQueue<kN>::kPairs) {
-      queue.ahead[pair % kAhead] = scales[4 * (pair + kAhead)];
-    }
-    float scale[4] = {x.x, x.y, x.z, x.w};
-    if constexpr (!T::kScalesByBlock) {
-#pragma unroll
-      for (float& s : scale) s *= weight_scale;
-    }
-#pragma unroll
-    for (int i = 8 * pair; i < 8 * pair + 8 && i < kN / 2; ++i) {
-      acc[i] = fmaf(part[i], scale[i / 4 % 2 * 2 + i % 2], acc[i]);
-    }
-  }
-}
-
-// Issues the products of a k step of one block.
-template <class T, int kN>
-__device__ __forceinline__ void IssueStep(uint64_t weights,
-                                          uint64_t tokens,
-                                          float (&part)[T::kWarpgroupTokens / 2]) {
-  ptx::FenceAccumulator(part);
-  cute::warpgroup_arrive();
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const uint64_t a = ptx::MoveDescriptor(weights, i * kWeightAdvance<T>);
-    const uint64_t b = ptx::MoveDescriptor(tokens, i * 32);
-    ptx::Wgmma<typename T::Weight, kN, T::kMajor>(a, b, part, i > 0);
-  }
-  cute::warpgroup_commit_batch();
-  ptx::FenceAccumulator(part);
-}
-
-// The k loop whose sums leave the tensor cores after every step. Where registers allow it, one
-// block is multiplied while the other is promoted; else the other warpgroup keeps the tensor cores
-// busy.
-template <class T, int kN>
-__device__ __forceinline__ void RunPromotedKSteps(const SharedStorage<T>& smem,
-                                                  int num_k_steps,
-                                                  const WarpgroupShare& share,
-                                                  int lane,
-                                                  const StepScales& scales,
-                                                  PipelineState<T::kStages>& stage,
-                                                  Accumulators<T>& acc) {
-  constexpr bool kTwoParts = T::kWarpgroupTokens <= 96;
-  float part[kTwoParts ? 2 : 1][T::kWarpgroupTokens / 2];
-#pragma unroll
-  for (int i = 0; i < kN / 2; ++i) acc[0][i] = acc[1][i] = 0.0f;
-  // Made once: until the products are issued, nothing is multiplied here.
-  const uint64_t weights0 = ptx::Swizzle128Descriptor(ptx::SmemAddress(smem.weights(0)) +
-                                                      share.first_block * T::kBlockBytes);
-  const uint64_t tokens0 = ptx::Swizzle128Descriptor(ptx::SmemAddress(smem.tokens(0)) +
-                                                     share.first_token * T::kStepBytes);
-  const auto issue = [&](int index, int block, int to) {
-    const uint32_t at = index * T::kStageBytes;
-    IssueStep<T, kN>(ptx::MoveDescriptor(weights0, at + block * T::kBlockBytes),
-                     ptx::MoveDescriptor(tokens0, at),
-                     part[to]);
-  };
-  const auto step_scales = [&](int index, int block) {
-    const int first = T::kScalesByBlock ? (share.first_block + block) * T::kBlockScales : 0;
-    return reinterpret_cast<const float4*>(smem.step_scales(index) + first + share.first_token) +
-           lane % 4;
-  };
-  // Of a step: 128 elements, so a block.
-  const auto weight_scale = [&](int block, int step) {
-    if constexpr (T::kScalesByBlock) return 1.0f;
-    return scales.weight[block] != nullptr ? scales.weight[block][step] : 1.0f;
-  };
-  for (int step = 0; step < num_k_steps; ++step) {
-    const int index = stage.index;
-    const float weight[2] = {weight_scale(0, step), weight_scale(1, step)};
-    ptx::BarrierWait(smem.full(index), stage.parity);
-    if constexpr (kTwoParts) {
-      issue(index, 0, 0);
-      issue(index, 1, 1);
-      const float4* const x = step_scales(index, 0);
-      const ScaleQueue<kN> queue(x);
-      cute::warpgroup_wait<1>();
-      ptx::FenceAccumulator(part[0]);
-      Promote<T, kN>(x, queue, weight[0], part[0], acc[0]);
-      cute::warpgroup_wait<0>();
-      ptx::FenceAccumulator(part[1]);
-      Promote<T, kN>(x, ScaleQueue<kN>(x), weight[1], part[1], acc[1]);
-    } else {
-#pragma unroll
-      for (int block = 0; block < 2; ++block) {
-        issue(index, block, 0);
-        const float4* const x = step_scales(index, block);
-        const ScaleQueue<kN> queue(x);
-        cute::warpgroup_wait<0>();
-        ptx::FenceAccumulator(part[0]);
-        Promote<T, kN>(x, queue, weight[block], part[0], acc[block]);
-      }
-    }
-    __syncwarp();  // every lane has read its scales
-    ReleaseStage(smem, index, lane);
-    stage.Advance();
-  }
-}
-
 // Runs the k loop with the smallest wgmma N that covers the share. Columns past it stay undefined.
 template <class T, int kN = T::kTokenStep>
 __device__ __forceinline__ void RunMainloop(const SharedStorage<T>& smem,
                                             int num_k_steps,
                                             const WarpgroupShare& share,
-                                            int lane,
+                                            int thread,
                                             const StepScales& scales,
                                             PipelineState<T::kStages>& stage,
                                             Accumulators<T>& acc) {
   if constexpr (kN < T::kWarpgroupTokens) {
     if (share.columns > kN) {
-      RunMainloop<T, kN + T::kTokenStep>(smem, num_k_steps, share, lane, scales, stage, acc);
+      RunMainloop<T, kN + T::kTokenStep>(smem, num_k_steps, share, thread, scales, stage, acc);
       return;
     }
   }
-  if constexpr (T::kPromoted) {
-    RunPromotedKSteps<T, kN>(smem, num_k_steps, share, lane, scales, stage, acc);
+  if constexpr (T::kTokensOnM) {
+    RunTokenMajorKSteps<T>(smem, num_k_steps, share, thread, scales, stage, acc);
+  } else if constexpr (T::kPromoted) {
+    RunPromotedKSteps<T, kN>(smem, num_k_steps, share, thread % 32, scales, stage, acc);
   } else {
-    RunKSteps<T, kN>(smem, num_k_steps, share, lane, stage, acc);
+    RunKSteps<T, kN>(smem, num_k_steps, share, thread % 32, stage, acc);
   }
 }
 

@@ -12,6 +12,7 @@
 #include "csrc/moe_gemm/epilogue.cuh"
 #include "csrc/moe_gemm/producer.cuh"
 #include "csrc/moe_gemm/scheduler.cuh"
+#include "csrc/moe_gemm/token_epilogue.cuh"
 
 namespace jaxmoe {
 
@@ -54,7 +55,7 @@ __device__ __forceinline__ void RunConsumer(const MoeGemmArgs& args,
     if constexpr (T::kFp8 && !T::kLateScales) {
       scales.Fetch(args, info, share, token_of_row, thread);
     }
-    RunMainloop<T>(smem, steps.last - steps.first, share, lane, step_scales, stage, acc);
+    RunMainloop<T>(smem, steps.last - steps.first, share, thread, step_scales, stage, acc);
     if (lane == 0) ReleaseRing<T>(smem.ring_empty(slot.index));
     slot.Advance();
     if constexpr (T::kSplitK > 1) {
@@ -63,9 +64,6 @@ __device__ __forceinline__ void RunConsumer(const MoeGemmArgs& args,
       if (!sum_is_here) continue;
     }
 
-    if constexpr (T::kFp8 && T::kLateScales) {
-      scales.Fetch(args, info, share, token_of_row, thread);
-    }
     EpilogueSite site;
     site.weight = info.weight;
     site.row = info.row + share.first_token;
@@ -76,7 +74,14 @@ __device__ __forceinline__ void RunConsumer(const MoeGemmArgs& args,
     site.weight_row1 = WeightRow<T>(args, info.w_tile, share.first_block + 1);
     site.consumer = consumer;
     site.thread = thread;
-    Epilogue<T, Scales>(args, smem, site, scales).Run(acc);
+    if constexpr (T::kTokensOnM) {
+      TokenMajorEpilogue<T>(args, smem, site).Run(info, share, acc);
+    } else {
+      if constexpr (T::kFp8 && T::kLateScales) {
+        scales.Fetch(args, info, share, token_of_row, thread);
+      }
+      Epilogue<T, Scales>(args, smem, site, scales).Run(acc);
+    }
   }
 }
 

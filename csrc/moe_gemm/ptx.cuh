@@ -233,6 +233,18 @@ __device__ __forceinline__ void Wgmma(uint64_t a,
   WgmmaCall<Atom>(a, b, acc, accumulate, std::make_integer_sequence<int, kN / 2>{});
 }
 
+// The same of tokens [64 x k], which are e4m3, and 128 FP8 weight rows.
+template <class Weight>
+__device__ __forceinline__ void WgmmaTokensOnM(uint64_t tokens,
+                                               uint64_t weights,
+                                               float (&acc)[64],
+                                               bool accumulate) {
+  using Atom = std::conditional_t<std::is_same_v<Weight, __nv_fp8_e5m2>,
+                                  cute::SM90::GMMA::MMA_64x128x32_F32E4M3E5M2_SS_TN<>,
+                                  cute::SM90::GMMA::MMA_64x128x32_F32E4M3E4M3_SS_TN<>>;
+  WgmmaCall<Atom>(tokens, weights, acc, accumulate, std::make_integer_sequence<int, 64>{});
+}
+
 template <int kSize>
 __device__ __forceinline__ void FenceAccumulator(float (&acc)[kSize]) {
 #pragma unroll

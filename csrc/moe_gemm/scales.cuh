@@ -3,14 +3,44 @@
 
 #include <math_constants.h>
 
+#include "csrc/common/quant_scale.cuh"
 #include "csrc/moe_gemm/mainloop.cuh"
 #include "csrc/moe_gemm/producer.cuh"
 
 namespace jaxmoe {
 
+// Of the rows of X of a tile: that of row `t` of those a warpgroup has. 1 if the k loop applies the
+// scales. All lanes of the warp must ask.
+template <class T>
+__device__ __forceinline__ float TokenScale(const MoeGemmArgs& args,
+                                            const TileInfo& info,
+                                            const WarpgroupShare& share,
+                                            int token_of_row,
+                                            int t) {
+  const ScaleArgs& s = args.scales;
+  int64_t row = info.row + share.first_token + t;
+  // Planned in this kernel: few rows, of which warp 0 has those it needs.
+  if (T::kDecode && token_of_row >= 0) {
+    row = __shfl_sync(0xffffffffu, token_of_row, static_cast<int>(row));
+  }
+  if (s.by_step || t >= share.rows) return 1.0f;
+  if (s.x_index != nullptr && s.x_row_stride != 0) row = s.x_index[row];
+  return s.x[info.weight % s.num_x + row * s.x_row_stride];
+}
+
+// Of a weight row, or the last there is. 1 if the k loop applies the scales.
+__device__ __forceinline__ float WeightScale(const ScaleArgs& s, int weight, int row, int rows) {
+  return s.by_step ? 1.0f : s.w[weight * s.w_stride + min(row, rows - 1) * s.w_row_stride];
+}
+
+// What the output is multiplied with before it becomes e4m3; NaN for scales that quantize refuses.
+__device__ __forceinline__ float OutInverse(const ScaleArgs& s, int weight) {
+  const float out = s.out != nullptr ? s.out[weight % s.num_out] : 1.0f;
+  return out >= kMinQuantScale && out <= kMaxQuantScale ? 1.0f / out : CUDART_NAN_F;
+}
+
 // What a thread of a consumer warpgroup multiplies its sums with. Fetched before the k loop where
-// registers allow it, so that nothing waits for it after. All ones if the k loop applies the
-// scales.
+// registers allow it, so that nothing waits for it after.
 template <class T>
 class TileScales {
  public:
@@ -19,40 +49,24 @@ class TileScales {
                         const WarpgroupShare& share,
                         int token_of_row,
                         int thread) {
-    const ScaleArgs& s = args.scales;
-    const float* w = s.w + info.weight * s.w_stride;
 #pragma unroll
     for (int block = 0; block < 2; ++block) {
       const int first = WeightRow<T>(args, info.w_tile, share.first_block + block);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int row = min(first + thread / 32 * 16 + half * 8 + thread % 32 / 4, args.n - 1);
-        weight_[block][half] = s.by_step ? 1.0f : w[row * s.w_row_stride];
+        const int row = first + thread / 32 * 16 + half * 8 + thread % 32 / 4;
+        weight_[block][half] = WeightScale(args.scales, info.weight, row, args.n);
       }
     }
-    const float* x = s.x + info.weight % s.num_x;
 #pragma unroll
     for (int i = 0; i < kTokensPerThread; ++i) {
-      const int t = thread + 128 * i;
-      token_[i] = 1.0f;
-      int64_t row = info.row + share.first_token + t;
-      // Planned in this kernel: few rows, of which warp 0 has those it needs.
-      if (T::kDecode && token_of_row >= 0) {
-        row = __shfl_sync(0xffffffffu, token_of_row, static_cast<int>(row));
-      }
-      if (!s.by_step && t < share.rows) {
-        if (s.x_index != nullptr && s.x_row_stride != 0) row = s.x_index[row];
-        token_[i] = x[row * s.x_row_stride];
-      }
+      token_[i] = TokenScale<T>(args, info, share, token_of_row, thread + 128 * i);
     }
-    const float out = s.out != nullptr ? s.out[info.weight % s.num_out] : 1.0f;
-    out_inverse_ = out >= 0x1p-126f && out <= 0x1p126f ? 1.0f / out : CUDART_NAN_F;
+    out_inverse_ = OutInverse(args.scales, info.weight);
   }
 
   __device__ float weight(int block, int half) const { return weight_[block][half]; }
 
-  // What the output is multiplied with before it becomes e4m3; NaN for scales that quantize
-  // refuses.
   __device__ float out_inverse() const { return out_inverse_; }
 
   // -1 unless rows of X are gathered by a plan made here: then the token of row `lane`.
@@ -92,7 +106,7 @@ __device__ __forceinline__ StepScales FetchStepScales(const MoeGemmArgs& args,
                                                       const WarpgroupShare& share,
                                                       int thread) {
   const ScaleArgs& s = args.scales;
-  if (T::kScalesByBlock || !s.by_step) return {{nullptr, nullptr}};
+  if (!s.by_step) return {{nullptr, nullptr}};
   const float* w = s.w + info.weight * s.w_stride + StepsOf<T>(args.num_k_steps).first;
   StepScales scales;
 #pragma unroll
@@ -132,56 +146,10 @@ __device__ __forceinline__ void CopyStepScales(const MoeGemmArgs& args,
     for (int i = 0; i < kRowsPerLane; ++i) {
       const int r = lane + 32 * i;
       if (r < info.rows)
-        ptx::CopyAsync4(dst + 4 * StepScaleAt(r), args.scales.x + source[i] + step);
+        ptx::CopyAsync4(dst + 4 * StepScaleAt<T>(r), args.scales.x + source[i] + step);
     }
     ptx::CopyAsyncArrive(smem.full(stage.index));
     stage.Advance();
-  }
-}
-
-// The same, multiplied with the weight scales of each 64-row block, which lies in one block of 128.
-// A lane has the tokens whose scales a thread of the consumers reads at
-// once, and those of the next step in registers while it waits for a stage.
-template <class T>
-__device__ __forceinline__ void MultiplyStepScales(const MoeGemmArgs& args,
-                                                   const SharedStorage<T>& smem,
-                                                   const TileInfo& info,
-                                                   int lane,
-                                                   PipelineState<T::kStages>& stage) {
-  static_assert(!T::kScalesByBlock || T::kBlockScales == 128, "a lane has four tokens");
-  const ScaleArgs& s = args.scales;
-  const StepRange steps = StepsOf<T>(args.num_k_steps);
-  const float* const weights = s.w + info.weight * s.w_stride;
-  int x_at[4];
-  int w_at[T::kWeightBlocks];
-  float4 x;
-  float w[T::kWeightBlocks];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int r = lane / 4 * 16 + lane % 4 * 2 + i / 2 * 8 + i % 2;
-    int row = info.row + min(r, max(info.rows - 1, 0));
-    if (s.x_index != nullptr) row = s.x_index[row];
-    x_at[i] = row * s.x_row_stride;
-  }
-#pragma unroll
-  for (int b = 0; b < T::kWeightBlocks; ++b) w_at[b] = ScaleRow<T>(args, info.w_tile, b, 0);
-  const auto fetch = [&](int step) {
-    x = make_float4(
-        s.x[x_at[0] + step], s.x[x_at[1] + step], s.x[x_at[2] + step], s.x[x_at[3] + step]);
-#pragma unroll
-    for (int b = 0; b < T::kWeightBlocks; ++b) w[b] = weights[w_at[b] + step];
-  };
-  fetch(steps.first);
-  for (int step = steps.first; step < steps.last; ++step) {
-    ptx::BarrierWait(smem.empty(stage.index), stage.parity ^ 1);
-    float4* const dst = reinterpret_cast<float4*>(smem.step_scales(stage.index)) + lane;
-#pragma unroll
-    for (int b = 0; b < T::kWeightBlocks; ++b) {
-      dst[b * (T::kBlockScales / 4)] = make_float4(x.x * w[b], x.y * w[b], x.z * w[b], x.w * w[b]);
-    }
-    ptx::BarrierArrive(smem.full(stage.index));
-    stage.Advance();
-    if (step + 1 < steps.last) fetch(step + 1);
   }
 }
 
@@ -194,11 +162,7 @@ __device__ void RunScaleProducer(const MoeGemmArgs& args, const SharedStorage<T>
   while (true) {
     const TileInfo info = NextTile<T>(smem, slot, lane);
     if (info.end()) break;
-    if constexpr (T::kScalesByBlock) {
-      MultiplyStepScales<T>(args, smem, info, lane, stage);
-    } else {
-      CopyStepScales<T>(args, smem, info, token_of_row, lane, stage);
-    }
+    CopyStepScales<T>(args, smem, info, token_of_row, lane, stage);
     if (lane == 0) ReleaseRing<T>(smem.ring_empty(slot.index));
     slot.Advance();
   }

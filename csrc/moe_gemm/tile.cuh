@@ -56,6 +56,10 @@ struct Tile {
   static constexpr int kCluster = kMulticast * kSplitK;
   static constexpr bool kDecode = kCtasPerSm == 2;  // bound by reading weights, not by wgmma
 
+  // Where promoted sums have the whole SM: tokens on wgmma's M and weights on its N, see
+  // promoted.cuh.
+  static constexpr bool kTokensOnM = kPromoted && kSplit == Split::kWeights;
+
   // A consumer warpgroup always owns 128 weight rows: two wgmma M blocks, when gated one of gate
   // rows and one of the matching up rows.
   static constexpr int kWarpgroupRows = 128;
@@ -88,12 +92,13 @@ struct Tile {
   static constexpr int kThreads = 128 * (kProducers + kConsumers);
 
   // The epilogue goes through shared memory a chunk of tokens at a time. Rows are padded by 16
-  // bytes so that the 8 rows of a transposed stmatrix fall into different banks.
+  // bytes so that the 8 rows of a stmatrix fall into different banks.
   static constexpr int kOutFeatures = kGated ? 64 : 128;  // of one warpgroup
-  static constexpr int kMaxChunk = kGated && kWarpgroupTokens % 64 == 0 ? 64 : 32;
+  static constexpr int kStagedFeatures = kTokensOnM ? 64 : kOutFeatures;
+  static constexpr int kMaxChunk = kStagedFeatures == 64 && kWarpgroupTokens % 64 == 0 ? 64 : 32;
   static constexpr int kChunkTokens = kWarpgroupTokens < kMaxChunk ? kWarpgroupTokens : kMaxChunk;
   static_assert(kWarpgroupTokens % kChunkTokens == 0, "chunks cover the tile exactly");
-  static constexpr int kStagingPitch = kOutFeatures * 2 + 16;
+  static constexpr int kStagingPitch = kStagedFeatures * 2 + 16;
   static constexpr int kStagingBytes = kChunkTokens * kStagingPitch;
 
   static constexpr int kRing = 2;  // tiles known ahead, see scheduler.cuh
@@ -106,23 +111,22 @@ struct Tile {
   static constexpr bool kStoresFloat = !kFp8 || kWarpgroupTokens <= 128;
   static constexpr bool kLateScales = kWarpgroupTokens > (kPromoted ? 64 : 128);
 
-  // Scales of X: of a tile's tokens for the epilogue, of a step's for the promotion. The latter,
-  // where the promotion rather than reading weights is the limit, once for each 64-row block,
-  // multiplied with its weight scale.
-  static constexpr bool kScalesByBlock = kPromoted && kSplit == Split::kWeights;
+  // Scales of X: of a tile's tokens for the epilogue, of a step's for the promotion.
   static constexpr int kTokenScaleBytes = kFp8 ? kWarpgroupTokens * 4 : 0;  // of one warpgroup
   static constexpr int kBlockScales = (kTokenTile + 15) / 16 * 16;          // see StepScaleAt
-  static constexpr int kStepScaleBytes =
-      kPromoted ? (kScalesByBlock ? kWeightBlocks : 1) * kBlockScales * 4 : 0;
+  static constexpr int kStepScaleBytes = kPromoted ? kBlockScales * 4 : 0;
+  // Scale and bias of each weight row of a warpgroup, see TokenMajorEpilogue.
+  static constexpr int kColumnBytes = kTokensOnM ? kWarpgroupRows * 8 : 0;
 
   static constexpr int kStagingOffset = kStages * kStageBytes;
   static constexpr int kPartialOffset = kStagingOffset + kConsumers * kStagingBytes;
   static constexpr int kTokenScaleOffset = kPartialOffset + (kSplitK - 1) * kPartialBytes;
-  // Largest magnitudes of a chunk's tokens, [2][warpgroup], see Epilogue::StoreGroups.
-  static constexpr int kGroupMaxBytes = kScalesByBlock ? 2 * kConsumers * kChunkTokens * 4 : 0;
+  // Largest magnitudes of a tile's tokens, [warpgroup][token].
+  static constexpr int kGroupMaxBytes = kTokensOnM ? kConsumers * kTokenTile * 4 : 0;
 
   static constexpr int kStepScaleOffset = kTokenScaleOffset + kConsumers * kTokenScaleBytes;
-  static constexpr int kGroupMaxOffset = kStepScaleOffset + kStages * kStepScaleBytes;
+  static constexpr int kColumnOffset = kStepScaleOffset + kStages * kStepScaleBytes;
+  static constexpr int kGroupMaxOffset = kColumnOffset + kConsumers * kColumnBytes;
   static constexpr int kRingOffset = kGroupMaxOffset + kGroupMaxBytes;
   static constexpr int kBarrierOffset = kRingOffset + kRing * static_cast<int>(sizeof(TileInfo));
   static constexpr int kSharedBytes = kBarrierOffset + (2 * kStages + 2 * kRing + 2) * 8;
@@ -153,8 +157,11 @@ struct SharedStorage {
   __device__ float* step_scales(int stage) const {
     return reinterpret_cast<float*>(base + T::kStepScaleOffset + stage * T::kStepScaleBytes);
   }
-  __device__ unsigned* group_max() const {
-    return reinterpret_cast<unsigned*>(base + T::kGroupMaxOffset);
+  __device__ float2* columns(int consumer) const {
+    return reinterpret_cast<float2*>(base + T::kColumnOffset + consumer * T::kColumnBytes);
+  }
+  __device__ unsigned* group_max(int consumer) const {
+    return reinterpret_cast<unsigned*>(base + T::kGroupMaxOffset) + consumer * T::kTokenTile;
   }
   // What CTA 1 + part of the cluster has accumulated.
   __device__ uint8_t* partial(int part) const {

@@ -1,0 +1,27 @@
+// What a consumer warpgroup holds of a tile.
+#pragma once
+
+#include "csrc/moe_gemm/tile.cuh"
+
+namespace jaxmoe {
+
+// acc[b] is the 64-row block b of the warpgroup by its tokens; gate and up rows when gated. Where
+// tokens are on M: block b of 64 tokens by the warpgroup's 128 weight rows.
+template <class T>
+using Accumulators = float[2][T::kWarpgroupTokens / 2];
+
+// What a warpgroup takes of each stage.
+struct WarpgroupShare {
+  int first_block;  // of its two 64-row weight blocks
+  int first_token;
+  int rows;       // tokens that are stored
+  int columns;    // tokens that are multiplied: wgmma's N covers at least these
+  bool gathered;  // threads wrote the rows of X, not the copy engine
+};
+
+// A k step is four instructions. K-major: 32 bytes along the 128-byte row. MN-major: 16 rows of 128
+// bytes.
+template <class T>
+inline constexpr uint32_t kWeightAdvance = T::kMajor == cute::SM90::GMMA::Major::K ? 32 : 16 * 128;
+
+}  // namespace jaxmoe
