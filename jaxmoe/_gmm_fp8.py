@@ -118,8 +118,11 @@ def _attrs(
 ) -> Any:
     x, _, w, _, starts, _, _ = avals
     if config is None:
-        narrow = promoted or out_dtype == jnp.float32  # see NOT_PROMOTED
-        config = gmm_config(x.shape[0], starts.size, x.shape[1], w.shape[1], promoted=narrow)
+        config = gmm_config(
+            *(x.shape[0], starts.size, x.shape[1], w.shape[1]),
+            promoted=promoted,
+            float_out=out_dtype == jnp.float32,
+        )
     return {
         "format": FORMATS.index(format),
         "promoted": int(promoted),

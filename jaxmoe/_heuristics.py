@@ -19,6 +19,7 @@ TILES: dict[tuple[int, int, int, int], int] = {
     (128, 8, 1, 2): 2,
     (128, 32, 1, 1): 2,
     (128, 192, 1, 1): 1,
+    (128, 256, 1, 1): 1,
     (256, 128, 1, 1): 1,
     (256, 160, 2, 1): 1,
 }
@@ -30,19 +31,24 @@ _SMS = 132  # of an H100 or H200 SXM
 STEP_K = 64
 
 # Tiles whose accumulators leave no registers for a second set, which promoted FP8 sums need, nor
-# for the addresses of a float32 output.
+# in FP8 for the addresses of a float32 output; and the tile that only promoted sums have.
 NOT_PROMOTED = {(256, 160, 2, 1)}
+ONLY_PROMOTED = {(128, 256, 1, 1)}
 
 MAX_FP8_GATHER = 32  # tokens of a tile that fetches FP8 rows by index
 
-# Rows of a half of a gate-up weight whose blocks of scales a tile of 256 can tell apart.
+# Rows of a half of a gate-up weight whose blocks of scales these tiles can tell apart.
 BLOCK_ROWS = 64
+WHOLE_BLOCKS = {(256, 128, 1, 1), (256, 160, 2, 1), (128, 256, 1, 1)}
 
 # Two CTAs on half of the k loop each come to an end together, and nothing is gained by that when a
 # tile has few steps, when there are so many tiles that the last ones hardly count, or when a second
 # round of clusters would leave most SMs without one.
 _MIN_SPLIT_BYTES = 2048
 _MAX_SPLIT_TILES = 12 * _SMS
+
+# Elements of FP8 rows that token tiles of the same weights still find in L2.
+_MAX_SHARED_K = 2048
 
 # What fetching rows of x through the index costs grows with the products made of a row, what a copy
 # into expert order costs does not; the tile of 128 x 192 fetches twice as often as the larger ones.
@@ -104,11 +110,13 @@ def gmm_config(
     weight_rows: int,
     local_share: float = 1.0,
     promoted: bool | None = None,
+    float_out: bool = False,
 ) -> GemmConfig:
     """The tile for `num_rows` rows spread over `num_groups` groups.
 
     Each group has `weight_rows` rows of `k` elements. `local_share` of the groups are here.
     `promoted` says whether the sums of an FP8 product are promoted; None: 2-byte elements.
+    `float_out`: the output is float32 and the operands are not.
     """
     usual = _usual_rows(num_rows, num_groups)
     row_bytes = k * (2 if promoted is None else 1)
@@ -122,7 +130,13 @@ def gmm_config(
         return GemmConfig(128, 32)
     # With very many token tiles a group, panels of weight tiles share X in L2.
     raster = 8 if num_rows >= 2048 * num_groups else 1
-    if usual <= 128 or promoted:
+    if promoted:  # blocks of 64 tokens are multiplied
+        # Tiles that share a weight tile of many steps drift apart, and the later one finds the
+        # weights gone from L2: here one tile has all rows of most groups.
+        if 128 < usual <= 192 and k > _MAX_SHARED_K:
+            return GemmConfig(128, 256)
+        return GemmConfig(256, 128, raster=raster)
+    if usual <= 128 or (float_out and promoted is not None):
         return GemmConfig(256, 128, raster=raster)
     if usual <= 192:
         return GemmConfig(128, 192)
@@ -154,7 +168,7 @@ def mlp_configs(
     weight_rows = intermediate * (2 if gated else 1)
     first, second = promoted or (None, None)
     gate_up = gmm_config(num_rows, num_experts, hidden, weight_rows, share, first)
-    if odd_blocks and gate_up.weight_tile == 256:
+    if odd_blocks and gate_up.tile in WHOLE_BLOCKS:
         gate_up = GemmConfig(128, 192)
     down = gmm_config(num_rows, num_experts, intermediate, hidden, share, second)
     if promoted is None:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmoe import _checks, _fp8_checks
-from jaxmoe._heuristics import BLOCK_ROWS, MAX_FP8_GATHER
+from jaxmoe._heuristics import BLOCK_ROWS, MAX_FP8_GATHER, WHOLE_BLOCKS
 from jaxmoe._mlp_fp8 import no_scale
 from jaxmoe.activation import Activation
 from jaxmoe.grouped_gemm import check_config, check_float
@@ -154,10 +154,10 @@ def check_configs(
             f"weights: only tiles of up to {MAX_FP8_GATHER} tokens fetch FP8 rows by index"
         )
         raise ValueError(_checks.message(_OP, rule, config=config))
-    if odd_blocks and first and first.weight_tile == 256:
+    if odd_blocks and first and first.tile in WHOLE_BLOCKS:
         rule = (
-            f"config[0].weight_tile must be 128 with fp8_block and an intermediate size of "
-            f"{intermediate}, not a multiple of {BLOCK_ROWS}"
+            f"config[0] must have a tile of 128 rows and up to 192 tokens with fp8_block and an "
+            f"intermediate size of {intermediate}, not a multiple of {BLOCK_ROWS}"
         )
         raise ValueError(_checks.message(_OP, rule, config=config))
 

@@ -17,7 +17,7 @@ from jaxmoe._fp8_checks import (
 )
 from jaxmoe._gmm import MAX_ROWS, WEIGHT_LAYOUTS, gmm, no_bias
 from jaxmoe._gmm_fp8 import gmm_fp8, promotes
-from jaxmoe._heuristics import NOT_PROMOTED, STEP_K, GemmConfig, gmm_config
+from jaxmoe._heuristics import NOT_PROMOTED, ONLY_PROMOTED, STEP_K, GemmConfig, gmm_config
 from jaxmoe.quantize import QuantizedArray, quantize_tokens
 
 
@@ -100,8 +100,8 @@ def grouped_gemm(
     out_dtype = lhs.dtype
     if preferred_element_type is not None:
         out_dtype = element_type(op, preferred_element_type)
-    narrow = None if format is None else promoted or out_dtype == jnp.float32  # see NOT_PROMOTED
-    check_config(op, "config", config, lhs.shape[1], promoted=narrow)
+    float_out = out_dtype == jnp.float32
+    check_config(op, "config", config, lhs.shape[1], promoted=promoted, float_out=float_out)
     if type(batch_invariant) is not bool:
         rule = "batch_invariant must be a bool"
         raise TypeError(_checks.message(op, rule, batch_invariant=batch_invariant))
@@ -113,7 +113,9 @@ def grouped_gemm(
             )
             raise ValueError(_checks.message(op, rule, lhs=lhs, rhs=rhs))
         chosen = gmm_config(
-            lhs.shape[0], rhs.shape[0], lhs.shape[1], rhs.shape[3 - k_axis], promoted=narrow
+            *(lhs.shape[0], rhs.shape[0], lhs.shape[1], rhs.shape[3 - k_axis]),
+            promoted=promoted,
+            float_out=float_out,
         )
         config = whole_k(op, "config", config, chosen)
     check_precision(op, precision, lhs.dtype, format)
@@ -302,7 +304,15 @@ def check_float(op: str, name: str, x: Any) -> None:
     _checks.check_dtype(op, name, x, _checks.FLOATS)
 
 
-def check_config(op: str, name: str, config: Any, k: int, *, promoted: bool | None = None) -> None:
+def check_config(
+    op: str,
+    name: str,
+    config: Any,
+    k: int,
+    *,
+    promoted: bool | None = None,
+    float_out: bool = False,
+) -> None:
     """Refuses anything but None or a `GemmConfig` that products over `k` elements can have.
 
     `promoted` says whether the sums of an FP8 product are promoted; None: elements of 2 bytes.
@@ -318,7 +328,13 @@ def check_config(op: str, name: str, config: Any, k: int, *, promoted: bool | No
             f"not {k}"
         )
         raise ValueError(_checks.message(op, rule, **{name: config}))
-    if promoted and config.tile in NOT_PROMOTED:
+    if config.tile in ONLY_PROMOTED and not promoted:
+        rule = (
+            f"{name}: the tile {config.tile} is for FP8 sums that are promoted, as those of "
+            "fp8_block, with accum='promoted', and by default of more than 2048 elements are"
+        )
+        raise ValueError(_checks.message(op, rule, **{name: config}))
+    if (promoted or (promoted is False and float_out)) and config.tile in NOT_PROMOTED:
         rule = (
             f"{name}: no kernel of the tile {config.tile} promotes its sums, as fp8_block, "
             "accum='promoted', and by default more than 2048 elements do, or has float32 output"

@@ -246,8 +246,15 @@ LAYER_ERRORS = (
     (
         layer("fp8_block") | {"config": (GemmConfig(256, 128), None)},
         ValueError,
-        "config[0].weight_tile must be 128 with fp8_block and an intermediate size of 32, not a "
-        "multiple of 64. Got config: a tuple.",
+        "config[0] must have a tile of 128 rows and up to 192 tokens with fp8_block and an "
+        "intermediate size of 32, not a multiple of 64. Got config: a tuple.",
+    ),
+    (
+        layer("fp8_tensor") | {"config": (None, GemmConfig(128, 256)), "accum": "fast"},
+        ValueError,
+        "config[1]: the tile (128, 256, 1, 1) is for FP8 sums that are promoted, as those of "
+        "fp8_block, with accum='promoted', and by default of more than 2048 elements are. Got "
+        "config[1]: a GemmConfig.",
     ),
 )
 

@@ -41,6 +41,7 @@ KERNELS = [
     for accum in ("fast", "promoted")
     if not (accum == "fast" and format == "fp8_block")
     and not (accum == "promoted" and tile in _heuristics.NOT_PROMOTED)
+    and not (accum == "fast" and tile in _heuristics.ONLY_PROMOTED)
 ]
 # Each epilogue of the gate-up product, with H and I that end inside a block of 128 and inside a
 # tile, with a number of tokens of its own; halves of a multiple of 64, as blocks of scales and

@@ -24,7 +24,7 @@ from jaxmoe._testing import (
 
 pytestmark = pytest.mark.gpu
 
-TILES = list(_heuristics.TILES)
+TILES = [tile for tile in _heuristics.TILES if tile not in _heuristics.ONLY_PROMOTED]
 
 
 def on_cpu(tree):

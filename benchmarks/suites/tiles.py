@@ -21,7 +21,7 @@ import jaxmoe
 from benchmarks.cases import Case
 from benchmarks.suites import layer
 from benchmarks.suites.entry import Entry, chain_length
-from jaxmoe._heuristics import STEP_K, TILES, mlp_configs
+from jaxmoe._heuristics import ONLY_PROMOTED, STEP_K, TILES, mlp_configs
 
 RASTERS = (1, 8, 0)
 _NARROW = 32  # widest token tile of the kernels that only read weights
@@ -73,7 +73,7 @@ def products(case: Case) -> tuple[Product, Product]:
 def candidates(product: Product) -> list[jaxmoe.GemmConfig]:
     """Returns the tiles to time, the heuristics' choice first."""
     found = {_kernel(product, product.chosen): product.chosen}
-    for tile in TILES:
+    for tile in (tile for tile in TILES if tile not in ONLY_PROMOTED):
         for gather in (False, True) if product.gathers else (False,):
             for raster in RASTERS:
                 config = jaxmoe.GemmConfig(*tile, raster=raster, gather=gather)

@@ -156,10 +156,10 @@ const char* LaunchMoeGemm(const MoeGemmProblem& p, const TileConfig& tile, cudaS
   if (args.plans) args.plan = *p.plan;
   if (fp8) args.scales = MakeScales(p);
 
-  // The scales of 128 weight rows are multiplied into those of X by 64-row blocks.
-  if (ByStep(p) && p.gated && !args.interleaved && tile.weight_tile == 256 &&
-      args.n_out % 64 != 0) {
-    return "block scales and weight_tile=256 need halves of a multiple of 64 rows";
+  // A thread takes one scale for its warpgroup's 64 gate rows and one for the up rows.
+  if (ByStep(p) && p.gated && !args.interleaved && args.n_out % 64 != 0 &&
+      (tile.weight_tile == 256 || tile.token_tile == 256)) {
+    return "block scales and a tile of 256 need halves of a multiple of 64 rows";
   }
   if (p.scales.out_groups != nullptr && !QuantizesGroups(p.scales.format, tile)) {
     return "this tile has no whole groups to quantize";

@@ -19,8 +19,8 @@ namespace jaxmoe {
 template <class T>
 __device__ __forceinline__ WarpgroupShare Share(int rows, int consumer, bool gathered) {
   if constexpr (T::kSplit == Split::kTokens) {
-    constexpr int kStep = 2 * T::kTokenStep;
-    const int half = (rows + kStep - 1) / kStep * T::kTokenStep;
+    constexpr int kToken = T::kTokensOnM ? 64 : T::kTokenStep;
+    const int half = (rows + 2 * kToken - 1) / (2 * kToken) * kToken;
     const int first = consumer * half;
     return {0, first, min(max(rows - first, 0), half), half, gathered};
   }
@@ -209,6 +209,7 @@ VariantTable MakeVariants(DType dtype, WeightLayout layout) {
         JAXMOE_TILE(128, 8, 6, kNone, 2, 1, 2),
         JAXMOE_TILE(128, 32, 5, kNone, 2, 1, 1),
         JAXMOE_TILE(128, 192, 5, kTokens, 1, 1, 1),
+        JAXMOE_TILE(128, 256, 4, kTokens, 1, 1, 1),
         JAXMOE_TILE(256, 128, 4, kWeights, 1, 1, 1),
     };
     return {rows, static_cast<int>(std::size(rows))};

@@ -158,8 +158,9 @@ __device__ __forceinline__ void RunTokenMajorKSteps(const SharedStorage<T>& smem
   for (int i = 0; i < kN / 2; ++i) acc[0][i] = acc[1][i] = 0.0f;
   const uint64_t weights0 = ptx::Swizzle128Descriptor(ptx::SmemAddress(smem.weights(0)) +
                                                       share.first_block * T::kBlockBytes);
-  const uint64_t tokens0 = ptx::Swizzle128Descriptor(ptx::SmemAddress(smem.tokens(0)));
-  const int row = thread / 32 * 16 + thread % 32 / 4;
+  const uint64_t tokens0 = ptx::Swizzle128Descriptor(ptx::SmemAddress(smem.tokens(0)) +
+                                                     share.first_token * T::kStepBytes);
+  const int row = share.first_token + thread / 32 * 16 + thread % 32 / 4;
   for (int step = 0; step < num_k_steps; ++step) {
     const int index = stage.index;
     const float weight[2] = {scales.of(0, step), scales.of(1, step)};

@@ -56,14 +56,14 @@ struct Tile {
   static constexpr int kCluster = kMulticast * kSplitK;
   static constexpr bool kDecode = kCtasPerSm == 2;  // bound by reading weights, not by wgmma
 
-  // Where promoted sums have the whole SM: tokens on wgmma's M and weights on its N, see
-  // promoted.cuh.
-  static constexpr bool kTokensOnM = kPromoted && kSplit == Split::kWeights;
-
   // A consumer warpgroup always owns 128 weight rows: two wgmma M blocks, when gated one of gate
   // rows and one of the matching up rows.
   static constexpr int kWarpgroupRows = 128;
   static constexpr int kWarpgroupTokens = kSplit == Split::kTokens ? kTokenTile / 2 : kTokenTile;
+  // Where promoted sums have the whole SM: tokens on wgmma's M and weights on its N, see
+  // promoted.cuh.
+  static constexpr bool kTokensOnM = kPromoted && kWarpgroupTokens == 128;
+
   static constexpr int kConsumers = kSplit == Split::kNone ? 1 : 2;
   static constexpr int kWeightBlocks = kWeightTile / 64;
   static_assert(kWeightTile == (kSplit == Split::kWeights ? 2 : 1) * kWarpgroupRows,
@@ -121,8 +121,10 @@ struct Tile {
   static constexpr int kStagingOffset = kStages * kStageBytes;
   static constexpr int kPartialOffset = kStagingOffset + kConsumers * kStagingBytes;
   static constexpr int kTokenScaleOffset = kPartialOffset + (kSplitK - 1) * kPartialBytes;
-  // Largest magnitudes of a tile's tokens, [warpgroup][token].
-  static constexpr int kGroupMaxBytes = kTokensOnM ? kConsumers * kTokenTile * 4 : 0;
+  // Of tiles that have whole groups of 128 features: the largest magnitudes of a tile's tokens,
+  // [warpgroup][token].
+  static constexpr bool kQuantizesGroups = kTokensOnM && kSplit == Split::kWeights;
+  static constexpr int kGroupMaxBytes = kQuantizesGroups ? kConsumers * kTokenTile * 4 : 0;
 
   static constexpr int kStepScaleOffset = kTokenScaleOffset + kConsumers * kTokenScaleBytes;
   static constexpr int kColumnOffset = kStepScaleOffset + kStages * kStepScaleBytes;

@@ -61,7 +61,9 @@ class TokenMajorEpilogue {
 
   // This warp and that of the other warpgroup which has the same tokens.
   __device__ __forceinline__ void SyncPair() const { ptx::NamedBarrierSync(3 + warp_, 64); }
-  __device__ __forceinline__ bool by_groups() const { return args_.scales.out_groups != nullptr; }
+  __device__ __forceinline__ bool by_groups() const {
+    return T::kQuantizesGroups && args_.scales.out_groups != nullptr;
+  }
 
   // A thread's weight row and token, for all of the warpgroup.
   __device__ __forceinline__ void Publish(const TileInfo& info, const WarpgroupShare& share) const {
