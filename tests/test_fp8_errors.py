@@ -12,7 +12,6 @@ from jaxmoe import (
     QuantizedArray,
     Routing,
     dequantize,
-    finalize,
     grouped_gemm,
     moe_mlp,
     quantize,
@@ -381,22 +380,6 @@ def test_the_layer_has_no_derivative(name):
     )
     gradient = jax.grad(lambda v: loss(v, dequantize))(values[name])
     assert gradient.shape == values[name].shape and gradient.any() == (name == "residual")
-
-
-def test_rows_have_no_derivative_and_their_sum_has():
-    def loss(x, weights):
-        routing = Routing(LAYER["routing"].expert_ids, weights)
-        biased = {"x": x, "routing": routing, "b_down": jnp.ones((E, H), BF16)}
-        out = moe_mlp(**LAYER | biased, do_finalize=False)
-        return finalize(out.rows, out, out.weights).astype(F32).sum()
-
-    weights = jnp.ones((T, 1))
-    with pytest.raises(NotImplementedError) as error:
-        jax.grad(loss)(X, weights)
-    assert str(error.value) == (
-        f"jaxmoe.moe_mlp: {NO_DERIVATIVE}. Got x: bf16[5,16], w: f8_e4m3fn[3,64,16]."
-    )
-    assert (jax.grad(loss, 1)(X, weights) == H).all()
 
 
 def test_grouped_gemm_has_no_derivative():

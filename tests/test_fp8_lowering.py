@@ -317,78 +317,6 @@ def test_scan_over_stacked_weights_holds_one_call():
     assert operands[4:6] == ["4x544x144xf8E4M3FN", "4x5x2xf32"]
 
 
-ROWS = "jaxmoe_moe_mlp_fp8_rows_v1"
-
-
-@pytest.mark.parametrize("quantized_x", (False, True))
-@pytest.mark.parametrize("format", FORMATS)
-def test_rows_are_the_call_of_the_layer_without_its_last_step(format, quantized_x):
-    x = quantized(T, H, format=format, layout="tokens", dtype=F16) if quantized_x else struct(T, H)
-    static = {"intermediate_scale": struct(E, dtype=F32)} if format == "fp8_tensor" else {}
-    options = {"weight_layout": "nk", "num_experts": 9, "expert_offset": 3}
-
-    def fn(args, static, do_finalize):
-        return moe_mlp(*args, do_finalize=do_finalize, **static, **options)
-
-    args = (x, ROUTING, *weights(format))
-    _, attrs, operands, (y, *results) = cuda_call(lambda *a: fn(*a, True), args, static)
-    rows = cuda_call(lambda *a: fn(*a, False), args, static)
-    assert (
-        rows
-        == (
-            ROWS,
-            attrs,
-            [a for i, a in enumerate(operands) if i not in (3, 11)],  # weights, residual
-            [results[0], "6x2xi32", *results[1:]],
-        )
-    )
-    assert y == ("6x144xf16" if quantized_x else "6x144xbf16")
-    (op,) = explain(lambda a, s: fn(a, s, False), args, static).ops
-    assert (op.op, op.cuda_target) == ("jaxmoe_moe_mlp_fp8_rows", ROWS)
-    assert [len(op.operands), len(op.cuda_scratch)] == [12, 5]
-
-
-def test_rows_refuse_what_the_layer_does():
-    args = (
-        struct(T, 24),
-        ROUTING,
-        *(quantized(E, *s, format="fp8_tensor") for s in ((64, 24), (24, 32))),
-    )
-    (op,) = explain(lambda *a: moe_mlp(*a, weight_layout="nk", do_finalize=False), *args).ops
-    assert "w_gate_up.values.shape[2]=24 must be a positive multiple of 16" in op.cuda_reason
-
-
-def test_rows_that_do_not_depend_on_the_batch():
-    """Nor do their products split k, with one token."""
-    args = (
-        struct(1, 2048),
-        Routing(struct(1, 2, dtype=I32), struct(1, 2, dtype=F32)),
-        quantized(8, 2048, 2048, format="fp8_channel"),
-        quantized(8, 2048, 1024, format="fp8_channel"),
-    )
-    splits = []
-    for batch_invariant in (False, True):
-        given = {"do_finalize": False, "batch_invariant": batch_invariant}
-        attrs = cuda_call(lambda *a, o=given: moe_mlp(*a, weight_layout="nk", **o), *args)[1]
-        splits.append([attrs[name]["split_k"] for name in ("gemm1", "gemm2")])
-    assert "2:i64" in splits[0] and splits[1] == ["1:i64", "1:i64"]
-
-
-def test_vmap_of_rows_is_one_call_or_a_loop_of_calls():
-    routing = Routing(struct(3, T, K, dtype=I32), struct(3, T, K, dtype=F32))
-
-    def fn(*a):
-        return moe_mlp(*a, weight_layout="nk", do_finalize=False)
-
-    for format, tokens in (("fp8_channel", "18x144xbf16"), ("fp8_tensor", "6x144xbf16")):
-        args = (struct(3, T, H), routing, *weights(format))
-        with _targets.force_cuda_lowering():
-            mapped = jax.jit(jax.vmap(fn, (0, 0, None, None))).trace(*args)
-            text = mapped.lower(lowering_platforms=("cuda",)).as_text()
-        (line,) = (line for line in text.splitlines() if f"@{ROWS}(" in line)
-        assert f"(tensor<{tokens}>" in line and "tensor<4x544x144xf8E4M3FN>" in line
-
-
 def test_export_for_cpu_and_cuda():
     """Saved on a machine without a GPU; the CPU part of the file runs here."""
     w = tuple(
@@ -408,6 +336,7 @@ def test_export_for_cpu_and_cuda():
         exported = jax.export.export(
             jax.jit(fn), platforms=("cpu", "cuda"), disabled_checks=jaxmoe.export_checks()
         )(*args)
-    assert "jaxmoe_moe_mlp_fp8_v1" in exported.mlir_module() and ROWS in exported.mlir_module()
+    assert "jaxmoe_moe_mlp_fp8_v1" in exported.mlir_module()
+    assert "jaxmoe_moe_mlp_fp8_rows_v1" in exported.mlir_module()
     loaded = jax.export.deserialize(exported.serialize())
     assert (loaded.call(*args) == fn(*args)).all()
