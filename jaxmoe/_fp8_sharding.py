@@ -102,7 +102,7 @@ def rows_rule(stages: Callable[..., Any]) -> Rule:
 
     def rows_dims(avals: Any, **params: Any) -> str:
         arguments, _ = _dims(with_finalize(avals, None, None), **params).split("->")
-        return f"{','.join(without_finalize(arguments.split(',')))} -> r d, t k"
+        return f"{','.join(without_finalize(arguments.split(',')))} -> o d, t k"
 
     def split(call: Call, **params: Any) -> Split:
         for i in (0, 2):

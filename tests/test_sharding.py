@@ -311,12 +311,12 @@ FP8 = {
     "fp8_tensor, rows, static": (  # the scale of each expert is gathered
         EXPLICIT,
         fp8_rows,
-        Row("", "1 all-gather, 1 all-reduce", experts="a"),
+        Row("", "1 all-gather, 1 all-reduce", out=P(None, "b"), experts="a", h_out="b"),
     ),
     "fp8_block, rows": (
-        EXPLICIT,
+        AUTO,
         fp8_rows,
-        Row("", "2 all-reduce", out=P(None, "b"), experts="a", h_in="b", h_out="b"),
+        Row("", "2 all-reduce", experts="a", h_in="b"),
     ),
 }
 
