@@ -181,8 +181,8 @@ def mlp_batch(op: _primitive.Op, args: Any, dims: Any, **params: Any) -> Any:
         return _primitive.one_by_one(op, args, dims, **params)
     (x, expert_ids, *rest), params = folded
     residual = args[8]
-    residual = _merge(residual, dims[8], size) if residual.size else no_residual(residual.dtype)
-    weights = _merge(args[2], dims[2], size)
+    residual = merge(residual, dims[8], size) if residual.size else no_residual(residual.dtype)
+    weights = merge(args[2], dims[2], size)
     (y,) = op(x, expert_ids, weights, *rest, residual, **params)
     return (y.reshape(size, y.shape[0] // size, y.shape[1]),), (0,)
 
@@ -195,10 +195,10 @@ def rows_batch(op: _primitive.Op, args: Any, dims: Any, **params: Any) -> Any:
         return _primitive.one_by_one(op, args, dims, **params)
     arrays, params = folded
     rows, slot_to_row = op(*arrays, **params)
-    return _unfold_rows(rows, slot_to_row, size), (0, 0)
+    return unfold_rows(rows, slot_to_row, size), (0, 0)
 
 
-def _unfold_rows(rows: jax.Array, slot_to_row: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+def unfold_rows(rows: jax.Array, slot_to_row: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
     """Gives each example its own of the rows [V*R,H] in the order of all: [V,R,H], [V,T,K].
 
     The slots of one example stand in the order of all as they do in its own.
@@ -250,13 +250,13 @@ def _fold(
         groups = blocks * num_local
         params = params | {"num_experts": groups, "num_local_experts": groups, "expert_offset": 0}
     weights = (
-        a if dims[2 + i % 2] is None or not a.size else _merge(a, d, size)
+        a if dims[2 + i % 2] is None or not a.size else merge(a, d, size)
         for i, (a, d) in enumerate(zip((w1, w2, b1, b2), dims[2:6], strict=True))
     )
-    return [_merge(x, dims[0], size), _merge(expert_ids, 0, size), *weights, expert_map], params
+    return [merge(x, dims[0], size), merge(expert_ids, 0, size), *weights, expert_map], params
 
 
-def _merge(a: jax.Array, dim: int | None, size: int) -> jax.Array:
+def merge(a: jax.Array, dim: int | None, size: int) -> jax.Array:
     """[V,A,...] -> [V*A,...], an array that is not batched being repeated."""
     a = _primitive.move_batch_to_front(a, dim, size)
     return a.reshape(a.shape[0] * a.shape[1], *a.shape[2:])

@@ -20,7 +20,7 @@ from jaxmoe._mlp_checks import (
     check_tokens,
     check_weights,
 )
-from jaxmoe._mlp_fp8 import moe_mlp_fp8_p, no_scale
+from jaxmoe._mlp_fp8 import moe_mlp_fp8_p, moe_mlp_fp8_rows_p, no_scale
 from jaxmoe._mlp_master import moe_mlp_master_p, moe_mlp_rows_master_p
 from jaxmoe._mlp_mixed import moe_mlp_mixed_p
 from jaxmoe.activation import GATE_UP_ORDERS, Activation, resolve
@@ -51,6 +51,7 @@ def moe_mlp(
     residual: jax.Array | None = None,
     apply_weight_on_input: bool = False,
     do_finalize: Literal[True] = True,
+    batch_invariant: bool = False,
     x_scale: jax.Array | None = None,
     intermediate_scale: jax.Array | None = None,
     accum: str | None = None,
@@ -63,10 +64,10 @@ def moe_mlp(
 
 @overload
 def moe_mlp(
-    x: jax.Array,
+    x: jax.Array | QuantizedArray,
     routing: Routing,
-    w_gate_up: jax.Array,
-    w_down: jax.Array,
+    w_gate_up: jax.Array | QuantizedArray,
+    w_down: jax.Array | QuantizedArray,
     *,
     activation: str | Activation = "swiglu",
     b_gate_up: jax.Array | None = None,
@@ -80,6 +81,9 @@ def moe_mlp(
     apply_weight_on_input: bool = False,
     do_finalize: Literal[False],
     batch_invariant: bool = False,
+    x_scale: jax.Array | None = None,
+    intermediate_scale: jax.Array | None = None,
+    accum: str | None = None,
     config: tuple[GemmConfig | None, GemmConfig | None] | None = None,
     recompute: str | None = None,
     master_weights: bool = False,
@@ -170,7 +174,7 @@ def moe_mlp(
       TypeError, ValueError: an argument of the wrong kind, dtype, rank or shape, or an unknown
         name.
       NotImplementedError: (on CUDA) a dtype or row length without a kernel; with quantized weights
-        any gradient, or do_finalize=False.
+        any gradient.
 
     Numerics: float32 accumulation in both products; the activation is computed in float32 from the
       first accumulator and rounded once, each row of the second is rounded once, and the
@@ -253,9 +257,6 @@ def moe_mlp(
     check_configs(config, hidden, intermediate, promoted, odd)
     scales = check_scales(x, format, x_scale, intermediate_scale, num_local)
     weights = routing.weights
-    if format is not None and not do_finalize:
-        rule = "do_finalize=False is not supported with quantized weights"
-        raise NotImplementedError(_checks.message(_OP, rule, w_gate_up=w_gate_up))
     if batch_invariant:
         given = {"x_scale": x_scale, "intermediate_scale": intermediate_scale}
         check_batch_invariant_scales(x, format, given)
@@ -304,22 +305,14 @@ def moe_mlp(
     ids = routing.expert_ids
     if isinstance(w_gate_up, QuantizedArray) and isinstance(w_down, QuantizedArray):
         tokens = (x.values, x.scales) if isinstance(x, QuantizedArray) else (x, no_scale())
-        (y,) = moe_mlp_fp8_p(
-            *tokens,
-            ids,
-            weights,
-            w_gate_up.values,
-            w_gate_up.scales,
-            w_down.values,
-            w_down.scales,
-            *biases,
-            expert_map,
-            residual_array,
-            *scales,
-            format=format,
-            promoted=promoted,
-            **params,
-        )
+        first, second = w_gate_up, w_down
+        experts = (first.values, first.scales, second.values, second.scales, *biases, expert_map)
+        params |= {"format": format, "promoted": promoted}
+        if not do_finalize:
+            rows, slot_to_row = moe_mlp_fp8_rows_p(*tokens, ids, *experts, *scales, **params)
+            return ExpertRows(rows, weights, slot_to_row)
+        arrays = (*tokens, ids, weights, *experts, residual_array, *scales)
+        (y,) = moe_mlp_fp8_p(*arrays, **params)
         return y
     shared = (w_gate_up, w_down, *biases, expert_map)
     if forward_format is not None:

@@ -208,9 +208,10 @@ LAYER_ERRORS = (
         "intermediate_scale.shape=[4] must be [] or [3]. Got intermediate_scale: f32[4].",
     ),
     (
-        {"do_finalize": False},
-        NotImplementedError,
-        f"do_finalize=False is not supported with quantized weights. Got {GOT_UP}.",
+        {"do_finalize": False, "residual": X},
+        ValueError,
+        "residual must be None if do_finalize=False: give it to jaxmoe.finalize. "
+        "Got residual: bf16[5,16].",
     ),
     (
         {"x": tokens(), "apply_weight_on_input": True},

@@ -327,7 +327,9 @@ def test_export_for_cpu_and_cuda():
 
     def fn(x, ids, weights, *leaves):
         w1, w2 = jax.tree.unflatten(tree, leaves)
-        return moe_mlp(x, Routing(ids, weights), w1, w2, weight_layout="nk")
+        args = x, Routing(ids, weights), w1, w2
+        out = moe_mlp(*args, weight_layout="nk", do_finalize=False)
+        return moe_mlp(*args, weight_layout="nk") + out.rows
 
     args = (jnp.ones((3, 32), BF16), jnp.zeros((3, 1), I32), jnp.ones((3, 1)), *leaves)
     with _targets.force_cuda_lowering():
@@ -335,5 +337,6 @@ def test_export_for_cpu_and_cuda():
             jax.jit(fn), platforms=("cpu", "cuda"), disabled_checks=jaxmoe.export_checks()
         )(*args)
     assert "jaxmoe_moe_mlp_fp8_v1" in exported.mlir_module()
+    assert "jaxmoe_moe_mlp_fp8_rows_v1" in exported.mlir_module()
     loaded = jax.export.deserialize(exported.serialize())
     assert (loaded.call(*args) == fn(*args)).all()

@@ -48,6 +48,7 @@ TARGETS = {
     "jaxmoe_gate_up_v1",
     "jaxmoe_gmm_fp8_v1",
     "jaxmoe_gmm_v1",
+    "jaxmoe_moe_mlp_fp8_rows_v1",
     "jaxmoe_moe_mlp_fp8_v1",
     "jaxmoe_moe_mlp_rows_v1",
     "jaxmoe_moe_mlp_v1",

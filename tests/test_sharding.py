@@ -282,40 +282,75 @@ def test_rows_of_the_layer():
     assert collectives(text) == "1 all-reduce"
 
 
-FP8 = [
-    ("fp8_tensor", AUTO, Row("", "2 all-reduce", i="a")),
-    (
-        "fp8_block",
+def fp8_layer(a, **options):
+    a = dict(a)
+    routing, x = Routing(a.pop("expert_ids"), a.pop("weights")), a.pop("x")
+    w, kwargs = (a.pop("w_gate_up"), a.pop("w_down")), {"weight_layout": "nk"} | options
+    return moe_mlp(x, routing, *w, gate_up="interleaved", **kwargs, **a)
+
+
+def fp8_rows(a):
+    return fp8_layer(a, do_finalize=False).rows
+
+
+FP8 = {
+    "fp8_tensor": (AUTO, fp8_layer, Row("", "2 all-reduce", i="a")),
+    "fp8_block": (
         EXPLICIT,
-        Row("", "4 all-gather, 1 all-reduce, 1 reduce-scatter", experts="a", tokens="a", h_in="b"),
+        fp8_layer,
+        Row(
+            "",
+            "4 all-gather, 1 all-reduce, 1 reduce-scatter",
+            out=P("a"),
+            experts="a",
+            tokens="a",
+            h_in="b",
+        ),
     ),
-]
+    "fp8_tensor, rows": (AUTO, fp8_rows, Row("", "2 all-reduce", experts="a", i="b")),
+    "fp8_tensor, rows, static": (  # the scale of each expert is gathered
+        EXPLICIT,
+        fp8_rows,
+        Row("", "1 all-gather, 1 all-reduce", out=P(None, "b"), experts="a", h_out="b"),
+    ),
+    "fp8_block, rows": (
+        AUTO,
+        fp8_rows,
+        Row("", "2 all-reduce", experts="a", h_in="b"),
+    ),
+}
 
 
-@pytest.mark.parametrize(("format", "kind", "row"), FP8, ids=[case[0] for case in FP8])
-def test_fp8(format, kind, row):
+@pytest.mark.parametrize("name", FP8)
+def test_fp8(name):
     """Scales are split with their values, and made of the numbers of all devices."""
+    kind, fn, row = FP8[name]
     rng = np.random.default_rng(3)
     shape = Layer("", "two blocks of H", 256, 16, 4, 2)
     inputs = layer_inputs(shape, 8, "uniform", rng, jnp.bfloat16, "nk")
     specs = {n: P(row.tokens) for n in ("x", "expert_ids", "weights")}
-    stored = {"w_gate_up": P(row.experts, row.i, row.h_in), "w_down": P(row.experts, None, row.i)}
-    for name, spec in stored.items():  # [E,N,K]
-        q = inputs[name] = jaxmoe.quantize(inputs[name], format, weight_layout="nk")
-        specs[name] = dataclasses.replace(q, values=spec, scales=P(*spec[: q.scales.ndim]))
-    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(kind, kind))
+    stored = {
+        "w_gate_up": P(row.experts, row.i, row.h_in),
+        "w_down": P(row.experts, row.h_out, row.i),
+    }
+    for name_of, spec in stored.items():  # [E,N,K]
+        q = jaxmoe.quantize(inputs[name_of], name.split(",")[0], weight_layout="nk")
+        inputs[name_of] = q
+        specs[name_of] = dataclasses.replace(q, values=spec, scales=P(*spec[: q.scales.ndim]))
+    if "static" in name:
+        inputs["intermediate_scale"] = jnp.array([0.01, 0.02, 0.03, 0.04])
+        specs["intermediate_scale"] = P(row.experts)
+    names = row_mesh(row, kind).axis_names
+    mesh = jax.make_mesh((2,) * len(names), names, axis_types=(kind,) * len(names))
     with entered(mesh):
         put = jax.tree.map(lambda a, s: jax.device_put(a, NamedSharding(mesh, s)), inputs, specs)
-        program = jax.jit(fp8_layer).lower(put).compile()
-    got, want = (np.asarray(y, np.float32) for y in (program(put), jax.jit(fp8_layer)(inputs)))
+        program = jax.jit(fn).lower(put).compile()
+    y = program(put)
+    got, want = (np.asarray(a, np.float32) for a in (y, jax.jit(fn)(inputs)))
     # Parts of sums rounded to bf16, and sums in another order that round to another FP8 number.
     np.testing.assert_allclose(got, want, rtol=2**-7, atol=2**-6)
     assert collectives(program.as_text()) == row.forward
-
-
-def fp8_layer(a):
-    routing, w = Routing(a["expert_ids"], a["weights"]), (a["w_gate_up"], a["w_down"])
-    return moe_mlp(a["x"], routing, *w, weight_layout="nk", gate_up="interleaved")
+    check_spec(y, row.out)
 
 
 def test_what_explicit_axes_must_not_split():

@@ -16,6 +16,7 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(MoeMlpFfi);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(MoeMlpRowsFfi);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(QuantizeFfi);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(MoeMlpFp8Ffi);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(MoeMlpFp8RowsFfi);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(GroupedGemmFp8Ffi);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(TgmmFfi);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(TgmmRowsFfi);
@@ -37,6 +38,7 @@ constexpr XLA_FFI_Handler* kHandlers[kNumTargets] = {RouteFfi,
                                                      MoeMlpRowsFfi,
                                                      QuantizeFfi,
                                                      MoeMlpFp8Ffi,
+                                                     MoeMlpFp8RowsFfi,
                                                      GroupedGemmFp8Ffi,
                                                      TgmmFfi,
                                                      TgmmRowsFfi,

@@ -155,4 +155,13 @@ ffi::Error CheckFinalize(const Weights& weights,
   return ffi::Error::Success();
 }
 
+// The map of slots to rows, a result of the layer without finalize.
+inline ffi::Error SetSlotToRow(const ffi::AnyBuffer& slot_to_row, MoeMlpParams* p) {
+  JAXMOE_RETURN_IF_ERROR(CheckDtype(kMoeMlp, "slot_to_row", slot_to_row, {ffi::DataType::S32}));
+  JAXMOE_RETURN_IF_ERROR(
+      CheckShape(kMoeMlp, "slot_to_row", slot_to_row, {p->num_tokens, p->top_k}));
+  p->slot_to_row = slot_to_row.typed_data<int32_t>();
+  return ffi::Error::Success();
+}
+
 }  // namespace jaxmoe

@@ -31,9 +31,7 @@ ffi::Error MoeMlpRows(cudaStream_t stream,
   const MlpAttrs attrs{num_experts, num_local_experts, expert_offset, gate_up, weight_layout};
   JAXMOE_RETURN_IF_ERROR(CheckBuffers(b, attrs, activation));
   MoeMlpParams p = MakeParams(b, attrs, activation, gemm1, gemm2);
-  JAXMOE_RETURN_IF_ERROR(CheckDtype(kMoeMlp, "slot_to_row", *slot_to_row, {ffi::DataType::S32}));
-  JAXMOE_RETURN_IF_ERROR(CheckShape(kMoeMlp, "slot_to_row", *slot_to_row, {p.num_tokens, p.top_k}));
-  p.slot_to_row = slot_to_row->typed_data<int32_t>();
+  JAXMOE_RETURN_IF_ERROR(SetSlotToRow(*slot_to_row, &p));
   if (const char* error = LaunchMoeMlp(p, stream)) return InvalidArgument(kMoeMlp, error);
   return ffi::Error::Success();
 }
