@@ -39,7 +39,7 @@ MAX_FP8_GATHER = 32  # tokens of a tile that fetches FP8 rows by index
 
 # Rows of a half of a gate-up weight whose blocks of scales these tiles can tell apart.
 BLOCK_ROWS = 64
-WHOLE_BLOCKS = {(256, 128, 1, 1), (256, 160, 2, 1), (128, 256, 1, 1)}
+WHOLE_BLOCKS = {(256, 128, 1, 1), (128, 256, 1, 1)}
 
 # Two CTAs on half of the k loop each come to an end together, and nothing is gained by that when a
 # tile has few steps, when there are so many tiles that the last ones hardly count, or when a second
@@ -125,7 +125,7 @@ def gmm_config(
         return GemmConfig(128, 8, split_k=_split_k(row_bytes, hit * math.ceil(weight_rows / 128)))
     # Twice or four times as wide as usual groups need, which costs up to 3 % of an even routing:
     # groups past a tile read their weights again, up to 30 % of a skewed one.
-    # Promoted sums always multiply as many rows as the tile can have.
+    # Promoted sums multiply as many rows as a tile of this kind can have.
     if usual <= (32 if promoted else 16):
         return GemmConfig(128, 32)
     # With very many token tiles a group, panels of weight tiles share X in L2.

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxmoe import _fp8_sharding, _gmm, _primitive
 from jaxmoe._fp8_sharding import without_finalize
 from jaxmoe._gmm_fp8 import dtype_reason, gmm_fp8, grouped_products, refuse_derivative
-from jaxmoe._heuristics import mlp_configs, mlp_index_size, odd_blocks
+from jaxmoe._heuristics import NOT_PROMOTED, GemmConfig, mlp_configs, mlp_index_size, odd_blocks
 from jaxmoe._mlp import merge, unfold_rows
 from jaxmoe.activation import GATE_UP_ORDERS, Activation, split_gate_up
 from jaxmoe.finalize import finalize, no_residual
@@ -146,6 +146,9 @@ def _row_parts(
         expert_map=expert_map if expert_map.size else None,
     )
     first, second = config or (None, None)
+    if first is not None and first.tile in NOT_PROMOTED and not promoted[0]:
+        # No kernel of that tile has the float32 output that the parts add up.
+        first = GemmConfig(256, 128, raster=first.raster)
     groups, dtype = (own(order.expert_offsets[:-1]), own(order.group_sizes)), b_down.dtype
     token = jnp.maximum(order.row_to_token, 0)  # rows of no group are in no product
     x_scales = x_scales[token] if x_scales.ndim else x_scales

@@ -1,5 +1,7 @@
 """moe_mlp(do_finalize=False) with FP8 weights: its rows, and finalize making the layer of them."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxmoe import (
     ExpertRows,
+    GemmConfig,
     Routing,
     _targets,
     explain,
@@ -204,3 +207,27 @@ def test_vmap_of_rows_is_one_call_or_a_loop_of_calls():
             text = mapped.lower(lowering_platforms=("cuda",)).as_text()
         (line,) = (line for line in text.splitlines() if f"@{TARGET}(" in line)
         assert f"(tensor<{tokens}>" in line and "tensor<4x544x144xf8E4M3FN>" in line
+
+
+def test_parts_on_a_mesh_take_a_tile_that_has_their_output():
+    """The first product of a device's part is in float32, which the pair of 256 x 160 has not."""
+    mesh = jax.make_mesh((2,), ("e",), (AxisType.Explicit,), devices=jax.devices()[:2])
+
+    def split(array):
+        names = P("e", *(None,) * (array.ndim - 1))
+        at = jax.sharding.NamedSharding(mesh, names)
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=at)
+
+    shapes = (4, 64, 32), (4, 32, 32)
+    w = jax.tree.map(split, tuple(quantized(*s, format="fp8_channel") for s in shapes))
+    config = GemmConfig(256, 160, cluster=2), None
+
+    def fn(x, ids, weights, *w):
+        args = x, Routing(ids, weights), *w
+        return moe_mlp(*args, weight_layout="nk", do_finalize=False, config=config).rows
+
+    args = struct(8, 32), struct(8, 1, dtype=I32), struct(8, 1, dtype=F32), *w
+    with jax.set_mesh(mesh), _targets.force_cuda_lowering():
+        text = jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    tiles = re.findall(r"@jaxmoe_gmm_fp8_v1.*?token_tile = (\d+)", text)
+    assert len(tiles) == 2 and tiles[0] == "128"

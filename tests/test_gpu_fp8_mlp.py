@@ -156,6 +156,9 @@ def test_static_scales(num_tokens, shape):
     check(inputs, x_scale=jnp.float32(0.005), intermediate_scale=scale)
     check(inputs, intermediate_scale=scale)
     check(inputs, x_scale=jnp.float32(0.005))
+    wide = GemmConfig(128, 256), None
+    for config in (None, wide) if num_tokens > 16 else ():
+        check(inputs, config, "promoted", x_scale=jnp.float32(0.005), intermediate_scale=scale)
 
 
 @pytest.mark.parametrize("gate_up", ("gate_up", "up_gate", "interleaved"))
@@ -226,9 +229,10 @@ def test_quantized_tokens_give_the_bits_of_plain_ones(format, num_tokens):
 
 
 @pytest.mark.sanitizer
+@pytest.mark.parametrize("intermediate", (208, 320))  # of blocks: quantized after, in the product
 @pytest.mark.parametrize("format", FORMATS)
-def test_zeros_nan_and_infinity(format):
-    layer = Layer("", "", 272, 208, 8, 2)
+def test_zeros_nan_and_infinity(format, intermediate):
+    layer = Layer("", "", 272, intermediate, 8, 2)
     rng = np.random.default_rng(6)
     inputs = quantized_inputs(layer, 100, "uniform", rng, jnp.bfloat16, format)
     x = inputs["x"].at[:, 3].set(0).at[:, 128:256].set(0).at[9].set(0)
@@ -252,7 +256,7 @@ def test_a_token_does_not_depend_on_its_batch(format):
     static = {"x_scale": one, "intermediate_scale": one} if format == "fp8_tensor" else {}
     invariant = jax.jit(functools.partial(run, batch_invariant=True, **static))
     whole = invariant(inputs)
-    for count in (1, 2, 15, 30, 200):
+    for count in (1, 2, 15, 30, 200, 500):
         per_token = ("x", "expert_ids", "weights")
         part = {n: a[:count] if n in per_token else a for n, a in inputs.items()}
         assert_equal(invariant(part), whole[:count])

@@ -85,6 +85,15 @@ def test_tiles_of_fp8_products(promoted):
     )
 
 
+def test_promoted_sums_of_long_rows_have_a_group_in_one_tile():
+    def tile(mean, k):
+        return _heuristics.gmm_config(mean * 64, 64, k, 4096, promoted=True).tile
+
+    assert tile(128, 2880) == tile(160, 7168) == (128, 256, 1, 1)
+    assert tile(128, 2048) == tile(96, 7168) == tile(200, 7168) == (256, 128, 1, 1)
+    assert _heuristics.gmm_config(128 * 64, 64, 7168, 4096, promoted=False).tile == (128, 192, 1, 1)
+
+
 def test_blocks_that_end_inside_a_half():
     odd = _heuristics.odd_blocks
     assert odd("fp8_block", True, "gate_up", 400) and odd("fp8_block", True, "up_gate", 16)

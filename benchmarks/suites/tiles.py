@@ -1,8 +1,9 @@
 """Suite `tiles`: the whole layer with every tile worth trying, against the heuristics' choice.
 
 The tile of one product varies while the other keeps the heuristics' choice: op `moe_mlp/gate_up`,
-then op `moe_mlp/down`. Candidates are all of `TILES`, with rasters 1, 8 and 0 (all) and, for the
-gate-up product, with and without gather. Left out, by arithmetic on the routings that are run:
+then op `moe_mlp/down`. Candidates are all that bf16 has of `TILES`, with rasters 1, 8 and 0 (all)
+and, for the gate-up product, with and without gather. Left out, by arithmetic on the routings that
+are run:
 
 - token tiles of up to 32 rows where the experts hit have more than 4 times as many rows in the
   mean: they would read each weight more than 4 times;

@@ -13,11 +13,11 @@ namespace jaxmoe {
 
 // What of the output a warpgroup holds.
 struct EpilogueSite {
-  int weight;       // index of the weight matrix, for the bias
+  int weight;       // index of the weight matrix, for bias and scales
   int row;          // first output row
   int rows;         // rows to store
   int feature;      // first output feature
-  int weight_row0;  // first weight row of its two 64-row blocks, for the bias
+  int weight_row0;  // first weight row of its two 64-row blocks, for the same
   int weight_row1;
   int consumer;  // for its staging buffer and named barrier
   int thread;    // 0..127

@@ -51,6 +51,7 @@ __device__ __forceinline__ void RunKSteps(const SharedStorage<T>& smem,
 }
 
 // Runs the k loop with the smallest wgmma N that covers the share. Columns past it stay undefined.
+// With tokens on M there is one N; blocks of tokens past the share are zeros.
 template <class T, int kN = T::kTokenStep>
 __device__ __forceinline__ void RunMainloop(const SharedStorage<T>& smem,
                                             int num_k_steps,

@@ -5,8 +5,9 @@
 // Persistent CTAs of a producer warpgroup (warp 0 schedules, one thread of warp 1 loads weights,
 // warp 2 loads rows of X, warp 3 the scales of FP8 blocks), in wide tiles one that gathers rows of
 // X, and one or two of consumers. Weights sit on wgmma's M side and tokens on N, for decode and
-// prefill alike, so the token tile goes down to 8 and one tensor map serves all experts (the expert
-// is a coordinate). Measurements behind the tile shapes are in docs/notes.md.
+// prefill alike, so the token tile goes down to 8 (the other way round in the wide tiles of
+// promoted sums, see promoted.cuh). One tensor map serves all experts: the expert is a coordinate.
+// Measurements behind the tile shapes are in docs/notes.md.
 #pragma once
 
 #include "csrc/moe_gemm/epilogue.cuh"

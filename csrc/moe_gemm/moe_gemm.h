@@ -3,7 +3,7 @@
 // Y[r, n] = epilogue(sum_k W[e(r)][n, k] * X[x_row(r), k]),  r a row of group e.
 //
 // Letters: r permuted rows (R of them), n output features (N), k contraction (K), e groups.
-// wgmma's M side holds the weights (n) and its N side the rows (r), in every mode.
+// wgmma's M side holds the weights (n) and its N side the rows (r), but see promoted.cuh.
 #pragma once
 
 #include <cuda.h>
@@ -63,7 +63,7 @@ struct Fp8Scales {
   float* out_groups = nullptr;
 };
 
-// Whether this tile holds whole groups of 128 output features.
+// Whether the epilogue of this tile quantizes groups of 128 output features.
 constexpr bool QuantizesGroups(ScaleFormat format, const TileConfig& tile) {
   return format == ScaleFormat::kBlock && tile.weight_tile == 256;
 }

@@ -48,7 +48,7 @@ struct Fp8Layer {
   float* scratch = nullptr;           // [Fp8Floats::size]
 };
 
-// Sub-arrays of the float32 scratch; the same sum is _scratch in jaxmoe/_mlp_fp8.py.
+// Sub-arrays of the float32 scratch; the same sum is _rows_scratch in jaxmoe/_mlp_fp8.py.
 struct Fp8Floats {
   int64_t act_scales;
   int64_t partial;

@@ -8,7 +8,8 @@ namespace jaxmoe {
 
 // Weight scales of the steps of a promoted k loop.
 struct StepScales {
-  const float* weight[2];  // of this thread's rows of each block, from the first step on; or null
+  const float*
+      weight[2];  // of its rows of each 64-row weight block, from the first step on; or null
 
   // Of a step: 128 elements, so a block.
   __device__ __forceinline__ float of(int block, int step) const {

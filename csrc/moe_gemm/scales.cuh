@@ -92,8 +92,8 @@ class TileScales {
   float out_inverse_;
 };
 
-// First of the 16 weight rows of a warp, or of a block's first warp, in rows that exist. They begin
-// at a multiple of 16, so lie in one block of 128.
+// Scales of the 16 weight rows of a warp, in rows that exist. They begin at a multiple of 16, so
+// lie in one block of 128.
 template <class T>
 __device__ __forceinline__ int ScaleRow(const MoeGemmArgs& args, int w_tile, int block, int warp) {
   return min(WeightRow<T>(args, w_tile, block) + 16 * warp, args.n - 1) / 128 *
@@ -111,8 +111,9 @@ __device__ __forceinline__ StepScales FetchStepScales(const MoeGemmArgs& args,
   StepScales scales;
 #pragma unroll
   for (int block = 0; block < 2; ++block) {
-    scales.weight[block] =
-        w + ScaleRow<T>(args, info.w_tile, share.first_block + block, thread / 32);
+    // With tokens on M a thread has all 64 rows: then they begin at a multiple of 64.
+    const int warp = T::kTokensOnM ? 0 : thread / 32;
+    scales.weight[block] = w + ScaleRow<T>(args, info.w_tile, share.first_block + block, warp);
   }
   return scales;
 }

@@ -60,7 +60,7 @@ struct Tile {
   // rows and one of the matching up rows.
   static constexpr int kWarpgroupRows = 128;
   static constexpr int kWarpgroupTokens = kSplit == Split::kTokens ? kTokenTile / 2 : kTokenTile;
-  // Where promoted sums have the whole SM: tokens on wgmma's M and weights on its N, see
+  // Promoted sums of two whole blocks of 64 tokens: tokens on wgmma's M, weights on N, see
   // promoted.cuh.
   static constexpr bool kTokensOnM = kPromoted && kWarpgroupTokens == 128;
 
@@ -124,7 +124,8 @@ struct Tile {
   // Of tiles that have whole groups of 128 features: the largest magnitudes of a tile's tokens,
   // [warpgroup][token].
   static constexpr bool kQuantizesGroups = kTokensOnM && kSplit == Split::kWeights;
-  static constexpr int kGroupMaxBytes = kQuantizesGroups ? kConsumers * kTokenTile * 4 : 0;
+  static constexpr int kGroupMaxBytes =
+      kQuantizesGroups && kGated ? kConsumers * kTokenTile * 4 : 0;
 
   static constexpr int kStepScaleOffset = kTokenScaleOffset + kConsumers * kTokenScaleBytes;
   static constexpr int kColumnOffset = kStepScaleOffset + kStages * kStepScaleBytes;

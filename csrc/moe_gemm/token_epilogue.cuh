@@ -44,16 +44,19 @@ class TokenMajorEpilogue {
       StoreAll<Mode::kSingle, OtherForm>(acc);
     }
     Sync();  // scales and biases are free for the next tile
-    if (by_groups()) SyncPair();
+    if (kShared && by_groups()) SyncPair();
   }
 
  private:
   enum class Mode { kHalves, kInterleaved, kSingle };
 
+  static_assert(T::kWarpgroupTokens == 128, "a thread publishes a token and a weight row");
+  static_assert(T::kChunkTokens == 64, "every warp stages 16 tokens");
   static constexpr int kRows = 16;                        // of a block, of a warp
-  static constexpr int kGroups = T::kOutFeatures / 8;     // of 8 features
+  static constexpr int kOctets = T::kOutFeatures / 8;     // of 8 features
   static constexpr int kStaged = T::kStagedFeatures / 8;  // groups that are staged at once
-  static constexpr int kGroup = 128;                      // features that share a scale
+  static constexpr int kScaleFeatures = 128;              // features that share a scale
+  static constexpr bool kShared = T::kOutFeatures < kScaleFeatures;  // by two warps
   static constexpr int kPasses = kRows * kStaged / 32;
 
   __device__ __forceinline__ OutType<T> Out() const { return {args_.scales.half}; }
@@ -99,10 +102,10 @@ class TokenMajorEpilogue {
   // The 16 tokens from t0 on.
   template <Mode kMode, class Form>
   __device__ __forceinline__ void StoreBlock(const float (&acc)[64], int t0) const {
-    uint32_t out[kGroups][2];
+    uint32_t out[kOctets][2];
     const float scale[2] = {token_scales_[t0 + lane_ / 4], token_scales_[t0 + lane_ / 4 + 8]};
 #pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
+    for (int g = 0; g < kOctets; ++g) {
       if constexpr (kMode == Mode::kInterleaved) {
         Interleaved<Form>(acc, scale, g, out[g]);
       } else {
@@ -110,7 +113,7 @@ class TokenMajorEpilogue {
         for (int half = 0; half < 2; ++half) {
           const float2 gate = Values(acc, scale[half], g, half);
           float2 up = make_float2(1.0f, 1.0f);
-          if constexpr (kMode == Mode::kHalves) up = Values(acc, scale[half], g + kGroups, half);
+          if constexpr (kMode == Mode::kHalves) up = Values(acc, scale[half], g + kOctets, half);
           out[g][half] = Out().Pack2(Form::Apply(args_.activation, gate.x, up.x),
                                      Form::Apply(args_.activation, gate.y, up.y));
         }
@@ -123,7 +126,7 @@ class TokenMajorEpilogue {
       inverse[0] = inverse[1] = OutInverse(args_.scales, site_.weight);
     }
 #pragma unroll
-    for (int first = 0; first < kGroups; first += kStaged) {
+    for (int first = 0; first < kOctets; first += kStaged) {
       Stage(out, first);
       __syncwarp();
       CopyOut(t0, 8 * first, inverse);
@@ -161,15 +164,14 @@ class TokenMajorEpilogue {
 
   // Scales of the groups of 128 that the features belong to, as quantize makes them of what was
   // rounded to the output's type, and their inverses for this thread's two tokens.
-  __device__ __forceinline__ void GroupScales(const uint32_t (&out)[kGroups][2],
+  __device__ __forceinline__ void GroupScales(const uint32_t (&out)[kOctets][2],
                                               int t0,
                                               float (&inverse)[2]) const {
-    constexpr bool kShared = T::kOutFeatures < kGroup;
     unsigned largest[2] = {0, 0};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
-      for (int g = 0; g < kGroups; ++g) {
+      for (int g = 0; g < kOctets; ++g) {
         if (site_.feature + 8 * g < args_.n_out) {
           const float2 pair = Out().Unpack2(out[g][half]);
           largest[half] = max(largest[half], max(FiniteMagnitude(pair.x), FiniteMagnitude(pair.y)));
@@ -182,23 +184,23 @@ class TokenMajorEpilogue {
       if (kShared && lane_ % 4 == 0) maxima_[t0 + lane_ / 4 + 8 * half] = largest[half];
     }
     if constexpr (kShared) SyncPair();
-    const int groups = (args_.n_out + kGroup - 1) / kGroup;
+    const int groups = (args_.n_out + kScaleFeatures - 1) / kScaleFeatures;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int token = t0 + lane_ / 4 + 8 * half;
       if (kShared) largest[half] = max(largest[half], other_maxima_[token]);
       const float scale = QuantScale(largest[half], kLargestE4M3);
       inverse[half] = __frcp_rn(scale);
-      const bool first = lane_ % 4 == 0 && site_.feature % kGroup == 0;
+      const bool first = lane_ % 4 == 0 && site_.feature % kScaleFeatures == 0;
       if (first && site_.feature < args_.n_out && token < site_.rows) {
         const int64_t row = site_.row + token;
-        args_.scales.out_groups[row * groups + site_.feature / kGroup] = scale;
+        args_.scales.out_groups[row * groups + site_.feature / kScaleFeatures] = scale;
       }
     }
   }
 
   // kStaged groups of features of 16 tokens: [token][feature].
-  __device__ __forceinline__ void Stage(const uint32_t (&out)[kGroups][2], int first) const {
+  __device__ __forceinline__ void Stage(const uint32_t (&out)[kOctets][2], int first) const {
     uint8_t* const row = staging_ + (lane_ / 8 % 2 * 8 + lane_ % 8) * T::kStagingPitch;
 #pragma unroll
     for (int g = 0; g < kStaged; g += 2) {
@@ -244,7 +246,7 @@ class TokenMajorEpilogue {
         if (token >= site_.rows) continue;
         const int64_t row = static_cast<int64_t>(site_.row + token) * args_.n_out;
 #pragma unroll
-        for (int g = 0; g < kGroups; ++g) {
+        for (int g = 0; g < kOctets; ++g) {
           const int feature = site_.feature + 8 * g + 2 * (lane_ % 4);
           if (feature < args_.n_out) {
             *reinterpret_cast<float2*>(out + row + feature) =

@@ -15,7 +15,7 @@ struct WarpgroupShare {
   int first_block;  // of its two 64-row weight blocks
   int first_token;
   int rows;       // tokens that are stored
-  int columns;    // tokens that are multiplied: wgmma's N covers at least these
+  int columns;    // tokens that are multiplied, if on N: it covers at least these
   bool gathered;  // threads wrote the rows of X, not the copy engine
 };
 
