@@ -171,7 +171,7 @@ def define(
             ad.primitive_transposes[primitive] = functools.partial(_transpose, transpose)
     for lower, platform in ((xla_rule, None), (cuda_rule, "cuda")):
         mlir.register_lowering(op.local, lower, platform=platform)
-        divided = functools.partial(_lower_divided, op, lower)
+        divided = functools.partial(_lower_divided, op, xla_rule, lower)
         mlir.register_lowering(op.primitive, divided, platform=platform)
     if rule is not None or composed:
         prim_requires_devices_during_lowering.add(op.primitive)
@@ -322,9 +322,16 @@ def _partitioned(ctx: Any) -> bool:
     return axes.num_devices != 1
 
 
-def _lower_divided(op: Op, lower: Any, ctx: Any, /, *operands: Any, **params: Any) -> Any:
-    """Leaves an op that has a rule to XLA's partitioner, where that is what divides the program."""
+def _lower_divided(
+    op: Op, xla_rule: Any, lower: Any, ctx: Any, /, *operands: Any, **params: Any
+) -> Any:
+    """Leaves an op to XLA's partitioner, where that is what divides the program.
+
+    An op without a rule is its pure JAX function there: XLA would gather the operands of a call.
+    """
     axes = ctx.module_context.axis_context
+    if op.rule is None and _partitioned(ctx):
+        return xla_rule(ctx, *operands, **params)
     # Without a mesh that all of the program shares, a sharding has no names to be told by.
     mesh = getattr(axes, "abstract_mesh", None)
     if op.rule is None or mesh is None or axes.num_devices == 1 or not _sharding.is_auto(mesh):
