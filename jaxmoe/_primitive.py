@@ -91,9 +91,9 @@ class CudaTarget:
       operands: which arguments the call takes, in order; None for all.
       aliases: (avals, **params) -> operand of the call: the result that takes its memory. XLA
         copies an operand that is used elsewhere.
-      xla_splits: whether CUDA runs the pure JAX function in a program that XLA partitions (several
-        devices, outside of `jax.shard_map`). XLA would gather the operands of the call, and splits
-        the function as its arguments are. Known while lowering only, so not to `explain`.
+      xla_splits: whether CUDA runs the pure JAX function wherever XLA partitions the program over
+        some axes of a mesh. XLA would gather the operands of the call, and splits the function as
+        its arguments are. Known while lowering only, so not to `explain`.
     """
 
     target: str
@@ -157,6 +157,7 @@ def define(
     """Makes the primitives `name` and registers them in `OPS`. See the module docstring.
 
     `composed` says that `xla` calls other ops, which are CUDA's calls too, and there is no `cuda`.
+    Without `rule` CUDA runs `xla` too in a program of several devices that XLA divides.
     """
     op = Op(name, Primitive(name), Primitive(name), out, cuda, rule, xla if composed else None)
     xla_rule = functools.partial(_lower_xla, mlir.lower_fun(xla, multiple_results=True))
