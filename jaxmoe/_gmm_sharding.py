@@ -122,7 +122,7 @@ def tgmm_rows_rule(tgmm_rows: Callable[..., Any]) -> Rule:
 
     factor, groups = "lhs or dy", "group_sizes"
     names = ("grouped_gemm_weight_grad", factor, factor, groups, groups, "row_index")
-    rule = Rule(dims, split, (*names, "accumulate_into"), weights=(5,))
+    rule = Rule(dims, split, (*names, "accumulate_into"))
     return rule
 
 

@@ -274,8 +274,19 @@ def _abstract_eval(op: Op, /, *avals: Any, **params: Any) -> list[ShapedArray]:
 
 
 def _batch(rule: Callable[..., Any], args: Any, dims: Any, /, **params: Any) -> Any:
-    outs, out_dims = rule(tuple(args), tuple(dims), **params)
-    return list(outs), list(out_dims)
+    axes = _sharding.examples_axes(args, dims)
+    if not axes:
+        outs, out_dims = rule(tuple(args), tuple(dims), **params)
+        return list(outs), list(out_dims)
+
+    def of_own(*arrays: jax.Array) -> list[jax.Array]:
+        outs, out_dims = rule(arrays, fronts, **params)
+        return [move_batch_to_front(o, d) for o, d in zip(outs, out_dims, strict=True)]
+
+    fronts = tuple(None if d is None else 0 for d in dims)
+    arrays = [move_batch_to_front(a, d) for a, d in zip(args, dims, strict=True)]
+    outs = _sharding.over_examples(of_own, arrays, fronts, axes)
+    return outs, [0] * len(outs)
 
 
 def _jvp(op: Op, rule: Any, primals: Any, tangents: Any, /, **params: Any) -> Any:

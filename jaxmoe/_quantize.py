@@ -138,8 +138,6 @@ def _batch(args: Any, dims: Any, **params: Any) -> Any:
     """Folds the examples into the batch: a scale never spans two of its entries."""
     size = _primitive.batch_size(args, dims)
     x, scale = (_primitive.move_batch_to_front(a, d, size) for a, d in zip(args, dims, strict=True))
-    if any(_sharding.explicit_axes(jax.typeof(a)) for a in (x, scale)):
-        return quantize_xla(x, scale if scale.size else None, **params), (0, 0)
     fold = x.shape[0] * x.shape[1]
     flat = scale.reshape(fold, *scale.shape[2:]) if scale.size else jnp.zeros((0,), jnp.float32)
     values, scales = quantize_p(x.reshape(fold, *x.shape[2:]), flat, **params)
