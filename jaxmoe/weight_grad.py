@@ -47,7 +47,7 @@ def grouped_gemm_weight_grad(
         default. Float32 is not rounded.
       accumulate_into: [E, K, N] (or [E, N, K]) in the dtype of the result: a gradient to add to.
         On CUDA the result takes its memory, if nothing else uses it: in a loop, a carry; as an
-        argument of a jitted function, one that is donated.
+        argument of a jitted function, one that is donated. Not under `vmap`.
       weight_layout: "kn" for a result [E, K, N], "nk" for [E, N, K].
 
     Returns:
