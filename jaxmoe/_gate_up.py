@@ -40,8 +40,9 @@ def multiply(
     dtype: Any,
     config: Any = None,
 ) -> jax.Array:
-    """Multiplies the rows of each group by its weights."""
-    (out,) = _gmm.gmm(
+    """Multiplies the rows of each group by its weights, which may be float32 masters."""
+    op = _gmm.gmm if w.dtype == rows.dtype else _gmm.gmm_master
+    (out,) = op(
         rows[None],
         w[None],
         starts[None],

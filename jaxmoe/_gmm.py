@@ -10,6 +10,8 @@ tgmm: x [B,T,K], dy [B,T,N], starts, sizes -> [W,E,K,N]
 
   dw[i] = sum over the groups of weight i of x[b,t]^T dy[b,t]; exactly 0 where they have no rows
 
+gmm_master: `gmm` of a float32 w and bias, rounded to the dtype of x, whose gradients are float32
+
 Either G = E and W divides B, or W = 1 and E divides G. `vmap` folds into B, so that it becomes
 more groups of one call; weights that are not batched are never copied, and the gradient of `vmap`
 adds up inside one `tgmm`. Ranges are cut to [0, T). Groups of one batch must not overlap: a row of
@@ -93,7 +95,13 @@ def _unfold(a: jax.Array, size: int, inner: int) -> jax.Array:
     return a.reshape(size, batch, *rest)
 
 
-def _gmm_batch(args: Any, dims: Any, **params: Any) -> Any:
+def _master_xla(
+    x: jax.Array, w: jax.Array, starts: jax.Array, sizes: jax.Array, bias: jax.Array, **params: Any
+) -> tuple[jax.Array, ...]:
+    return gmm(x, w.astype(x.dtype), starts, sizes, bias.astype(x.dtype), **params)
+
+
+def _gmm_batch(op: _primitive.Op, args: Any, dims: Any, **params: Any) -> Any:
     size = _primitive.batch_size(args, dims)
     x, w, starts, sizes, bias = args
     if not bias.size:
@@ -106,9 +114,9 @@ def _gmm_batch(args: Any, dims: Any, **params: Any) -> Any:
         if bias.size:
             bias = _merge(_primitive.move_batch_to_front(bias, dims[4], size))
     else:  # a fold would have to copy weights
-        return _primitive.one_by_one(gmm, (x, w, starts, sizes, bias), dims, **params)
+        return _primitive.one_by_one(op, (x, w, starts, sizes, bias), dims, **params)
     inner = _lead(starts, dims[2])[0] if inner < 0 else inner
-    (out,) = gmm(
+    (out,) = op(
         _fold(x, dims[0], size, inner),
         w,
         _fold(starts, dims[2], size, inner),
@@ -139,11 +147,11 @@ def _lead(a: Any, dim: int | None) -> tuple[int, int]:
     return first, second
 
 
-def _gmm_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+def _gmm_jvp(op: _primitive.Op, primals: Any, tangents: Any, **params: Any) -> Any:
     x, w, starts, sizes, bias = primals
     tx, tw, _, _, tb = tangents
-    out = gmm(*primals, **params)
-    plain = functools.partial(gmm, **params)
+    out = op(*primals, **params)
+    plain = functools.partial(op, **params)
     terms = []
     if tx is not None:
         terms += plain(tx, w, starts, sizes, no_bias(x.dtype))
@@ -155,7 +163,7 @@ def _gmm_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
         ones = jnp.zeros((*x.shape[:2], k), x.dtype).at[..., 0].set(1)
         rows = jnp.pad(tb[:, :, None, :], ((0, 0), (0, 0), (0, k - 1), (0, 0)))
         bias_params = params | {"weight_layout": "kn", "config": None}
-        terms += gmm(ones, rows, starts, sizes, no_bias(x.dtype), **bias_params)
+        terms += op(ones, rows, starts, sizes, no_bias(x.dtype), **bias_params)
     return out, (functools.reduce(jnp.add, terms) if terms else None,)
 
 
@@ -170,7 +178,7 @@ def _gmm_transpose(
         dtype = x.aval.dtype
         (dx,) = gmm(
             ct,
-            w,
+            w.astype(dtype),
             starts,
             sizes,
             no_bias(dtype),
@@ -302,13 +310,22 @@ gmm = _primitive.define(
     "jaxmoe_gmm",
     out=_gmm_out,
     xla=_gmm_xla.gmm_xla,
-    batch=_gmm_batch,
-    jvp=_gmm_jvp,
+    batch=lambda args, dims, **params: _gmm_batch(gmm, args, dims, **params),
+    jvp=lambda primals, tangents, **params: _gmm_jvp(gmm, primals, tangents, **params),
     transpose=_gmm_transpose,
     cuda=_primitive.CudaTarget(
         "jaxmoe_gmm_v1", attrs=_gmm_attrs, scratch=_gmm_scratch, reason=_gmm_reason
     ),
     rule=_gmm_sharding.gmm_rule(lambda *arrays, **params: gmm(*arrays, **params)),
+)
+gmm_master = _primitive.define(
+    "jaxmoe_gmm_master",
+    out=_gmm_out,
+    xla=_master_xla,
+    batch=lambda args, dims, **params: _gmm_batch(gmm_master, args, dims, **params),
+    jvp=lambda primals, tangents, **params: _gmm_jvp(gmm_master, primals, tangents, **params),
+    transpose=_gmm_transpose,
+    composed=True,
 )
 tgmm = _primitive.define(
     "jaxmoe_tgmm",

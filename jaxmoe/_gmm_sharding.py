@@ -9,6 +9,8 @@ tgmm
   x split on K, dy on N      its part of each weight         nothing is added up
   dw split on E              the groups of its weights       nothing is added up
   x, dy split on B           its batches                     sum over devices if they share weights
+tgmm_rows
+  as tgmm with B = 1; what it adds to decides where the result is, and stays there
 
 The rows of one batch are not split: its ranges count all of them.
 """
@@ -88,6 +90,39 @@ def tgmm_rule(tgmm: Callable[..., Any]) -> Rule:
         return Split(((b, (), k), (b, (), n), groups, groups), ((u, e, k, n),), part)
 
     rule = Rule(dims, split, ("grouped_gemm", "x", "dy", "group_sizes", "group_sizes"))
+    return rule
+
+
+def tgmm_rows_rule(tgmm_rows: Callable[..., Any]) -> Rule:
+    """The rule of `tgmm_rows`."""
+
+    def dims(_avals: Any, *, gathered: str | None, **_params: Any) -> str:
+        x, dy = ("s" if gathered == name else "t" for name in ("x", "dy"))
+        return f"{x} k, {dy} n, g, g, t, e k n -> e k n"
+
+    def split(call: Call, **params: Any) -> Split:
+        for i in (0, 1, 4):
+            refuse_tokens(rule, call, i, 0)
+        x, dy, starts, _, _, init = call.avals
+        of_x, of_dy, *_, of_init = call.given
+        of_dw = call.wanted[0] if call.wanted else ((),) * 3
+        first = of_init if init.size else ((),) * 3
+        e = call.pick(starts.shape[0], first[0])
+        k = call.pick(x.shape[1], first[1], of_x[1], of_dw[1], taken=e + first[2])
+        n = call.pick(dy.shape[1], first[2], of_dy[1], of_dw[2], taken=e + k)
+        e = e or call.pick(starts.shape[0], of_dw[0], taken=k + n)
+
+        def part(x: Any, dy: Any, starts: Any, sizes: Any, index: Any, init: Any) -> Any:
+            groups = (own(a, 0, e, call.count(e)) for a in (starts, sizes))
+            return tgmm_rows(x, dy, *groups, index, init, **params)
+
+        in_init = (e, k, n) if init.size else ((),) * 3
+        ins = (((), k), ((), n), ((),), ((),), ((),), in_init)
+        return Split(ins, ((e, k, n),), part)
+
+    factor, groups = "lhs or dy", "group_sizes"
+    names = ("grouped_gemm_weight_grad", factor, factor, groups, groups, "row_index")
+    rule = Rule(dims, split, (*names, "accumulate_into"))
     return rule
 
 

@@ -87,14 +87,14 @@ def _stages(*arrays: jax.Array, **params: Any) -> tuple[jax.Array]:
     return (_finish(rows, order, arrays[2], arrays[8]),)
 
 
-def _in_parts(*arrays: jax.Array, **params: Any) -> jax.Array:
+def in_parts(*arrays: jax.Array, **params: Any) -> jax.Array:
     """The layer in parts, for devices that exchange something between them."""
     x, ids, weights, *shared, residual = arrays
     rows, order = _row_stages(x, ids, *shared, z_dtype=x.dtype, **params)
     return _finish(rows, order, weights, residual)
 
 
-def _rows_in_parts(*arrays: jax.Array, **params: Any) -> tuple[jax.Array, jax.Array]:
+def rows_in_parts(*arrays: jax.Array, **params: Any) -> tuple[jax.Array, jax.Array]:
     rows, order = _row_stages(*arrays, z_dtype=arrays[0].dtype, **params)
     return rows, order.slot_to_row
 
@@ -127,12 +127,9 @@ def _rows_out(x: Any, expert_ids: Any, *_: Any, **_params: Any) -> list[_primiti
 
 
 def mlp_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-    """The rule of `moe_mlp_p`; tangents of weights and biases may be float32."""
+    """The rule of `moe_mlp_p`; tangents of weights and biases may be float32 on one device."""
     if _sharding.divided_by_xla(primals):
-        narrow = [
-            t if t is None else t.astype(p.dtype) for p, t in zip(primals, tangents, strict=True)
-        ]
-        return moe_mlp_p(*primals, **params), (_tangent(primals, narrow, **params),)
+        return moe_mlp_p(*primals, **params), (_tangent(primals, tangents, **params),)
     weights, residual = primals[2], primals[8]
     arrays, moving = _without_finalize(primals), _without_finalize(tangents)
     rows, order, tangent = _linearized(
@@ -347,10 +344,10 @@ moe_mlp_p = _primitive.define(
     batch=lambda args, dims, **params: mlp_batch(moe_mlp_p, args, dims, **params),
     jvp=mlp_jvp,
     cuda=_primitive.CudaTarget("jaxmoe_moe_mlp_v1", attrs=_attrs, scratch=_scratch, reason=_reason),
-    rule=_mlp_sharding.layer_rule(_layer, _in_parts),
+    rule=_mlp_sharding.layer_rule(_layer, in_parts),
 )
 
-_tangent = _mlp_whole.derivative(_layer, _in_parts)
+_tangent = _mlp_whole.derivative("jaxmoe_moe_mlp", _layer, in_parts)
 
 moe_mlp_rows_p = _primitive.define(
     "jaxmoe_moe_mlp_rows",
@@ -361,5 +358,5 @@ moe_mlp_rows_p = _primitive.define(
     cuda=_primitive.CudaTarget(
         "jaxmoe_moe_mlp_rows_v1", attrs=_rows_attrs, scratch=_rows_scratch, reason=_rows_reason
     ),
-    rule=_mlp_sharding.rows_rule(_rows_in_parts),
+    rule=_mlp_sharding.rows_rule(rows_in_parts),
 )

@@ -6,11 +6,14 @@ to FP8 is the identity (the straight-through estimator, https://arxiv.org/abs/13
 come from a first product of their own, because the FP8 kernels do not leave theirs behind.
 """
 
+import functools
 from typing import Any
 
 import jax
+from jax.custom_derivatives import SymbolicZero
 
-from jaxmoe import _primitive
+from jaxmoe import _primitive, _sharding
+from jaxmoe._gate_up import of_moving
 from jaxmoe._gmm_fp8 import promotes
 from jaxmoe._mlp import mlp_jvp, moe_mlp_p
 from jaxmoe._mlp_fp8 import moe_mlp_fp8_p, no_scale
@@ -41,6 +44,27 @@ def _forward(
         promoted=promoted,
         **params,
     )
+
+
+def moe_mlp_mixed(*arrays: jax.Array, **params: Any) -> tuple[jax.Array, ...]:
+    """Calls `moe_mlp_mixed_p`, or both layers where types say how `arrays` are split."""
+    if not any(_sharding.explicit_axes(jax.typeof(a)) for a in arrays):
+        return moe_mlp_mixed_p(*arrays, **params)
+    return _apart(*arrays, **params)
+
+
+def _apart(*arrays: jax.Array, forward_format: str, **params: Any) -> tuple[jax.Array, ...]:
+    """The value and the tangent as ops that are divided each by its own rule."""
+    layer = functools.partial(moe_mlp_p, **params)
+    value = jax.custom_jvp(functools.partial(_forward, forward_format=forward_format, **params))
+
+    def value_and_tangent(primals: Any, tangents: Any) -> Any:
+        given = [None if isinstance(t, SymbolicZero) else t for t in tangents]
+        _, moved = jax.jvp(*of_moving(layer, primals, given))
+        return value(*primals), moved
+
+    value.defjvp(value_and_tangent, symbolic_zeros=True)
+    return value(*arrays)
 
 
 def _jvp(primals: Any, tangents: Any, *, forward_format: str, **params: Any) -> Any:

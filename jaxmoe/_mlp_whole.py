@@ -1,9 +1,11 @@
 """The derivative of the layer in programs that XLA divides over Auto axes.
 
-jaxmoe_moe_mlp_linear: the arguments of `moe_mlp_p` but the residual, then one tangent for each name
+NAME_linear: the arguments of `moe_mlp_p` but the residual, then one tangent for each name
   of `wrt` -> the tangent of y [T,H]
-jaxmoe_moe_mlp_backward: those arguments, dy [T,H] -> the cotangent of each name of `wrt`, its
+NAME_backward: those arguments, dy [T,H] -> the cotangent of each name of `wrt`, its
   transpose
+
+NAME is that of `moe_mlp_p`, or of the same with master weights (_mlp_master.py).
 
 The derivative of _mlp_tangent.py keeps z and the plan, whose rows are in the order of one device's
 tokens, so XLA could not divide the tokens. Here nothing is kept but the arguments: the backward
@@ -24,10 +26,12 @@ ARGUMENTS = ("x", "", "weights", "w_gate_up", "w_down", "b_gate_up", "b_down", "
 _COUNT = len(ARGUMENTS)
 
 
-def derivative(layer: Callable[..., Any], stages: Callable[..., Any]) -> Callable[..., Any]:
-    """Defines the ops for `moe_mlp_p`, which is `layer`; `stages` as `layer_rule` takes it.
+def derivative(
+    name: str, layer: Callable[..., Any], stages: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Defines the ops for the op `name`, which is `layer`; `stages` as `layer_rule` takes it.
 
-    Returns a function of primals and tangents of `moe_mlp_p` that returns the tangent of its y.
+    Returns a function of primals and tangents of `layer` that returns the tangent of its y.
     """
 
     def without_residual(*arrays: jax.Array, **params: Any) -> jax.Array:
@@ -56,7 +60,7 @@ def derivative(layer: Callable[..., Any], stages: Callable[..., Any]) -> Callabl
         return [None] * _COUNT + [next(grads) if is_asked else None for is_asked in asked]
 
     linear = _primitive.define(
-        "jaxmoe_moe_mlp_linear",
+        f"{name}_linear",
         out=lambda x, *_, **_params: [(x.shape, x.dtype)],
         xla=linear_xla,
         batch=functools.partial(_batch, linear_xla),
@@ -65,7 +69,7 @@ def derivative(layer: Callable[..., Any], stages: Callable[..., Any]) -> Callabl
         composed=True,
     )
     backward = _primitive.define(
-        "jaxmoe_moe_mlp_backward",
+        f"{name}_backward",
         out=lambda *avals, wrt, **_params: [(a.shape, a.dtype) for a in _named(avals, wrt)],
         xla=backward_xla,
         batch=functools.partial(_batch, backward_xla),

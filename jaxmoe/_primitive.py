@@ -91,9 +91,9 @@ class CudaTarget:
       operands: which arguments the call takes, in order; None for all.
       aliases: (avals, **params) -> operand of the call: the result that takes its memory. XLA
         copies an operand that is used elsewhere.
-      xla_splits: whether CUDA runs the pure JAX function in a program that XLA partitions (several
-        devices, outside of `jax.shard_map`). XLA would gather the operands of the call, and splits
-        the function as its arguments are. Known while lowering only, so not to `explain`.
+      xla_splits: whether CUDA runs the pure JAX function wherever XLA partitions the program over
+        some axes of a mesh. XLA would gather the operands of the call, and splits the function as
+        its arguments are. Known while lowering only, so not to `explain`.
     """
 
     target: str
@@ -157,6 +157,7 @@ def define(
     """Makes the primitives `name` and registers them in `OPS`. See the module docstring.
 
     `composed` says that `xla` calls other ops, which are CUDA's calls too, and there is no `cuda`.
+    Without `rule` CUDA runs `xla` too in a program of several devices that XLA divides.
     """
     op = Op(name, Primitive(name), Primitive(name), out, cuda, rule, xla if composed else None)
     xla_rule = functools.partial(_lower_xla, mlir.lower_fun(xla, multiple_results=True))
@@ -171,7 +172,7 @@ def define(
             ad.primitive_transposes[primitive] = functools.partial(_transpose, transpose)
     for lower, platform in ((xla_rule, None), (cuda_rule, "cuda")):
         mlir.register_lowering(op.local, lower, platform=platform)
-        divided = functools.partial(_lower_divided, op, lower)
+        divided = functools.partial(_lower_divided, op, xla_rule, lower)
         mlir.register_lowering(op.primitive, divided, platform=platform)
     if rule is not None or composed:
         prim_requires_devices_during_lowering.add(op.primitive)
@@ -273,8 +274,19 @@ def _abstract_eval(op: Op, /, *avals: Any, **params: Any) -> list[ShapedArray]:
 
 
 def _batch(rule: Callable[..., Any], args: Any, dims: Any, /, **params: Any) -> Any:
-    outs, out_dims = rule(tuple(args), tuple(dims), **params)
-    return list(outs), list(out_dims)
+    axes = _sharding.examples_axes(args, dims)
+    if not axes:
+        outs, out_dims = rule(tuple(args), tuple(dims), **params)
+        return list(outs), list(out_dims)
+
+    def of_own(*arrays: jax.Array) -> list[jax.Array]:
+        outs, out_dims = rule(arrays, fronts, **params)
+        return [move_batch_to_front(o, d) for o, d in zip(outs, out_dims, strict=True)]
+
+    fronts = tuple(None if d is None else 0 for d in dims)
+    arrays = [move_batch_to_front(a, d) for a, d in zip(args, dims, strict=True)]
+    outs = _sharding.over_examples(of_own, arrays, fronts, axes)
+    return outs, [0] * len(outs)
 
 
 def _jvp(op: Op, rule: Any, primals: Any, tangents: Any, /, **params: Any) -> Any:
@@ -322,9 +334,16 @@ def _partitioned(ctx: Any) -> bool:
     return axes.num_devices != 1
 
 
-def _lower_divided(op: Op, lower: Any, ctx: Any, /, *operands: Any, **params: Any) -> Any:
-    """Leaves an op that has a rule to XLA's partitioner, where that is what divides the program."""
+def _lower_divided(
+    op: Op, xla_rule: Any, lower: Any, ctx: Any, /, *operands: Any, **params: Any
+) -> Any:
+    """Leaves an op to XLA's partitioner, where that is what divides the program.
+
+    An op without a rule is its pure JAX function there: XLA would gather the operands of a call.
+    """
     axes = ctx.module_context.axis_context
+    if op.rule is None and _partitioned(ctx):
+        return xla_rule(ctx, *operands, **params)
     # Without a mesh that all of the program shares, a sharding has no names to be told by.
     mesh = getattr(axes, "abstract_mesh", None)
     if op.rule is None or mesh is None or axes.num_devices == 1 or not _sharding.is_auto(mesh):

@@ -251,6 +251,51 @@ def on_explicit_axes(
     return divided(*(parts[i] for i in there))
 
 
+def examples_axes(arrays: Sequence[jax.Array], dims: Sequence[int | None]) -> Axes:
+    """The Explicit mesh axes over which `dims`, those of a batch's examples, are split."""
+    for a, dim in zip(map(jax.typeof, arrays), dims, strict=True):
+        if dim is not None and (explicit := _explicit(a.sharding.mesh)):
+            axes = axes_of(a.sharding.spec, a.ndim)[dim]
+            if own := tuple(axis for axis in axes if axis in explicit):
+                return own
+    return ()
+
+
+def over_examples(
+    fn: Callable[..., Sequence[jax.Array]],
+    arrays: Sequence[jax.Array],
+    dims: Sequence[int | None],
+    axes: Axes,
+) -> Sequence[jax.Array]:
+    """Calls `fn` of a batch on each device along `axes`, for its own examples.
+
+    Those are axis 0 of the results and of the arrays that have a dim.
+    """
+    there = [i for i, a in enumerate(arrays) if a.size]  # see the note in on_explicit_axes
+    mesh = mesh_of([jax.typeof(a) for a in arrays])
+    count = math.prod(mesh.shape[axis] for axis in axes)
+
+    def empty(a: jax.Array, dim: int | None) -> jax.Array:
+        shape = a.shape if dim is None else (a.shape[0] // count, *a.shape[1:])
+        return jnp.zeros(shape, a.dtype)
+
+    def filled(*given: jax.Array) -> Sequence[jax.Array]:
+        rest = iter(given)
+        return fn(
+            *(next(rest) if a.size else empty(a, d) for a, d in zip(arrays, dims, strict=True))
+        )
+
+    place = lambda dim: PartitionSpec() if dim is None else PartitionSpec(axes)  # noqa: E731
+    divided = jax.shard_map(
+        filled,
+        mesh=None if mesh == jax.sharding.get_abstract_mesh() else mesh,
+        in_specs=tuple(place(dims[i]) for i in there),
+        out_specs=place(0),
+        axis_names=set(axes),
+    )
+    return divided(*(arrays[i] for i in there))
+
+
 def refuse_tokens(rule: Rule, call: Call, i: int, dim: int) -> None:
     """Raises if dimension `dim` of argument `i`, tokens of one order, is split over Explicit axes.
 

@@ -12,12 +12,13 @@ those of the gather and of `tgmm`.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxmoe import _gmm, _gmm_xla, _primitive
+from jaxmoe import _gmm, _gmm_sharding, _gmm_xla, _primitive
 from jaxmoe._heuristics import gmm_scratch_size, tgmm_cluster
 
 GATHERED = (None, "x", "dy")
@@ -42,7 +43,8 @@ def _take(operand: jax.Array, index: jax.Array) -> jax.Array:
     return jnp.take(operand, index, axis=0, mode="fill", fill_value=0)
 
 
-def _xla(
+def _in_two(
+    tgmm: Callable[..., Any],
     x: jax.Array,
     dy: jax.Array,
     starts: jax.Array,
@@ -54,68 +56,44 @@ def _xla(
     out_dtype: Any,
     precision: Any,
 ) -> tuple[jax.Array]:
+    """The gather and the sums apart, which can be transposed, batched and divided."""
     if gathered == "x":
         x = _take(x, row_index)
     elif gathered == "dy":
         dy = _take(dy, row_index)
-    (dw,) = _gmm_xla.tgmm_xla(
+    (dw,) = tgmm(
         x[None],
         dy[None],
         starts[None],
         sizes[None],
         weight_shape=(1, starts.shape[0]),
-        out_dtype=jnp.float32,
+        out_dtype=jnp.dtype("float32") if init.size else out_dtype,
         precision=precision,
     )
-    total = dw[0] + init.astype(jnp.float32) if init.size else dw[0]
-    return (total.astype(out_dtype),)
+    if not init.size:
+        return (dw[0],)
+    return ((dw[0] + init.astype(jnp.float32)).astype(out_dtype),)
 
 
 def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-    x, dy, starts, sizes, row_index, init = primals
+    x, dy, *index, init = primals
     tx, tdy, _, _, _, tinit = tangents
-    apart = functools.partial(_apart, starts, sizes, row_index, **params)
     terms: list[jax.Array] = []
+    apart = functools.partial(_in_two, _gmm.tgmm, **params)
     if tx is not None:
-        terms.append(apart(tx, dy))
+        terms += apart(tx, dy, *index, no_init(init.dtype))
     if tdy is not None:
-        terms.append(apart(x, tdy))
+        terms += apart(x, tdy, *index, no_init(init.dtype))
     if tinit is not None and init.size:
         terms.append(tinit)
     out = tgmm_rows(*primals, **params)
     return out, (functools.reduce(jnp.add, terms) if terms else None,)
 
 
-def _apart(
-    starts: jax.Array,
-    sizes: jax.Array,
-    row_index: jax.Array,
-    x: jax.Array,
-    dy: jax.Array,
-    *,
-    gathered: str | None,
-    out_dtype: Any,
-    precision: Any,
-) -> jax.Array:
-    """The gather and the sums as two ops, both of which can be transposed."""
-    if gathered == "x":
-        x = _take(x, row_index)
-    elif gathered == "dy":
-        dy = _take(dy, row_index)
-    (dw,) = _gmm.tgmm(
-        x[None],
-        dy[None],
-        starts[None],
-        sizes[None],
-        weight_shape=(1, starts.shape[0]),
-        out_dtype=out_dtype,
-        precision=precision,
-    )
-    return dw[0]
-
-
 def _batch(args: Any, dims: Any, **params: Any) -> Any:
-    return _primitive.one_by_one(tgmm_rows, args, dims, **params)
+    if params["gathered"] is not None:  # all rows would be copied at once
+        return _primitive.one_by_one(tgmm_rows, args, dims, **params)
+    return jax.vmap(functools.partial(_in_two, _gmm.tgmm, **params), dims)(*args), (0,)
 
 
 def _attrs(avals: Any, *, gathered: str | None, **_params: Any) -> dict[str, Any]:
@@ -141,10 +119,11 @@ def _aliases(avals: Any, **_params: Any) -> dict[int, int]:
 tgmm_rows = _primitive.define(
     "jaxmoe_tgmm_rows",
     out=_out,
-    xla=_xla,
+    xla=functools.partial(_in_two, _gmm_xla.tgmm_xla),
     batch=_batch,
     jvp=_jvp,
     cuda=_primitive.CudaTarget(
         "jaxmoe_tgmm_rows_v1", attrs=_attrs, scratch=_scratch, reason=_reason, aliases=_aliases
     ),
+    rule=_gmm_sharding.tgmm_rows_rule(lambda *arrays, **params: tgmm_rows(*arrays, **params)),
 )

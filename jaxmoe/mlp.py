@@ -22,7 +22,7 @@ from jaxmoe._mlp_checks import (
 )
 from jaxmoe._mlp_fp8 import moe_mlp_fp8_p, moe_mlp_fp8_rows_p, no_scale
 from jaxmoe._mlp_master import moe_mlp_master_p, moe_mlp_rows_master_p
-from jaxmoe._mlp_mixed import moe_mlp_mixed_p
+from jaxmoe._mlp_mixed import moe_mlp_mixed
 from jaxmoe.activation import GATE_UP_ORDERS, Activation, resolve
 from jaxmoe.finalize import ExpertRows, no_residual
 from jaxmoe.grouped_gemm import WEIGHT_LAYOUTS, check_num_rows, whole_k
@@ -316,7 +316,7 @@ def moe_mlp(
         return y
     shared = (w_gate_up, w_down, *biases, expert_map)
     if forward_format is not None:
-        op = functools.partial(moe_mlp_mixed_p, forward_format=forward_format)
+        op = functools.partial(moe_mlp_mixed, forward_format=forward_format)
     elif master_weights:
         op = moe_mlp_master_p if do_finalize else moe_mlp_rows_master_p
     else:

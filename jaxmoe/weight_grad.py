@@ -47,7 +47,7 @@ def grouped_gemm_weight_grad(
         default. Float32 is not rounded.
       accumulate_into: [E, K, N] (or [E, N, K]) in the dtype of the result: a gradient to add to.
         On CUDA the result takes its memory, if nothing else uses it: in a loop, a carry; as an
-        argument of a jitted function, one that is donated.
+        argument of a jitted function, one that is donated. Not under `vmap`.
       weight_layout: "kn" for a result [E, K, N], "nk" for [E, N, K].
 
     Returns:
@@ -60,7 +60,8 @@ def grouped_gemm_weight_grad(
 
     Numerics: float32 accumulation, `accumulate_into` included, and one rounding to the result's
       dtype. Groups without rows are exactly `accumulate_into`, or 0. Bitwise repeatable.
-    Sharding: K or N may be split; rows of one list of groups belong to one device.
+    Sharding: K, N or E may be split; the result is where `accumulate_into` is, which is not moved.
+      Rows of one list of groups belong to one device.
     Source: MegaBlocks, https://arxiv.org/abs/2211.15841 (the product with a sparse transpose).
 
     Example:

@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from jaxmoe import _targets, explain, moe_mlp, quantize
 from jaxmoe._testing import assert_equal
+from tests.sharding_programs import EXPLICIT, check_spec, close, compiled, make_mesh
 from tests.test_lowering import cuda_text, layer_structs
 from tests.test_mlp import run
 from tests.test_training import FEW, draw
@@ -46,6 +48,26 @@ def test_value_of_the_fp8_layer_gradients_of_the_plain_one(recompute):
         np.testing.assert_allclose(
             *(np.asarray(a, np.float32) for a in (got[name], gradient)), rtol=2e-2, atol=1e-3
         )
+
+
+def test_on_explicit_axes():
+    """Tokens over one axis and H of w_down over the other: as on one device."""
+    inputs = draw(FEW, 8, "uniform", "float32")
+    wave = jnp.sin(jnp.arange(8.0))[:, None]  # a cotangent that does not depend on the value
+
+    def fn(arrays):
+        def loss(w_down):
+            y = run(arrays | {"w_down": w_down}, forward_format="fp8_tensor")
+            return jnp.sum(y * wave), y
+
+        return jax.grad(loss, has_aux=True)(arrays["w_down"])
+
+    specs = dict.fromkeys(inputs, P("a")) | {"w_gate_up": P(), "w_down": P(None, None, "b")}
+    (gradient, y), text = compiled(fn, make_mesh(EXPLICIT, "a", "b"), inputs, specs)
+    close((gradient, y), jax.jit(fn)(inputs))
+    check_spec(y, P("a", "b"))
+    check_spec(gradient, specs["w_down"])
+    assert "f8e4m3fn" in text
 
 
 def test_cuda_runs_both_passes_on_the_kernels():

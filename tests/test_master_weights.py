@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxmoe import QuantizedArray, _targets, explain, moe_mlp, quantize
 from jaxmoe._testing import Layer, assert_equal, layer_inputs
+from tests.sharding_programs import AUTO, EXPLICIT, check_spec, compiled, make_mesh
 from tests.test_errors_mlp import LAYER as RIGHT
 from tests.test_errors_mlp import zeros
 from tests.test_lowering import calls, cuda_text, layer_structs, struct
@@ -88,6 +89,43 @@ def test_the_gradient_of_vmap_is_not_rounded_either():
             if equation.primitive.name == "convert_element_type":
                 (source,), (result,) = equation.invars, equation.outvars
                 assert result.aval.shape not in shapes or source.aval.dtype == jnp.float32
+
+
+def master_gradients(of_rows):
+    """A function of `draw(48)`: the gradients of the layer, or of some of its rows."""
+    ct = jnp.asarray(np.random.default_rng(1).integers(-1, 2, (48, 16)), jnp.float32)
+
+    def rows(arrays, **kwargs):
+        return run(arrays, do_finalize=False, **kwargs).rows[:48]
+
+    return lambda a: gradients(rows if of_rows else run, a, ct, master_weights=True)
+
+
+@functools.cache
+def on_one_device(of_rows):
+    return jax.jit(master_gradients(of_rows))(draw(48))
+
+
+ON_MESHES = {
+    "tokens, I": (AUTO, P("a"), P(None, None, "b"), P(None, "b")),
+    "tokens, H": (EXPLICIT, P("a"), P(None, "b"), P(None, None, "b")),
+    "I, H of the rows": (EXPLICIT, P(), P(None, None, "a"), P(None, "a", "b")),
+}
+
+
+@pytest.mark.parametrize("name", ON_MESHES)
+def test_gradients_on_a_mesh_are_not_rounded(name):
+    """To the bit those of one device, of the fused layer, of its two products or of its rows."""
+    kind, tokens, w_gate_up, w_down = ON_MESHES[name]
+    weights = {"w_gate_up": w_gate_up, "w_down": w_down}
+    biases = {f"b_{n[2:]}": P(spec[0], *spec[2:]) for n, spec in weights.items()}
+    fn = master_gradients("rows" in name)
+    specs = dict.fromkeys(draw(48), tokens) | weights | biases
+    got, _ = compiled(fn, make_mesh(kind, "a", "b"), draw(48), specs)
+    for n, want in on_one_device("rows" in name).items():
+        assert_equal(got[n], want)
+        check_spec(got[n], specs[n])
+        assert "rows" in name or (want.astype(jnp.bfloat16).astype(jnp.float32) != want).any()
 
 
 def masters_of(structs):

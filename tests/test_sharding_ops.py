@@ -1,5 +1,8 @@
 """The ops outside of the layer, divided over Auto and Explicit mesh axes."""
 
+import functools
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmoe
-from jaxmoe import grouped_gemm
+from jaxmoe import _targets, _tgmm_rows, grouped_gemm, grouped_gemm_weight_grad
 from jaxmoe._testing import normal
 from tests.sharding_programs import (
     AUTO,
@@ -18,6 +21,7 @@ from tests.sharding_programs import (
     collectives,
     compiled,
     documented,
+    entered,
     make_mesh,
     spec_text,
 )
@@ -68,6 +72,147 @@ def test_a_step_of_training_of_grouped_gemm():
     close((w, dx), step(product_arguments()))
     assert collectives(text) == "2 all-reduce"
     check_spec(w, P("a"))
+
+
+# lhs of [R,K], dy of [R,N] and accumulate_into of [E,K,N] -> collectives; split like the last one.
+WEIGHT_GRADIENTS = {
+    "K": (P(None, "a"), P(), P(None, "a"), "none"),
+    "N": (P(), P(None, "a"), P(None, None, "a"), "none"),
+    "E": (P(), P(), P("a"), "none"),
+    "E, N": (P(), P(None, "b"), P("a", None, "b"), "none"),
+    "E, lhs by columns": (P(None, "a"), P(), P("a"), "1 all-gather"),
+}
+
+
+def gradient_arguments():
+    arrays, rng = product_arguments(), np.random.default_rng(4)
+    shared = {"lhs": arrays["lhs"], "into": arrays["rhs"], "sizes": arrays["sizes"]}
+    return shared | {"dy": normal(rng, (24, 16))}
+
+
+def weight_gradient(a):
+    return grouped_gemm_weight_grad(a["lhs"], a["dy"], a["sizes"], accumulate_into=a["into"])
+
+
+@functools.cache
+def expected_weight_gradient():
+    return weight_gradient(gradient_arguments())
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (EXPLICIT, "K"),
+        (AUTO, "N"),
+        (AUTO, "E"),
+        (EXPLICIT, "E, N"),
+        (EXPLICIT, "E, lhs by columns"),
+    ],
+)
+def test_weight_gradient(kind, name):
+    """What is added to stays where it is, and so is the result."""
+    lhs, dy, into, wanted = WEIGHT_GRADIENTS[name]
+    mesh = make_mesh(kind, *(("a", "b") if "b" in into else ("a",)))
+    specs = {"lhs": lhs, "dy": dy, "into": into, "sizes": P()}
+    dw, text = compiled(weight_gradient, mesh, gradient_arguments(), specs)
+    close(dw, expected_weight_gradient())
+    assert collectives(text) == wanted
+    check_spec(dw, into)
+    assert documented(name, *map(spec_text, (lhs, dy, into)), wanted)
+
+
+def test_derivatives_of_a_weight_gradient():
+    """Each device has a part of the cotangents of the rows, which are added up."""
+
+    def gradients(a):
+        loss = lambda *args: jnp.sum(  # noqa: E731
+            jnp.sin(weight_gradient(dict(zip(names, args, strict=True)) | {"sizes": a["sizes"]}))
+        )
+        return jax.grad(loss, (0, 1, 2))(*(a[n] for n in names))
+
+    names = ("lhs", "dy", "into")
+    specs = {"lhs": P(), "dy": P(), "into": P("a"), "sizes": P()}
+    got, text = compiled(gradients, make_mesh(EXPLICIT, "a"), gradient_arguments(), specs)
+    close(got, jax.jit(gradients)(gradient_arguments()))
+    assert collectives(text) == "1 all-reduce"
+    check_spec(got[2], P("a"))
+
+
+def test_a_weight_gradient_of_gathered_rows():
+    def of_gathered(a):
+        starts = jnp.cumsum(a["sizes"]) - a["sizes"]
+        index = 23 - jnp.arange(24, dtype=jnp.int32)
+        params = {"gathered": "dy", "out_dtype": jnp.dtype("float32"), "precision": None}
+        arrays = (a["lhs"], a["dy"], starts, a["sizes"], index, a["into"])
+        return _tgmm_rows.tgmm_rows(*arrays, **params)[0]
+
+    specs = {"lhs": P(), "dy": P(None, "b"), "into": P("a"), "sizes": P()}
+    dw, text = compiled(of_gathered, make_mesh(AUTO, "a", "b"), gradient_arguments(), specs)
+    reversed_rows = gradient_arguments() | {"dy": gradient_arguments()["dy"][::-1]}
+    close(dw, weight_gradient(reversed_rows))
+    assert collectives(text) == "none"
+
+
+def test_rows_of_a_weight_gradient_are_of_one_device():
+    message = (
+        "jaxmoe.grouped_gemm_weight_grad: lhs or dy must not be split along its rows over Explicit "
+        "mesh axes (a), because their groups are those of all."
+    )
+    mesh = make_mesh(EXPLICIT, "a")
+    with jax.set_mesh(mesh):
+        rows = jax.device_put(gradient_arguments()["dy"], NamedSharding(mesh, P("a")))
+        with pytest.raises(NotImplementedError, match=re.escape(message)):
+            weight_gradient(gradient_arguments() | {"dy": rows})
+
+
+def test_examples_over_explicit_axes():
+    """Each device batches its own examples, whether they become one call or one after another."""
+
+    def one(x, ids, weights, w):
+        plan = jaxmoe.plan(ids, 8)
+        rows = jaxmoe.permute(x, plan)
+        y = jaxmoe.finalize(grouped_gemm(rows, w, plan.group_sizes), plan, weights)
+        shared = jaxmoe.quantize(w, "fp8_tensor", weight_layout="kn")
+        q = jaxmoe.quantize_tokens(x, "fp8_tensor")
+        tail = grouped_gemm(q, shared, jnp.full((8,), 1), preferred_element_type=jnp.float32)
+        return y, tail, grouped_gemm_weight_grad(rows, rows, plan.group_sizes)
+
+    def fn(a):
+        return jax.vmap(one, (0, 0, 0, None))(a["x"], a["ids"], a["weights"], a["w"])
+
+    rng = np.random.default_rng(5)
+    arrays = {"x": normal(rng, (4, 12, 8)), "w": normal(rng, (8, 8, 16))}
+    arrays["ids"] = jnp.asarray(rng.integers(0, 8, (4, 12, 1)), jnp.int32)
+    arrays["weights"] = normal(rng, (4, 12, 1))
+    specs = {n: P() if n == "w" else P("a") for n in arrays}
+    got, text = compiled(fn, make_mesh(EXPLICIT, "a"), arrays, specs)
+    close(got, jax.jit(fn)(arrays))
+    assert collectives(text) == "none"
+    check_spec(got[1], P("a"))
+
+
+def test_no_cuda_call_is_left_for_xla_to_gather_its_operands():
+    """On Auto axes every op is divided by a rule of its own, or made of ops that are."""
+
+    def loss(w1, w2, a):
+        routing = jaxmoe.Routing(a["ids"], jnp.ones((24, 2)))
+        out = jaxmoe.moe_mlp(a["x"], routing, w1, w2, do_finalize=False, master_weights=True)
+        sizes, rows = jnp.full((8,), 6), jax.lax.stop_gradient(out.rows)
+        added = grouped_gemm_weight_grad(rows, rows, sizes, accumulate_into=w1)
+        apart = added, jaxmoe.quantize_tokens(rows, "fp8_channel")
+        return jnp.sum(out.rows.astype(jnp.float32)), apart
+
+    shapes = {"x": ((24, 16), "bfloat16", P()), "ids": ((24, 2), "int32", P())}
+    weights = [((8, 16, 16), "float32", P("a")), ((8, 8, 16), "float32", P("a"))]
+    mesh = make_mesh(AUTO, "a")
+    struct = lambda shape, dtype, spec: jax.ShapeDtypeStruct(  # noqa: E731
+        shape, dtype, sharding=NamedSharding(mesh, spec)
+    )
+    args = (*(struct(*w) for w in weights), {n: struct(*s) for n, s in shapes.items()})
+    with entered(mesh), _targets.force_cuda_lowering():
+        traced = jax.jit(jax.grad(loss, (0, 1), has_aux=True)).trace(*args)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "CustomSPMDPartitioning" in text and "@jaxmoe_" not in text
 
 
 def test_other_ops():
