@@ -1,5 +1,6 @@
 """Every message of grouped_gemm and of the machinery around the ops, word for word."""
 
+import contextlib
 import re
 
 import jax
@@ -9,7 +10,6 @@ import numpy as np
 import pytest
 
 from jaxmoe import _primitive, explain, grouped_gemm
-from jaxmoe._tgmm_rows import no_index, no_init, tgmm_rows
 
 BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
 R, K, N, E = 6, 8, 16, 3
@@ -247,23 +247,8 @@ def test_more_rows_than_int32_counts_after_vmap_are_refused_on_cuda():
     )
 
 
-def test_explicitly_sharded_arguments_are_refused():
-    """By an op without a rule; for those with one see test_sharding.py."""
-    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
-    lhs = jax.device_put(GEMM["lhs"], jax.NamedSharding(mesh, jax.P("d")))
-    message = (
-        "jaxmoe_tgmm_rows: argument 0 is sharded over the Explicit mesh axes (d). Got "
-        "bfloat16[6@d,8]. Call it inside jax.shard_map over those axes, or replicate the argument "
-        "with jax.sharding.reshard."
-    )
-    sizes = GEMM["group_sizes"]
-    args = (lhs, GEMM["lhs"], sizes, sizes, no_index(), no_init(BF16))
-    params = {"gathered": None, "out_dtype": BF16, "precision": None}
-    with jax.set_mesh(mesh), pytest.raises(NotImplementedError, match=re.escape(message)):
-        tgmm_rows(*args, **params)
-
-
-def test_an_op_without_a_rule_is_not_differentiable():
+@contextlib.contextmanager
+def op_without_rules():
     halve = _primitive.define(
         "jaxmoe_test_halve",
         out=lambda x: [(x.shape, x.dtype)],
@@ -271,10 +256,29 @@ def test_an_op_without_a_rule_is_not_differentiable():
         batch=lambda args, dims: (halve(*args), dims),
     )
     try:
+        yield halve
+    finally:
+        del _primitive.OPS["jaxmoe_test_halve"]
+
+
+def test_explicitly_sharded_arguments_are_refused():
+    """By an op without a rule; for those with one see test_sharding.py."""
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
+    x = jax.device_put(GEMM["lhs"], jax.NamedSharding(mesh, jax.P("d")))
+    message = (
+        "jaxmoe_test_halve: argument 0 is sharded over the Explicit mesh axes (d). Got "
+        "bfloat16[6@d,8]. Call it inside jax.shard_map over those axes, or replicate the argument "
+        "with jax.sharding.reshard."
+    )
+    with op_without_rules() as halve, jax.set_mesh(mesh):
+        with pytest.raises(NotImplementedError, match=re.escape(message)):
+            halve(x)
+
+
+def test_an_op_without_a_rule_is_not_differentiable():
+    with op_without_rules() as halve:
         np.testing.assert_array_equal(halve(jnp.ones(2))[0], [0.5, 0.5])
         with pytest.raises(
             NotImplementedError, match="jaxmoe_test_halve: no differentiation rule."
         ):
             jax.grad(lambda x: jnp.sum(halve(x)[0]))(jnp.ones(2))
-    finally:
-        del _primitive.OPS["jaxmoe_test_halve"]
