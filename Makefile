@@ -20,7 +20,7 @@ demo: $(INSTALLED)  ## Run a whole layer on the devices there are, checked and t
 	@$(BIN)/python examples/demo.py
 
 test: $(INSTALLED)  ## Run the tests that need no GPU
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 $(ARGS)
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal $(ARGS)
 
 test-gpu: $(INSTALLED)  ## Run the tests that need one GPU
 	XLA_PYTHON_CLIENT_PREALLOCATE=false $(BIN)/python -m pytest -m gpu -n auto --maxprocesses 8 $(ARGS)

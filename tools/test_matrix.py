@@ -16,7 +16,18 @@ def run(name: str, specifier: str, arguments: list[str]) -> bool:
     pip_install(python, "--upgrade", *needed, f"jax{specifier}", f"jaxlib{specifier}")
     pip_install(python, "--no-deps", "--force-reinstall", str(wheel))
     print(f"== jax {name} ({specifier})", flush=True)
-    command = [str(python), "-m", "pytest", "-n", "auto", "--maxprocesses", "4", *arguments]
+    command = [
+        str(python),
+        "-m",
+        "pytest",
+        "-n",
+        "auto",
+        "--maxprocesses",
+        "4",
+        "--dist",
+        "worksteal",
+        *arguments,
+    ]
     return subprocess.run(command, cwd=ROOT, check=False).returncode == 0
 
 
