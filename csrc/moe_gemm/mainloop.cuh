@@ -5,6 +5,11 @@
 
 namespace jaxmoe {
 
+// A k step is four instructions. K-major: 32 bytes along the 128-byte row. MN-major: 16 rows of 128
+// bytes.
+template <class T>
+inline constexpr uint32_t kWeightAdvance = T::kMajor == cute::SM90::GMMA::Major::K ? 32 : 16 * 128;
+
 template <class T, int kN>
 __device__ __forceinline__ void RunKSteps(const SharedStorage<T>& smem,
                                           int num_k_steps,

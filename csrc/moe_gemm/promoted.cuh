@@ -64,35 +64,13 @@ __device__ __forceinline__ void Promote(const float4* scales,
   }
 }
 
-// Issues the products of a k step of one block.
-template <class T, int kN>
-__device__ __forceinline__ void IssueStep(uint64_t weights,
-                                          uint64_t tokens,
-                                          float (&part)[T::kWarpgroupTokens / 2]) {
+// Issues the four products of a k step of one block: multiply(i, offset), 32 bytes of k apart.
+template <int kSize, class Multiply>
+__device__ __forceinline__ void IssueStep(float (&part)[kSize], const Multiply& multiply) {
   ptx::FenceAccumulator(part);
   cute::warpgroup_arrive();
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const uint64_t a = ptx::MoveDescriptor(weights, i * kWeightAdvance<T>);
-    const uint64_t b = ptx::MoveDescriptor(tokens, i * 32);
-    ptx::Wgmma<typename T::Weight, kN, T::kMajor>(a, b, part, i > 0);
-  }
-  cute::warpgroup_commit_batch();
-  ptx::FenceAccumulator(part);
-}
-
-// The same, tokens on M.
-template <class T>
-__device__ __forceinline__ void IssueTokenMajorStep(uint64_t tokens,
-                                                    uint64_t weights,
-                                                    float (&part)[T::kWarpgroupRows / 2]) {
-  ptx::FenceAccumulator(part);
-  cute::warpgroup_arrive();
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    ptx::WgmmaTokensOnM<typename T::Weight>(
-        ptx::MoveDescriptor(tokens, i * 32), ptx::MoveDescriptor(weights, i * 32), part, i > 0);
-  }
+  for (int i = 0; i < 4; ++i) multiply(i, i * 32);
   cute::warpgroup_commit_batch();
   ptx::FenceAccumulator(part);
 }
@@ -125,9 +103,12 @@ __device__ __forceinline__ void RunPromotedKSteps(const SharedStorage<T>& smem,
     ptx::BarrierWait(smem.full(index), stage.parity);
 #pragma unroll
     for (int block = 0; block < 2; ++block) {
-      IssueStep<T, kN>(ptx::MoveDescriptor(weights0, at + block * T::kBlockBytes),
-                       ptx::MoveDescriptor(tokens0, at),
-                       part[block]);
+      const uint64_t weights = ptx::MoveDescriptor(weights0, at + block * T::kBlockBytes);
+      const uint64_t tokens = ptx::MoveDescriptor(tokens0, at);
+      IssueStep(part[block], [&](int i, uint32_t k) {
+        ptx::Wgmma<typename T::Weight, kN, T::kMajor>(
+            ptx::MoveDescriptor(weights, k), ptx::MoveDescriptor(tokens, k), part[block], i > 0);
+      });
     }
     const ScaleQueue<kN> queue(x);
     cute::warpgroup_wait<1>();
@@ -171,9 +152,12 @@ __device__ __forceinline__ void RunTokenMajorKSteps(const SharedStorage<T>& smem
 #pragma unroll
     for (int block = 0; block < 2; ++block) {
       if (64 * block < share.rows) {
-        IssueTokenMajorStep<T>(ptx::MoveDescriptor(tokens0, at + block * T::kBlockBytes),
-                               ptx::MoveDescriptor(weights0, at),
-                               part);
+        const uint64_t tokens = ptx::MoveDescriptor(tokens0, at + block * T::kBlockBytes);
+        const uint64_t weights = ptx::MoveDescriptor(weights0, at);
+        IssueStep(part, [&](int i, uint32_t k) {
+          ptx::WgmmaTokensOnM<typename T::Weight>(
+              ptx::MoveDescriptor(tokens, k), ptx::MoveDescriptor(weights, k), part, i > 0);
+        });
         const float x0 = x[64 * block];
         const float x1 = x[64 * block + 8];
         const float scale[2][2] = {{x0 * weight[0], x0 * weight[1]},

@@ -19,9 +19,4 @@ struct WarpgroupShare {
   bool gathered;  // threads wrote the rows of X, not the copy engine
 };
 
-// A k step is four instructions. K-major: 32 bytes along the 128-byte row. MN-major: 16 rows of 128
-// bytes.
-template <class T>
-inline constexpr uint32_t kWeightAdvance = T::kMajor == cute::SM90::GMMA::Major::K ? 32 : 16 * 128;
-
 }  // namespace jaxmoe
