@@ -1,4 +1,4 @@
-"""Turns results files into tables and a plot: `python -m benchmarks.report`."""
+"""Turns results files into tables and plots: `python -m benchmarks.report`."""
 
 import argparse
 import dataclasses
@@ -306,15 +306,17 @@ def floors(report: Report) -> dict[tuple[str, int], float]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Writes the sections of README and performance.md, the table of all rows, and the plot.
+    """Writes the sections of README and of two pages, the table of all rows, and the plots.
 
     Returns the exit status.
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
     parser.add_argument("--results", type=Path, default=ROOT / "results" / "h200")
     parser.add_argument("--readme", type=Path, default=ROOT.parent / "README.md")
-    parser.add_argument("--performance", type=Path, default=ROOT.parent / "docs" / "performance.md")
-    parser.add_argument("--plot", type=Path, default=ROOT.parent / "docs" / "img" / "layer.svg")
+    docs = ROOT.parent / "docs"
+    parser.add_argument("--performance", type=Path, default=docs / "performance.md")
+    parser.add_argument("--spread", type=Path, default=docs / "expert_parallel.md")
+    parser.add_argument("--plot", type=Path, default=docs / "img" / "layer.svg")
     args = parser.parse_args(arguments)
     report = load(args.results)
     if not report.points():
@@ -324,13 +326,18 @@ def main(arguments: list[str] | None = None) -> int:
     args.readme.write_text(replace_section(text, summary(report)), encoding="utf-8")
     (args.results / "README.md").write_text(details(report), encoding="utf-8")
     written = [args.readme, args.results / "README.md", args.plot]
-    if fp8 := report_fp8.details(report):
-        text = args.performance.read_text(encoding="utf-8")
-        args.performance.write_text(replace_section(text, fp8), encoding="utf-8")
-        written.append(args.performance)
-    from benchmarks import plot
+    sections = {args.performance: report_fp8.details(report), args.spread: report_ep.page(report)}
+    for page, section in sections.items():
+        if section:
+            text = page.read_text(encoding="utf-8")
+            page.write_text(replace_section(text, section), encoding="utf-8")
+            written.append(page)
+    from benchmarks import plot, plot_ep
 
     plot.write(report, floors(report), args.plot)
+    if spread := report_ep.points(report):
+        written.append(args.plot.with_name("expert_parallel.svg"))
+        plot_ep.write(spread, written[-1])
     print("wrote", *written)
     return 0
 

@@ -18,6 +18,7 @@ from typing import Any
 from benchmarks import bounds, timing
 
 _PROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
+_HOST_BOUND = "upper limit: launching takes as long"
 
 
 @dataclasses.dataclass
@@ -80,6 +81,11 @@ class Row:
     tflop_per_joule: float | None = None
     reason: str | None = None
 
+    @property
+    def host_bound(self) -> bool:
+        """Whether launching takes about as long as running, so that `us` is an upper limit."""
+        return self.reason == _HOST_BOUND
+
     def to_json(self) -> dict[str, Any]:
         """Returns the fields by name, floats cut to five significant digits."""
         values = {name.rstrip("_"): value for name, value in dataclasses.asdict(self).items()}
@@ -124,7 +130,7 @@ def with_time(
         sm_clock_mhz=measured.sm_clock_mhz,
         power_w=measured.power_w,
         tflop_per_joule=_per_joule(tflops, measured.power_w),
-        reason="upper limit: launching takes as long" if host_bound else None,
+        reason=_HOST_BOUND if host_bound else None,
     )
 
 

@@ -331,25 +331,65 @@ def test_experts_over_devices_are_checked_and_timed(tmp_path: Path) -> None:
     assert [entry.refusal for entry in refused] == [f"not run: 5 experts on {count} device(s)"]
 
 
-def test_report_has_a_table_of_experts_over_devices() -> None:
+def _spread() -> list[rows.Row]:
+    """Rows of suite `ep`, as if on two and on four devices."""
     base = rows.Row("ep", "moe_mlp", "qwen3-30b-a3b", 4096, "bf16", "forward", "", regime="burst")
 
     def row(impl: str, us: float, devices: int | None = 4, **fields: Any) -> rows.Row:
         return dataclasses.replace(base, impl=impl, us=us, devices=devices, **fields)
 
-    found = [
+    limit = {"tokens": 1, "reason": "upper limit: launching takes as long"}
+    return [
         row(ep.ALONE, 600.0, None),
         row(ep.LOCAL, 640.0),
         row(ep.variant("all_gather", 1), 1000.0, sent_gbps=100.0),
         row(ep.variant("all_gather", 2), 900.0, sent_gbps=110.0),
         row(ep.variant("all_to_all", 1), 1200.0),
-        row(ep.variant("all_to_all", 1), 1100.0, 2),
+        row(ep.variant("all_to_all", 1), 540.0, 2),
         row("xla[all_gather+psum_scatter]", 350.0, op="collectives", sent_gbps=290.0),
+        row(ep.ALONE, 30.0, None, tokens=1),
+        row(ep.variant("all_gather", 1), 120.0, **limit),
     ]
-    text = report_ep.summary(report.Report([], found, {}))
+
+
+def test_report_has_a_table_of_experts_over_devices() -> None:
+    text = report_ep.summary(report.Report([], _spread(), {}))
     four = "| qwen3-30b-a3b | 4 | 4096 | 600 | 640 | 900 | 1200 | all_gather/2 | 1.50 | 260 | 110 |"
     assert f"{four} 290 |" in text
-    assert (
-        "| qwen3-30b-a3b | 2 | 4096 | 600 | - | - | 1100 | all_to_all | 1.83 | - | - | - |" in text
-    )
-    assert "ragged_dot" not in text and report_ep.summary(report.Report([], [], {})) == ""
+    two = "| qwen3-30b-a3b | 2 | 4096 | 600 | - | - | 540 | all_to_all | 0.90 | - | - | - |"
+    assert two in text
+    empty = report.Report([], [], {})
+    assert "ragged_dot" not in text and report_ep.summary(empty) == report_ep.page(empty) == ""
+
+
+def test_report_says_and_draws_where_spreading_pays(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from benchmarks import plot_ep
+
+    layer = dataclasses.replace(_spread()[0], suite="layer", impl="jaxmoe")
+    header = dict.fromkeys("device driver cuda jax commit command date".split(), "x")
+    content = {"header": header, "rows": [row.to_json() for row in (layer, *_spread())]}
+    (tmp_path / "ep.json").write_text(json.dumps(content))
+    pages = [tmp_path / name for name in ("readme.md", "performance.md", "spread.md")]
+    for path in pages:
+        path.write_text(f"before\n{report.BEGIN}\n{report.END}\nafter\n")
+    names = ("--readme", "--performance", "--spread")
+    arguments = [str(part) for pair in zip(names, pages, strict=True) for part in pair]
+    arguments += ["--results", str(tmp_path), "--plot", str(tmp_path / "img" / "layer.svg")]
+    assert report.main(arguments) == 0
+    text = pages[2].read_text()
+    assert "| tokens | one GPU | 2 GPUs | to one | 4 GPUs | part | bare | to one |" in text
+    assert "| qwen3-30b-a3b | 1 | 30.0 | - | - | 120† | - | - | 4.00 |" in text
+    assert "| qwen3-30b-a3b | 4096 | 600 | 540 | 0.90 | 900 | 640 | 350 | 1.50 |" in text
+    assert "as many tokens: qwen3-30b-a3b on 4 GPUs at 1, 4096.\n" in text  # not on 2
+    assert pages[1].read_text().count("\n") == 4  # no FP8 was measured
+    points = report_ep.points(report.load(tmp_path))
+    four = [point for point in points if point.devices == 4]
+    assert plot_ep.series(four, lambda p: p.best) == [(1, 4.0), (4096, 1.5)]
+    assert plot_ep.series(four, lambda p: p.local) == [(4096, pytest.approx(640 / 600))]
+    drawn = (tmp_path / "img" / "expert_parallel.svg").read_bytes()
+    labels = (b"2 GPUs", b"4 GPUs, without communication", b"an upper limit")
+    assert all(label in drawn for label in labels)
+    assert b"2 GPUs, without communication" not in drawn
+    plot_ep.write(points, tmp_path / "again.svg")
+    assert (tmp_path / "again.svg").read_bytes() == drawn

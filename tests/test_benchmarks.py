@@ -373,6 +373,8 @@ def test_report_needs_markers() -> None:
 
 
 def test_published_numbers_come_from_committed_results() -> None:
+    from benchmarks import report_ep
+
     readme = ROOT / "README.md"
     folder = ROOT / "benchmarks" / "results" / "h200"
     text = readme.read_text(encoding="utf-8") if readme.is_file() else ""
@@ -382,6 +384,10 @@ def test_published_numbers_come_from_committed_results() -> None:
         return
     section = report.summary(loaded) if loaded.points() else None
     assert section is None or report.replace_section(text, section) == text
-    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
-    tables = report_fp8.details(loaded)
-    assert not tables or report.replace_section(page, tables) == page
+    pages = {
+        "performance.md": report_fp8.details(loaded),
+        "expert_parallel.md": report_ep.page(loaded),
+    }
+    for name, tables in pages.items():
+        page = (ROOT / "docs" / name).read_text(encoding="utf-8")
+        assert not tables or report.replace_section(page, tables) == page
