@@ -58,15 +58,22 @@ def run(
     for first in range(0, num_chunks * size, size):
         part = functools.partial(_rows, first=first, size=size)
         own = None if residual is None else part(residual)
-        y, dropped = _chunk(s, experts, _part(x, part), part(slots), part(routing.weights), own)
+        y, dropped = _chunk(s, experts, _part(x, part), part(slots), part(routing.weights), own, ys)
         ys.append(y)
         lost += dropped
     return ys[0] if len(ys) == 1 else jnp.concatenate(ys), lost
 
 
 def _chunk(
-    s: Setup, experts: Any, x: Any, slots: jax.Array, weights: jax.Array, residual: Any
+    s: Setup,
+    experts: Any,
+    x: Any,
+    slots: jax.Array,
+    weights: jax.Array,
+    residual: Any,
+    before: list[jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
+    """Computes one chunk; `before` are the results of those before it."""
     payload = _pack(x, slots, weights)
     added = None if s.tensor_axis else residual
     with jax.named_scope(f"dispatch_{s.dispatch}"):
@@ -78,6 +85,9 @@ def _chunk(
             exchange = _ep_exchange.ragged if s.dispatch == "ragged" else _ep_exchange.all_to_all
             out = exchange(payload, added, s.axis, slots, s.num_local, s.capacity)
     y = experts(_unpack(out.rows, x, slots.shape[1]), slots.shape[0])
+    if before:
+        # Or XLA makes one collective of the sums of all chunks, which then waits for the last.
+        y, before[-1] = jax.lax.optimization_barrier((y, before[-1]))
     with jax.named_scope(f"combine_{s.dispatch}"):
         y = out.combine(y)
         if s.tensor_axis:

@@ -121,10 +121,11 @@ def test_chains_are_long_enough_to_hide_launches_and_short_enough_for_a_burst() 
 
 
 class Sleeper:
-    """Pretends to run: every execution takes `seconds`, all of it in `wait`."""
+    """Pretends to run: an execution takes `seconds`, a batch `start` more, all of it in `wait`."""
 
-    def __init__(self, name: str, seconds: float, log: list[str]):
+    def __init__(self, name: str, seconds: float, log: list[str], start: float = 0.0):
         self.layers = 4
+        self._start = start
         self._name, self._seconds, self._log, self._pending = name, seconds, log, 0
 
     def launch(self, count: int) -> None:
@@ -132,7 +133,7 @@ class Sleeper:
         self._pending += count
 
     def wait(self) -> None:
-        timing.time.sleep(self._pending * self._seconds)
+        timing.time.sleep(self._start + self._pending * self._seconds)
         self._pending = 0
 
 
@@ -145,6 +146,12 @@ def test_bursts_rotate_and_divide_by_layers() -> None:
     assert measured["a"].us_p10 <= measured["a"].us <= measured["a"].us_p90
     batches = "".join(log)[-16:]  # two launches a batch: the warm-up and the timed ones
     assert batches == "aabb" + "bbaa" + "aabb" + "bbaa"
+
+
+def test_bursts_can_leave_out_how_a_batch_starts() -> None:
+    pace = timing.Pace(5, idle_s=0.0, batch_s=0.04, cap_s=10.0, less_start=True)
+    late = {"a": Sleeper("a", 0.004, [], start=0.02)}
+    assert timing.bursts(late, pace)["a"].us == pytest.approx(1000.0, rel=0.25)
 
 
 def test_percentile_interpolates() -> None:

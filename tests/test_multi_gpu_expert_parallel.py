@@ -1,6 +1,7 @@
 """expert_parallel on two GPUs or more: every way to spread experts, in bf16, gradients and FP8."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -122,6 +123,13 @@ def test_values_and_gradients(shape, options, kind):
     got = jax.device_get(run(a, ct))
     want, naive = expected(kind)
     jax.tree.map(assert_close, got, want, naive)
+
+
+def test_sums_of_chunks_are_sent_apart():
+    """One collective for all of them would wait for the last chunk."""
+    call = functools.partial(split, dispatch="all_gather", num_chunks=2)
+    program = jax.jit(call).lower(inputs("uniform")[0]).compile().as_text()
+    assert len(re.findall(r" reduce-scatter(-start)?\(", program)) == 2
 
 
 def test_ragged_has_the_bits_of_all_to_all():

@@ -6,7 +6,9 @@ pieces. `collectives` are the bare ones that move the same bytes.
 
 A chain as in suite `layer` would gather the same tokens in every layer, which XLA does once. Here
 the tokens of a layer are a slice of 2 T rows, whose place depends on the layer and, through a zero,
-on the result of the one before: a copy of T rows that every implementation pays.
+on all chunks of the result of the one before: a copy of T rows that every implementation pays. What
+a device computes alone takes no part in it: its tokens lie there, all n T, and its layers wait for
+each other through the routing weights.
 """
 
 import dataclasses
@@ -133,11 +135,16 @@ def put(value: Any, spec: P) -> Any:
     return jax.device_put(value, NamedSharding(mesh(), spec))
 
 
+def _zero(y: jax.Array) -> jax.Array:
+    """A float32 that is not known before any chunk of `y` is."""
+    rows = y[:: max(1, y.shape[0] // max(CHUNKS)), 0].astype(jnp.float32)
+    return jax.lax.optimization_barrier(jnp.sum(jnp.nan_to_num(rows) * 0.0))
+
+
 def _slice(tokens: jax.Array, layer: jax.Array, y: jax.Array) -> jax.Array:
     """Half of the tokens, from a place that is not known before `y` is."""
     count = tokens.shape[0] // 2
-    zero = jnp.nan_to_num(y[0, 0].astype(jnp.float32)) * 0.0
-    at = layer % jnp.int32(count) + jax.lax.optimization_barrier(zero).astype(jnp.int32)
+    at = layer % jnp.int32(count) + _zero(y).astype(jnp.int32)
     return jax.lax.dynamic_slice_in_dim(tokens, at, count)
 
 
@@ -173,9 +180,9 @@ def _local_call(model: Layer) -> Call:
     def call(x: jax.Array, r: Routed, w: Weights, y: jax.Array) -> jax.Array:
         first = jax.lax.axis_index(AXIS) * w.w_down.shape[0]
         here = jnp.arange(model.num_experts, dtype=jnp.int32) - first
-        routing = jaxmoe.Routing(r.expert_ids, r.weights)
+        routing = jaxmoe.Routing(r.expert_ids, r.weights + _zero(y))
         own = _options(model, w)
-        return jaxmoe.moe_mlp(x, routing, w.w_gate_up, w.w_down, expert_map=here, residual=y, **own)
+        return jaxmoe.moe_mlp(x, routing, w.w_gate_up, w.w_down, expert_map=here, **own)
 
     return call
 
@@ -213,7 +220,7 @@ def _step(call: Call, specs: Any) -> Callable[..., jax.Array]:
 
     def step(many: jax.Array, item: Any, w: Weights, y: jax.Array) -> jax.Array:
         r, layer = item
-        return call(_slice(many, layer, y), r, w, y)
+        return call(many if specs is _WHOLE else _slice(many, layer, y), r, w, y)
 
     return _split(step, specs) if specs else step
 
@@ -260,7 +267,9 @@ def _spread_entry(
         rows = wide.num_tokens * (1 if specs is _SPLIT else spread.count)
         y = put(jnp.zeros((rows, model.hidden), jnp.bfloat16), P(AXIS))
         items = _items(wide.routings(count), per_token)
-        inputs = (put(spread.tokens(), per_token), items, tuple(weights()))
+        many = spread.tokens()
+        many = many[: wide.num_tokens] if specs is _WHOLE else many
+        inputs = (put(many, per_token), items, tuple(weights()))
         return chain.Chain(_program(_step(call, specs), graphs), y, inputs, count)
 
     def check() -> float:

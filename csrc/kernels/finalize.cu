@@ -8,9 +8,7 @@ namespace jaxmoe {
 namespace {
 
 template <typename T, int kSize, int kUnroll>
-cudaError_t LaunchFinalizeSized(const FinalizeParams& p, cudaStream_t stream) {
-  int sm_count = 0;
-  JAXMOE_RETURN_IF_CUDA_ERROR(GetSmCount(&sm_count));
+cudaError_t LaunchFinalizeSized(const FinalizeParams& p, int sm_count, cudaStream_t stream) {
   int64_t row_pieces = p.hidden / kSize;
   int64_t pieces = p.num_tokens * row_pieces;
   // Small problems: small blocks, over as many SMs as possible.
@@ -30,14 +28,19 @@ cudaError_t LaunchFinalizeSized(const FinalizeParams& p, cudaStream_t stream) {
 
 template <typename T>
 cudaError_t LaunchFinalizeType(const FinalizeParams& p, cudaStream_t stream) {
+  int sm_count = 0;
+  JAXMOE_RETURN_IF_CUDA_ERROR(GetSmCount(&sm_count));
   uintptr_t bits = reinterpret_cast<uintptr_t>(p.rows) | reinterpret_cast<uintptr_t>(p.residual) |
                    reinterpret_cast<uintptr_t>(p.y) |
                    static_cast<uintptr_t>(p.hidden * static_cast<int64_t>(sizeof(T)));
   constexpr int kSize = 16 / sizeof(T);
-  if (bits % 16 != 0) return LaunchFinalizeSized<T, 1, 8>(p, stream);
-  if (p.top_k <= 2) return LaunchFinalizeSized<T, kSize, 2>(p, stream);
-  if (p.top_k <= 4) return LaunchFinalizeSized<T, kSize, 4>(p, stream);
-  return LaunchFinalizeSized<T, kSize, 8>(p, stream);
+  if (bits % 16 != 0) return LaunchFinalizeSized<T, 1, 8>(p, sm_count, stream);
+  if (p.top_k <= 2) return LaunchFinalizeSized<T, kSize, 2>(p, sm_count, stream);
+  // Eight loads of a thread are the shorter trip while all threads run at once.
+  int64_t at_once = int64_t{FinalizeBlocksPerSm(8)} * kFinalizeMaxThreads * sm_count;
+  bool many = p.num_tokens * (p.hidden / kSize) > at_once;
+  if (p.top_k <= 4 || many) return LaunchFinalizeSized<T, kSize, 4>(p, sm_count, stream);
+  return LaunchFinalizeSized<T, kSize, 8>(p, sm_count, stream);
 }
 
 }  // namespace

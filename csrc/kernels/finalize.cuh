@@ -4,11 +4,14 @@
 //   first, residual last, one rounding. Slots outside [0,R) are skipped, so that whatever their row
 //   or weight would be (NaN too) cannot reach the sum.
 // Threads: one per 16-byte piece of a row of y (one per element where rows are not such multiples),
-//   flattened over (t, piece). Row loads in flight a thread: 2, 4 or 8 by K, with fewer registers
-//   and so more threads for the small ones: 48 to 96 KiB an SM. No shared memory.
-// Bytes: (R + T) H s plus T H s of a residual; at 4.3 TB/s qwen3 T = 4096 35 us (measured 40), T =
-//   16384 140 (143), deepseek 123 (128), gpt-oss 27 (38 with 8 loads and 24 warps an SM; 32
-//   predicted with 4 and 40). At T <= 64 the time is three dependent trips to memory: 2 us.
+//   flattened over (t, piece). Row loads in flight a thread: 2 or 4 by K, with fewer registers and
+//   so more threads for 2: 48 to 96 KiB an SM; 8 where that lets one wave of threads end sooner. A
+//   device with a part of the experts has few rows of a token, and more threads count then more
+//   than loads of one: with 2 of 8, T = 16384 and qwen3 86 us with 8 loads, 68 with 4. No shared
+//   memory.
+// Bytes: (R + T) H s plus T H s of a residual; at 4.3 TB/s qwen3 T = 4096 35 us (measured 41; 44
+//   with 8 loads), T = 16384 140 (150; 162), deepseek 123 (131; 140), gpt-oss 27 (33). At T <= 64
+//   the time is three dependent trips to memory: 2 us.
 // Why this shape: a block per token leaves most SMs idle at T = 1; scatter with atomics would save
 //   the read of rows and lose the order of the sum.
 #pragma once

@@ -59,8 +59,17 @@ __global__ void __launch_bounds__(kPlanCountThreads)
     int width = min(kPlanWindow, v.local_experts - window);
     for (int e = threadIdx.x; e < width; e += kPlanCountThreads) counts[e] = 0;
     __syncthreads();
-    CountSlots(
-        params, v, c.first_row, c.end_row, c.end_row, c.end_row, window, width, counts, counts);
+    CountSlots(params,
+               v,
+               nullptr,
+               c.first_row,
+               c.end_row,
+               c.end_row,
+               c.end_row,
+               window,
+               width,
+               counts,
+               counts);
     __syncthreads();
     for (int e = threadIdx.x; e < width; e += kPlanCountThreads) table[window + e] = counts[e];
     __syncthreads();

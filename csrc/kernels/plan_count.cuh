@@ -13,6 +13,7 @@ namespace jaxmoe {
 // threads of the block call it.
 __device__ __forceinline__ void CountSlots(const PlanParams& p,
                                            const PlanView& v,
+                                           const int* staged,
                                            unsigned begin,
                                            unsigned end,
                                            unsigned hole_begin,
@@ -31,7 +32,7 @@ __device__ __forceinline__ void CountSlots(const PlanParams& p,
       id[i] = at < end ? __ldcg(v.expert_ids + row) : kPlanNoExpert;
     }
 #pragma unroll
-    for (int i = 0; i < kUnroll; ++i) id[i] = LocalExpert(p, id[i]);
+    for (int i = 0; i < kUnroll; ++i) id[i] = LocalExpert(p, id[i], staged);
 #pragma unroll
     for (int i = 0; i < kUnroll; ++i) {
       unsigned column = id[i] - window;  // of kPlanNoExpert: more than any
@@ -45,6 +46,7 @@ __device__ __forceinline__ void CountSlots(const PlanParams& p,
 template <bool kMapped>
 __device__ __forceinline__ void CountQuads(const PlanParams& p,
                                            const int4* quads,
+                                           const int* staged,
                                            unsigned begin,
                                            unsigned end,
                                            unsigned hole_begin,
@@ -71,18 +73,20 @@ __device__ __forceinline__ void CountQuads(const PlanParams& p,
       const int id[4] = {quad[i].x, quad[i].y, quad[i].z, quad[i].w};
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        unsigned column = LocalExpertOf<kMapped>(p, id[j]) - window;
+        unsigned column = LocalExpertOf<kMapped>(p, id[j], staged) - window;
         atomicAdd(column < static_cast<unsigned>(width) ? counts + column : &nowhere, 1);
       }
     }
   }
 }
 
-// Counts this block's share, as one of kBlocks, of the slots outside of their chunks.
+// Counts this block's share, as one of kBlocks, of the slots outside of their chunks. `staged`: see
+// LocalExpertOf.
 template <unsigned kBlocks>
 __device__ __forceinline__ void CountShare(const PlanParams& p,
                                            const PlanView& v,
                                            const PlanShape& shape,
+                                           const int* staged,
                                            int chunk,
                                            int member,
                                            int window,
@@ -101,15 +105,15 @@ __device__ __forceinline__ void CountShare(const PlanParams& p,
   unsigned last = min(first + share, quads);
   auto* ids = reinterpret_cast<const int4*>(v.expert_ids);
   if (p.expert_map != nullptr) {
-    CountQuads<true>(p, ids, first, last, begin / 4, end / 4, window, width, low, high);
+    CountQuads<true>(p, ids, staged, first, last, begin / 4, end / 4, window, width, low, high);
   } else {
-    CountQuads<false>(p, ids, first, last, begin / 4, end / 4, window, width, low, high);
+    CountQuads<false>(p, ids, staged, first, last, begin / 4, end / 4, window, width, low, high);
   }
   unsigned rest = others - 4 * quads;
   share = (rest + kBlocks - 1) / kBlocks;
   first = others - rest + member * share;
   last = min(first + share, others);
-  CountSlots(p, v, first, last, begin, end, window, width, low, high);
+  CountSlots(p, v, staged, first, last, begin, end, window, width, low, high);
 }
 
 // Thread e gets the sums of the column window + e of the table: of the rows before those of

@@ -151,6 +151,10 @@ __device__ __forceinline__ void PlaceSlots(const PlanParams& params,
   constexpr bool kCluster = kTotals == PlanTotals::kCluster;
   constexpr bool kOne = PlanTells(kTotals);  // tile, and window
   __shared__ int warp_sums[kWarpSize];
+  __shared__ int staged_map[kShared ? kPlanStagedExperts : 1];
+  const bool stages = kShared && params.expert_map != nullptr &&  //
+                      params.num_experts <= kPlanStagedExperts;
+  const int* staged = stages ? staged_map : nullptr;
   int* base = scratch.base;
   int* sums = scratch.sums;
   uint16_t* counts = scratch.counts;
@@ -193,19 +197,24 @@ __device__ __forceinline__ void PlaceSlots(const PlanParams& params,
       for (int i = threadIdx.x; i < count_words; i += blockDim.x) {
         reinterpret_cast<uint32_t*>(counts)[i] = 0;
       }
+      if constexpr (kShared) {
+        for (int i = threadIdx.x; stages && i < params.num_experts; i += blockDim.x) {
+          staged_map[i] = __ldcg(params.expert_map + i);
+        }
+      }
       if constexpr (kDirect || kShared) {
         if (e < width) low[e] = high[e] = 0;
       }
       __syncthreads();
       if (kShared || (kDirect && shape.chunks > 1)) {
         constexpr unsigned kBlocks = kShared ? kPlanSharedBlocks : 1;
-        CountShare<kBlocks>(params, v, shape, c.chunk, member, window, width, low, high);
+        CountShare<kBlocks>(params, v, shape, staged, c.chunk, member, window, width, low, high);
       }
       if (has_rows) {
         int column[kPlanTileIters];
 #pragma unroll
         for (int i = 0; i < kPlanTileIters; ++i) {
-          expert[i] = LocalExpert(params, expert[i]);
+          expert[i] = LocalExpert(params, expert[i], staged);
           bool placed = expert[i] >= window && expert[i] - window < width;
           column[i] = placed ? expert[i] - window : width;
         }

@@ -15,6 +15,7 @@ inline constexpr int kPlanTileIters = 2;  // slots a lane holds
 inline constexpr int kPlanTileRows = kPlanTileIters * kPlanMaxThreads;
 inline constexpr int kPlanWindow = 1024;     // experts at a time; thread e takes the e-th of them
 inline constexpr int kPlanSharedBlocks = 8;  // that count ids for each other
+inline constexpr int kPlanStagedExperts = 1024;  // of a map that is copied to shared memory
 static_assert(kPlanWindow <= kPlanMaxThreads, "one thread an expert");
 static_assert(kPlanSharedExperts <= kPlanWindow, "blocks tell each other of one window");
 static_assert(kPlanSharedRows <= 128 * kPlanTileRows, "and of one tile");

@@ -18,7 +18,7 @@ cudaError_t LaunchRows(const QuantizeParams& p,
                        cudaStream_t stream) {
   constexpr int64_t kMaxWarps = kQuantMaxThreads / 32;
   constexpr int64_t kWarpPieces = 32 * kQuantPieces;
-  constexpr int64_t kUsualWarps = 8;  // of a block of short rows
+  constexpr int64_t kUsualWarps = 4;  // of a block of short rows: small ones end at many times
   int sm_count = 0;
   JAXMOE_RETURN_IF_CUDA_ERROR(GetSmCount(&sm_count));
   int64_t rows = p.batch * p.rows;

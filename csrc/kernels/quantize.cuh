@@ -56,15 +56,81 @@ __device__ __forceinline__ int64_t ValidRows(const QuantizeParams& p) {
   return count < 0 ? 0 : count < p.rows ? count : p.rows;
 }
 
-// Largest finite |x| of a piece, as bits.
+// Magnitudes are compared as integers, without their signs: two of 16 bits in a word, or one of 32.
 template <typename T>
-__device__ __forceinline__ unsigned LargestBits(uint4 bits) {
-  float values[kPieceSize<T>];
-  Piece<T, kPieceSize<T>>::Unpack(bits, values);
-  unsigned largest = 0;
+struct Magnitude {
+  static constexpr bool kPairs = sizeof(T) == 2;
+  static constexpr uint32_t kInfinity = std::is_same_v<T, float>           ? 0x7f800000u
+                                        : std::is_same_v<T, __nv_bfloat16> ? 0x7f807f80u
+                                                                           : 0x7c007c00u;
+  static constexpr uint32_t kNoSign = kPairs ? 0x7fff7fffu : 0x7fffffffu;
+
+  static __device__ __forceinline__ uint32_t Max(uint32_t a, uint32_t b) {
+    return kPairs ? __vmaxu2(a, b) : max(a, b);
+  }
+
+  static __device__ __forceinline__ uint32_t Finite(uint32_t word) {
+    if constexpr (kPairs) {
+      return word & __vcmpltu2(word, kInfinity);
+    } else {
+      return word < kInfinity ? word : 0u;
+    }
+  }
+
+  static __device__ __forceinline__ bool AllFinite(uint32_t word) { return Finite(word) == word; }
+
+  // Largest of a piece; infinities and NaNs are larger than all others.
+  template <bool kOnlyFinite>
+  static __device__ __forceinline__ uint32_t OfPiece(uint4 bits) {
+    const uint32_t words[4] = {bits.x, bits.y, bits.z, bits.w};
+    uint32_t largest = 0;
 #pragma unroll
-  for (int i = 0; i < kPieceSize<T>; ++i) largest = max(largest, FiniteMagnitude(values[i]));
-  return largest;
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t word = words[i] & kNoSign;
+      largest = Max(largest, kOnlyFinite ? Finite(word) : word);
+    }
+    return largest;
+  }
+
+  // The same as the bits of a float. `half`: which of a pair.
+  static __device__ __forceinline__ unsigned ToFloat(uint32_t word, unsigned half) {
+    if constexpr (!kPairs) {
+      return word;
+    } else {
+      const uint16_t bits = static_cast<uint16_t>(half ? word >> 16 : word);
+      if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+        return static_cast<unsigned>(bits) << 16;
+      } else {
+        return __float_as_uint(__half2float(__half(__half_raw{bits})));
+      }
+    }
+  }
+};
+
+// Largest finite |x| of each piece. Values that are not finite are rare: only where there are some
+// does a thread look at each.
+template <typename T, int kCount>
+__device__ __forceinline__ void LargestOfEach(const uint4 (&bits)[kCount],
+                                              uint32_t (&largest)[kCount]) {
+  uint32_t all = 0;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    largest[i] = Magnitude<T>::template OfPiece<false>(bits[i]);
+    all = Magnitude<T>::Max(all, largest[i]);
+  }
+  if (Magnitude<T>::AllFinite(all)) return;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) largest[i] = Magnitude<T>::template OfPiece<true>(bits[i]);
+}
+
+// Largest finite |x| of several pieces, as the bits of a float.
+template <typename T, int kCount>
+__device__ __forceinline__ unsigned LargestBits(const uint4 (&bits)[kCount]) {
+  uint32_t largest[kCount];
+  LargestOfEach<T>(bits, largest);
+#pragma unroll
+  for (int i = 1; i < kCount; ++i) largest[0] = Magnitude<T>::Max(largest[0], largest[i]);
+  return max(Magnitude<T>::ToFloat(largest[0], 0), Magnitude<T>::ToFloat(largest[0], 1));
 }
 
 __device__ __forceinline__ float DynamicScale(const QuantizeParams& p, unsigned largest) {
@@ -131,6 +197,62 @@ __device__ __forceinline__ void LoadPieces(
   }
 }
 
+// 1 / scale of the groups in which a thread's pieces lie; writes their scales. A group is in kLanes
+// lanes: each of the first of them divides for one piece, and the others get its result.
+template <typename T>
+__device__ __forceinline__ void InversesOfGroups(const QuantizeParams& p,
+                                                 const uint4 (&bits)[kQuantPieces],
+                                                 unsigned first,
+                                                 unsigned row,
+                                                 unsigned row_pieces,
+                                                 unsigned end,
+                                                 float (&inverses)[kQuantPieces]) {
+  constexpr unsigned kLanes = kGroupLanes<T>;
+  constexpr unsigned kAll = 0xffffffffu;
+  const unsigned lane = threadIdx.x % kLanes;
+  const unsigned mine = lane % kQuantPieces;
+  const unsigned piece = first - lane + mine * blockDim.x;  // first of the group
+  const int64_t group =
+      static_cast<int64_t>(row) * ((row_pieces + kLanes - 1) / kLanes) + piece / kLanes;
+  float scale = 0.0f;
+  if (p.static_scales != nullptr) {
+    if (piece < end) scale = StaticScale(__ldcg(p.static_scales + group));
+  } else {
+    constexpr int kPerWord = 4 / sizeof(T);
+    uint32_t each[kQuantPieces];
+    uint32_t largest[kQuantPieces / kPerWord];
+    LargestOfEach<T>(bits, each);
+#pragma unroll
+    for (int i = 0; i < kQuantPieces; i += kPerWord) {
+      if constexpr (kPerWord == 1) {
+        largest[i] = each[i];
+      } else {  // one of each pair; its larger half
+        largest[i / 2] = __vmaxu2(__byte_perm(each[i], each[i + 1], 0x5410),
+                                  __byte_perm(each[i], each[i + 1], 0x7632));
+      }
+    }
+#pragma unroll
+    for (unsigned offset = kLanes / 2; offset > 0; offset /= 2) {
+#pragma unroll
+      for (uint32_t& word : largest) {
+        word = Magnitude<T>::Max(word, __shfl_xor_sync(kAll, word, offset));
+      }
+    }
+    uint32_t word = largest[0];
+#pragma unroll
+    for (int i = kPerWord; i < kQuantPieces; i += kPerWord) {
+      if (mine >= i) word = largest[i / kPerWord];
+    }
+    scale = DynamicScale(p, Magnitude<T>::ToFloat(word, mine % kPerWord));
+  }
+  if (lane < kQuantPieces && piece < end) p.scales[group] = scale;
+  const float inverse = __frcp_rn(scale);
+#pragma unroll
+  for (int i = 0; i < kQuantPieces; ++i) {
+    inverses[i] = __shfl_sync(kAll, inverse, i, kLanes);
+  }
+}
+
 // Threads: x a multiple of 32, those of a row; y rows of the block. Grid: all rows of all entries.
 // num_partials: maxima of each entry in p.partial (kTensor).
 template <typename T, QuantFormat kFormat>
@@ -172,8 +294,7 @@ __global__ void __launch_bounds__(kQuantMaxThreads) QuantizeRowsKernel(QuantizeP
   if (kFormat == QuantFormat::kRow && !is_static) {
     for (unsigned at = threadIdx.x; at < first; at += chunk_pieces) {
       LoadPieces(bits, x, at, blockDim.x, end);
-#pragma unroll
-      for (int i = 0; i < kQuantPieces; ++i) largest = max(largest, LargestBits<T>(bits[i]));
+      largest = max(largest, LargestBits<T>(bits));
     }
   }
   LoadPieces(bits, x, first, blockDim.x, end);
@@ -186,8 +307,7 @@ __global__ void __launch_bounds__(kQuantMaxThreads) QuantizeRowsKernel(QuantizeP
       if (exists) scale = StaticScale(__ldcg(p.static_scales + index_of_scale));
     } else {
       if constexpr (kFormat == QuantFormat::kRow) {
-#pragma unroll
-        for (int i = 0; i < kQuantPieces; ++i) largest = max(largest, LargestBits<T>(bits[i]));
+        largest = max(largest, LargestBits<T>(bits));
       } else {
         const float* partial = p.partial + static_cast<int64_t>(entry) * num_partials;
         for (unsigned i = threadIdx.x; i < num_partials; i += blockDim.x) {
@@ -208,28 +328,14 @@ __global__ void __launch_bounds__(kQuantMaxThreads) QuantizeRowsKernel(QuantizeP
   const unsigned num_out_rows = static_cast<unsigned>(p.num_out_rows);
   Fp8Piece<T>* values = static_cast<Fp8Piece<T>*>(p.values);
   while (true) {
+    float inverses[kQuantPieces];
+    if constexpr (kFormat == QuantFormat::kGroup) {
+      InversesOfGroups<T>(p, bits, first, row, row_pieces, end, inverses);
+    }
     Fp8Piece<T> out[kQuantPieces];
 #pragma unroll
     for (int i = 0; i < kQuantPieces; ++i) {
-      if constexpr (kFormat == QuantFormat::kGroup) {
-        constexpr unsigned kLanes = kGroupLanes<T>;
-        const unsigned piece = first + i * blockDim.x;
-        const int64_t group =
-            static_cast<int64_t>(row) * ((row_pieces + kLanes - 1) / kLanes) + piece / kLanes;
-        float scale = 0.0f;
-        if (is_static) {
-          if (piece < end) scale = StaticScale(__ldcg(p.static_scales + group));
-        } else {
-          largest = LargestBits<T>(bits[i]);
-#pragma unroll
-          for (int offset = kLanes / 2; offset > 0; offset /= 2) {
-            largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
-          }
-          scale = DynamicScale(p, largest);
-        }
-        inverse = __frcp_rn(scale);
-        if (piece < end && piece % kLanes == 0) p.scales[group] = scale;
-      }
+      if constexpr (kFormat == QuantFormat::kGroup) inverse = inverses[i];
       out[i] = ToFp8Piece<T>(bits[i], inverse, p.element);
     }
     for (unsigned k = 0; k < top_k; ++k) {
@@ -268,7 +374,6 @@ __global__ void __launch_bounds__(16 * kGroupLanes<T>)
   const int64_t offset = static_cast<int64_t>(entry) * p.rows * row_pieces + piece;
   const uint4* x = static_cast<const uint4*>(p.x) + offset;
   uint4 bits[kQuantBlockPieces];
-  unsigned largest = 0;
 #pragma unroll
   for (int i = 0; i < kQuantBlockPieces; ++i) {
     const int64_t row = first + i * 16 + threadIdx.x / kLanes;
@@ -279,9 +384,7 @@ __global__ void __launch_bounds__(16 * kGroupLanes<T>)
   if (p.static_scales != nullptr) {
     scale = StaticScale(__ldcg(p.static_scales + blockIdx.x));
   } else {
-#pragma unroll
-    for (int i = 0; i < kQuantBlockPieces; ++i) largest = max(largest, LargestBits<T>(bits[i]));
-    scale = DynamicScale(p, MaxOverWarps(largest, 0, blockDim.x / 32, shared));
+    scale = DynamicScale(p, MaxOverWarps(LargestBits<T>(bits), 0, blockDim.x / 32, shared));
   }
   const float inverse = __frcp_rn(scale);
   if (threadIdx.x == 0) p.scales[blockIdx.x] = scale;
@@ -316,10 +419,7 @@ __global__ void __launch_bounds__(kQuantMaxThreads)
   if (p.static_scales != nullptr) {
     scale = StaticScale(__ldcg(p.static_scales + entry));
   } else {
-    unsigned largest = 0;
-#pragma unroll
-    for (int i = 0; i < kQuantPieces; ++i) largest = max(largest, LargestBits<T>(bits[i]));
-    largest = MaxOverWarps(largest, 0, blockDim.x / 32, shared);
+    unsigned largest = MaxOverWarps(LargestBits<T>(bits), 0, blockDim.x / 32, shared);
     if (num_blocks > 1) {
       if (threadIdx.x == 0) largest_of_block = largest;
       cluster.sync();
@@ -363,8 +463,7 @@ __global__ void __launch_bounds__(kQuantMaxThreadsOfParts, 2)
                threadIdx.x,
                blockDim.x,
                static_cast<unsigned>(left < block_pieces ? left : block_pieces));
-#pragma unroll
-    for (int i = 0; i < kQuantPieces; ++i) largest = max(largest, LargestBits<T>(bits[i]));
+    largest = max(largest, LargestBits<T>(bits));
   }
   largest = MaxOverWarps(largest, 0, blockDim.x / 32, shared);
   if (threadIdx.x == 0) p.partial[blockIdx.x] = __uint_as_float(largest);
