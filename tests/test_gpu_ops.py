@@ -97,6 +97,27 @@ def test_plan_in_chunks_and_windows(kind, num_tokens, num_experts, top_k):
     _check_plan(expert_ids(kind, rng, num_tokens, num_experts, top_k), num_experts)
 
 
+@pytest.mark.parametrize(
+    "num_experts", [300, 1024, 1025]
+)  # the last map stays outside
+@pytest.mark.parametrize("num_tokens", [5, 700, 4203, 70000])
+def test_plan_with_a_map(num_tokens, num_experts):
+    _check_plan_with_a_map(num_tokens, num_experts)
+
+
+def _check_plan_with_a_map(num_tokens, num_experts, num_local=40):
+    rng = np.random.default_rng([num_tokens, num_experts])
+    ids = _garbage_indices(rng, (num_tokens, 2), num_experts)
+    table = _garbage_indices(rng, (num_experts,), num_local)
+    known = (ids >= 0) & (ids < num_experts)
+    local = np.where(known, table[np.where(known, ids, 0)], -1)
+    poison((ids.size,), jnp.int32)
+    sizes = {"num_experts": num_experts, "num_local_experts": num_local}
+    got = _plan(jnp.asarray(ids), **sizes, expert_map=jnp.asarray(table))
+    arrays = got.expert_offsets, got.row_to_token, got.slot_to_row
+    jax.tree.map(assert_equal, arrays, _sorted_slots(local, num_local))
+
+
 @pytest.mark.parametrize("num_tokens", [40, 1400, 3000, 3001])
 def test_vmapped_plan_is_one_call(num_tokens):
     rng = np.random.default_rng(num_tokens)
@@ -203,6 +224,7 @@ def _check_finalize(num_tokens, top_k, hidden, dtype, residual):
         (33, 3, 2880),  # four loads in flight, one of them of no row
         (33, 5, 2880),  # eight loads in flight, three of them of no row
         (500, 8, 512),  # a block of threads covers several tokens
+        (900, 9, 1024),  # more threads than run at once with eight loads: four, four and one
         (50, 9, 72),  # a second round of one load
         (40, 22, 96),
         (21, 4, 7),  # rows that are no multiple of 16 bytes
@@ -279,6 +301,12 @@ def test_every_op_runs_its_kernel():
 def test_sanitize_plan(num_tokens, num_experts):
     rng = np.random.default_rng(num_tokens)
     _check_plan(_garbage_indices(rng, (num_tokens, 2), num_experts), num_experts)
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize(("num_tokens", "num_experts"), [(11, 50), (4203, 300), (4203, 1025)])
+def test_sanitize_plan_with_a_map(num_tokens, num_experts):
+    _check_plan_with_a_map(num_tokens, num_experts)
 
 
 @pytest.mark.sanitizer
