@@ -97,9 +97,7 @@ def test_plan_in_chunks_and_windows(kind, num_tokens, num_experts, top_k):
     _check_plan(expert_ids(kind, rng, num_tokens, num_experts, top_k), num_experts)
 
 
-@pytest.mark.parametrize(
-    "num_experts", [300, 1024, 1025]
-)  # the last map stays outside
+@pytest.mark.parametrize("num_experts", [300, 1024, 1025])  # the last map stays outside
 @pytest.mark.parametrize("num_tokens", [5, 700, 4203, 70000])
 def test_plan_with_a_map(num_tokens, num_experts):
     _check_plan_with_a_map(num_tokens, num_experts)
