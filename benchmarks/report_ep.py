@@ -99,7 +99,7 @@ def summary(report: "Report") -> str:
 
 def _row(point: Point) -> list[str]:
     def ways(dispatch: str) -> Row | None:
-        return point.find(*(ep.variant(dispatch, chunks) for chunks in ep.CHUNKS))
+        return point.find(*(name for name, v in ep.VARIANTS.items() if v.dispatch == dispatch))
 
     alone, local, best, bare = point.alone, point.local, point.best, point.bare
     found = [ways(dispatch) for dispatch in ep.DISPATCHES]

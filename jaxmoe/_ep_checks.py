@@ -37,6 +37,7 @@ class Setup:
       format: of the quantized weights, None for plain ones.
       quantizes: whether tokens are quantized before they are sent.
       tensor_axis: the mesh axis that splits I, "" for none.
+      own_apart: whether a device's own tokens are computed apart from the others'.
     """
 
     axis: Axis
@@ -47,6 +48,7 @@ class Setup:
     format: str | None
     quantizes: bool
     tensor_axis: str
+    own_apart: bool
 
 
 def check_all(
@@ -60,6 +62,7 @@ def check_all(
     dispatch: Any,
     capacity_factor: Any,
     num_chunks: Any,
+    own_apart: Any,
     num_experts: Any,
     expert_map: Any,
     dispatch_format: Any,
@@ -101,6 +104,9 @@ def check_all(
     name = _dispatch(
         dispatch, tokens, capacity_factor, x, per_chunk, top_k, size, 1 if one_byte else None
     )
+    if own_apart and name != "all_gather":
+        rule = f"own_apart=True needs dispatch 'all_gather', and this is {name!r}"
+        raise ValueError(_checks.message(OP, rule, x=x))
     return Setup(
         Axis(
             axis_name,
@@ -115,6 +121,7 @@ def check_all(
         format,
         quantizes,
         tensor_axis or "",
+        bool(own_apart),
     )
 
 

@@ -52,13 +52,21 @@ def run(
     if s.tensor_axis:
         options = _bias_once(options, s.tensor_axis)
     experts = functools.partial(_experts, s, weights=weights, x_scale=x_scale, options=options)
+    own = None
+    if s.own_apart:
+        with jax.named_scope("own_tokens"):
+            # A device has about 1/n of its own tokens' choices.
+            own = experts((x, slots, routing.weights), slots.shape[0] // s.axis.size)
+        slots = jnp.where(slots // s.num_local == s.axis.index, -1, slots)
     ys: list[jax.Array] = []
     lost = jnp.int32(0)
     size = slots.shape[0] // num_chunks
     for first in range(0, num_chunks * size, size):
         part = functools.partial(_rows, first=first, size=size)
-        own = None if residual is None else part(residual)
-        y, dropped = _chunk(s, experts, _part(x, part), part(slots), part(routing.weights), own, ys)
+        own_part = None if own is None else part(own)
+        added = None if residual is None else part(residual)
+        sent = _part(x, part), part(slots), part(routing.weights)
+        y, dropped = _chunk(s, experts, *sent, own_part, added, ys)
         ys.append(y)
         lost += dropped
     return ys[0] if len(ys) == 1 else jnp.concatenate(ys), lost
@@ -70,12 +78,15 @@ def _chunk(
     x: Any,
     slots: jax.Array,
     weights: jax.Array,
-    residual: Any,
+    own: jax.Array | None,
+    residual: jax.Array | None,
     before: list[jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes one chunk; `before` are the results of those before it."""
+    """Computes one chunk. `own`: this device's part of it; `before`: results of earlier chunks."""
     payload = _pack(x, slots, weights)
     added = None if s.tensor_axis else residual
+    if own is not None:
+        added = own if added is None else _ep_exchange.plus(own, added, jnp.float32)
     with jax.named_scope(f"dispatch_{s.dispatch}"):
         if s.dispatch == "replicated":
             out = _ep_exchange.replicated(payload, added, s.axis)

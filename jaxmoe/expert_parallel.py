@@ -27,6 +27,7 @@ def moe_mlp(
     dispatch: str = "auto",
     capacity_factor: float | None = None,
     num_chunks: int = 1,
+    own_apart: bool = False,
     num_experts: int | None = None,
     expert_map: jax.Array | np.ndarray | None = None,
     dispatch_format: str | None = None,
@@ -65,6 +66,9 @@ def moe_mlp(
         has room for everything.
       num_chunks: tokens are split in so many parts, so that the collectives of one can run while
         another is computed. Divides T. Experts are read from memory once for each.
+      own_apart: whether a device computes apart what its own experts make of its own tokens: that
+        waits for nobody, so XLA can have it done while a collective runs. all_gather only; one
+        more read of the experts.
       num_experts: number of global experts E; by default n * E_local, or that of `expert_map`.
         Smaller where the experts do not divide, and the last ones in the arrays are padding.
       expert_map: [n, E] int32, the same on every device: row d holds the local id of each expert on
@@ -100,8 +104,9 @@ def moe_mlp(
     Numerics: each device adds up its experts' rows of a token in float32 in k order and rounds
       once. all_to_all and ragged add these parts in float32 in the order of devices and round once,
       so they agree to the bit with each other; all_gather adds in `sum_dtype`, in an order that
-      XLA chooses. With K = 1 every way has the bits of a single device. In fp8_tensor a dynamic
-      scale of the intermediate is made of the rows of one device.
+      XLA chooses, and with own_apart the device's own part in float32 after that. With K = 1 every
+      way has the bits of a single device. In fp8_tensor a dynamic scale of the intermediate is made
+      of the rows of one device, with num_chunks and own_apart of one part of them.
     Sharding: call it where `axis_name` and `tensor_axis` are manual axes; any other axis may split
       tokens (data parallelism), each part for itself. Differentiable in everything that
       `jaxmoe.moe_mlp` is, with check_vma on and off.
@@ -133,6 +138,7 @@ def moe_mlp(
         dispatch=dispatch,
         capacity_factor=capacity_factor,
         num_chunks=num_chunks,
+        own_apart=own_apart,
         num_experts=num_experts,
         expert_map=expert_map,
         dispatch_format=dispatch_format,

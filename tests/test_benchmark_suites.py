@@ -310,7 +310,7 @@ def test_dense_training_is_products_of_equal_flops() -> None:
 
 def test_experts_over_devices_are_checked_and_timed(tmp_path: Path) -> None:
     path = tmp_path / "ep.json"
-    name = ep.variant("all_gather", 1)
+    name = ep.Variant("all_gather", 1).name
     command = f"--suite ep --models wide --tokens 2 --skew uniform --repeats 3 --json {path}"
     assert run.main([*command.split(), "--impl", f"{name},xla[all_to_all]"]) == 0
     found = {r.impl: r for r in map(rows.Row.from_json, json.loads(path.read_text())["rows"])}
@@ -323,7 +323,7 @@ def test_experts_over_devices_are_checked_and_timed(tmp_path: Path) -> None:
     assert found[name].devices == count and "GB/s sent" in rows.line(found[name])
     case = Case(wide, 2, "uniform", 1, weight_sets(wide, 0))
     every = {entry.impl: entry for entry in ep.entries(case)}
-    assert set(every) == set(ep.IMPLS) - {ep.variant(m, 4) for m in ep.DISPATCHES}
+    assert set(every) == set(ep.IMPLS) - {ep.Variant(m, 4).name for m in ep.DISPATCHES}
     check = every[ep.LOCAL].check  # of the sum of what each device computes by itself
     assert check is not None and 0.0 < check() < 1e-2
     assert "no ragged_all_to_all here" in (every[ep.ragged_ep.NAME].refusal or "")
@@ -342,13 +342,13 @@ def _spread() -> list[rows.Row]:
     return [
         row(ep.ALONE, 600.0, None),
         row(ep.LOCAL, 640.0),
-        row(ep.variant("all_gather", 1), 1000.0, sent_gbps=100.0),
-        row(ep.variant("all_gather", 2), 900.0, sent_gbps=110.0),
-        row(ep.variant("all_to_all", 1), 1200.0),
-        row(ep.variant("all_to_all", 1), 540.0, 2),
+        row(ep.Variant("all_gather", 1).name, 1000.0, sent_gbps=100.0),
+        row(ep.Variant("all_gather", 2).name, 900.0, sent_gbps=110.0),
+        row(ep.Variant("all_to_all", 1).name, 1200.0),
+        row(ep.Variant("all_to_all", 1).name, 540.0, 2),
         row("xla[all_gather+psum_scatter]", 350.0, op="collectives", sent_gbps=290.0),
         row(ep.ALONE, 30.0, None, tokens=1),
-        row(ep.variant("all_gather", 1), 120.0, **limit),
+        row(ep.Variant("all_gather", 1).name, 120.0, **limit),
     ]
 
 

@@ -126,7 +126,7 @@ def one_device(ids, a):
     [
         (EIGHT, {"dispatch": "all_to_all", "num_chunks": 2}),
         (DATA, {"dispatch": "ragged"}),
-        (TENSOR, {"dispatch": "all_gather"}),
+        (TENSOR, {"dispatch": "all_gather", "own_apart": True, "num_chunks": 2}),
         (EIGHT, {"tokens": "replicated", "master_weights": True}),
     ],
     ids=str,
@@ -180,7 +180,9 @@ def test_ways_that_add_in_the_same_order_have_the_same_bits():
     assert_equal(got, run(ids, EIGHT, arrays(), dispatch="all_to_all", num_chunks=2)[0])
     ids, one = ids[:, :1], {**arrays(), "weights": arrays()["weights"][:, :1]}
     want = jax.jit(one_device)(ids, one)
-    assert_equal(run(ids, EIGHT, one, gradients=False, dispatch="all_gather"), want)
+    for own_apart in (False, True):
+        options = {"dispatch": "all_gather", "own_apart": own_apart}
+        assert_equal(run(ids, EIGHT, one, gradients=False, **options), want)
 
 
 def test_experts_that_do_not_divide_and_copies_of_hot_ones():

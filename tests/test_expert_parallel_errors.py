@@ -56,6 +56,11 @@ INSIDE = [
     ({"capacity_factor": float("inf")}, ValueError, "capacity_factor=inf"),
     ({"capacity_factor": "all"}, TypeError, "capacity_factor must be a Python float"),
     ({"num_chunks": 0}, ValueError, "num_chunks=0 must be at least 1"),
+    (
+        {"own_apart": True, "dispatch": "all_to_all"},
+        ValueError,
+        "own_apart=True needs dispatch 'all_gather', and this is 'all_to_all'",
+    ),
     ({"num_chunks": 3}, ValueError, "x.shape[0]=2 must be a multiple of num_chunks=3"),
     ({"num_experts": 9}, ValueError, "num_experts=9 must be in [1, 8]; the 4 devices of axis"),
     ({"num_experts": 1}, ValueError, "top_k=2 (routing.expert_ids.shape[1]) must be in [1, 1]"),

@@ -104,6 +104,7 @@ def _reference(a, dtype):
 WAYS = [
     ((), {"dispatch": "all_gather"}),
     ((), {"dispatch": "all_gather", "sum_dtype": "float32", "num_chunks": 2}),
+    ((), {"dispatch": "all_gather", "own_apart": True, "num_chunks": 2}),
     ((), {"dispatch": "all_to_all"}),
     ((), {"dispatch": "all_to_all", "num_chunks": 3}),
     ((), {"dispatch": "ragged"}),

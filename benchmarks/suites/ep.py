@@ -14,7 +14,7 @@ each other through the routing weights.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,15 +43,26 @@ IN_GRAPHS = "+graphs"
 MOST_GRAPH_TOKENS = 64
 
 
-def variant(dispatch: str, chunks: int) -> str:
-    """Returns the name of an implementation."""
-    return f"jaxmoe[ep_{dispatch}]" if chunks == 1 else f"jaxmoe[ep_{dispatch}/{chunks}]"
+class Variant(NamedTuple):
+    """A way to spread a layer."""
+
+    dispatch: str
+    chunks: int
+    own_apart: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name of the implementation: `jaxmoe[ep_all_gather+own/2]`."""
+        own = "+own" if self.own_apart else ""
+        return f"jaxmoe[ep_{self.dispatch}{own}{f'/{self.chunks}' if self.chunks > 1 else ''}]"
 
 
-VARIANTS = {variant(d, c): (d, c) for d in DISPATCHES for c in CHUNKS}
+_VARIANTS = [Variant(d, c) for d in DISPATCHES for c in CHUNKS]
+_VARIANTS.append(Variant("all_gather", 1, own_apart=True))
+VARIANTS = {v.name: v for v in _VARIANTS}
 IMPLS = (
     *(*VARIANTS, LOCAL, ALONE, ragged_ep.NAME),
-    *(name + IN_GRAPHS for name in (variant("all_gather", 1), LOCAL)),
+    *(name + IN_GRAPHS for name in (Variant("all_gather", 1).name, LOCAL)),
     *(f"xla[{name}]" for name in collectives.NAMES),
 )
 
@@ -74,7 +85,8 @@ def entries(case: Case) -> list[Entry]:
     out += [_local(spread), _alone(spread), _ragged(spread)]
     out += [_collective(spread, name) for name in collectives.NAMES]
     if case.num_tokens <= MOST_GRAPH_TOKENS:
-        out += [_in_graphs(_variant(spread, variant("all_gather", 1))), _in_graphs(_local(spread))]
+        whole = _variant(spread, Variant("all_gather", 1).name)
+        out += [_in_graphs(whole), _in_graphs(_local(spread))]
     return out
 
 
@@ -83,7 +95,7 @@ def _nothing(_count: int) -> chain.Chain:
 
 
 def _divides(case: Case, impl: str) -> bool:
-    return case.num_tokens % VARIANTS[impl][1] == 0
+    return case.num_tokens % VARIANTS[impl].chunks == 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +169,7 @@ Call = Callable[[jax.Array, Routed, Weights, jax.Array], jax.Array]
 
 @functools.cache
 def _ep_call(model: Layer, impl: str) -> Call:
-    dispatch, chunks = VARIANTS[impl]
+    way = VARIANTS[impl]
 
     def call(x: jax.Array, r: Routed, w: Weights, y: jax.Array) -> jax.Array:
         return expert_parallel.moe_mlp(  # pyright: ignore[reportReturnType]
@@ -166,8 +178,9 @@ def _ep_call(model: Layer, impl: str) -> Call:
             w.w_gate_up,
             w.w_down,
             axis_name=AXIS,
-            dispatch=dispatch,
-            num_chunks=chunks,
+            dispatch=way.dispatch,
+            num_chunks=way.chunks,
+            own_apart=way.own_apart,
             residual=y,
             **_options(model, w),
         )
@@ -301,7 +314,7 @@ def _spread_entry(
 
 def _variant(spread: Spread, impl: str) -> Entry:
     call = _ep_call(spread.case.model, impl)
-    return _spread_entry(spread, impl, call, _SPLIT, spread.sent(VARIANTS[impl][0]))
+    return _spread_entry(spread, impl, call, _SPLIT, spread.sent(VARIANTS[impl].dispatch))
 
 
 def _local(spread: Spread) -> Entry:
