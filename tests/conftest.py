@@ -24,7 +24,8 @@ def pytest_configure(config: pytest.Config) -> None:
         jax.config.update("jax_platforms", "cpu")
         # Most of the time goes into LLVM's passes over programs that run once.
         flags = os.environ.get("XLA_FLAGS", "")
-        os.environ["XLA_FLAGS"] = f"{flags} --xla_backend_optimization_level=0".strip()
+        quick = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+        os.environ["XLA_FLAGS"] = f"{flags} {quick}".strip()
         # Programs that did not change are not compiled again by the next run or another worker.
         jax.config.update("jax_compilation_cache_dir", str(config.rootpath / "build" / "jax_cache"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

@@ -59,7 +59,7 @@ def widen(tree):
     def one(a):
         if not isinstance(a, jax.Array):
             return a
-        return a.astype(jnp.int64 if a.dtype == jnp.int32 else jnp.float64)
+        return jnp.asarray(np.asarray(a).astype("int64" if a.dtype == jnp.int32 else "float64"))
 
     return jax.tree.map(one, tree)
 

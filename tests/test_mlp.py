@@ -51,7 +51,8 @@ def check(inputs, **kwargs):
     assert out.dtype == dtype
     if dtype == jnp.float32:
         with jax.enable_x64(True):
-            wide = {n: a if n == "expert_ids" else a.astype("float64") for n, a in inputs.items()}
+            wide = {n: jnp.asarray(np.float64(a)) for n, a in inputs.items() if n != "expert_ids"}
+            wide = inputs | wide
             want, naive = map(np.asarray, expected(wide, jnp.float64, jnp.float32, **kwargs))
     else:
         want, naive = expected(inputs, jnp.float32, dtype, **kwargs)

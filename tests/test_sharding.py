@@ -131,10 +131,15 @@ titles = pytest.mark.parametrize("row", ROWS, ids=[row.title for row in ROWS])
 
 
 @functools.cache
-def arguments():
+def _drawn():
     rng = np.random.default_rng(0)
     inputs = layer_inputs(LAYER, NUM_TOKENS, "with_invalid", rng, jnp.float32)
-    return inputs | {"residual": normal(rng, inputs["x"].shape)}
+    return jax.tree.map(np.asarray, inputs | {"residual": normal(rng, inputs["x"].shape)})
+
+
+def arguments():
+    """Arrays of the mesh around the caller: those of one mesh are refused on another."""
+    return jax.tree.map(jnp.asarray, _drawn())
 
 
 def layer(arrays, gate_up):

@@ -59,7 +59,8 @@ def check(inputs, fn=run, given=None, **kwargs):
 
     ours, naive = jax.jit(both)(inputs)
     with jax.enable_x64(True):
-        wide = {n: a if n in INTEGERS else a.astype("float64") for n, a in inputs.items()}
+        wide = {n: jnp.asarray(np.float64(a)) for n, a in inputs.items() if n not in INTEGERS}
+        wide = inputs | wide
         want = jax.jit(lambda i: expected(i, jnp.float64))(wide)
         want = jax.tree.map(np.asarray, want)
     jax.tree.map(assert_close, ours, want, naive)
