@@ -98,7 +98,9 @@ def _chunk(
     y = experts(_unpack(out.rows, x, slots.shape[1]), slots.shape[0])
     if before:
         # Or XLA makes one collective of the sums of all chunks, which then waits for the last.
-        y, before[-1] = jax.lax.optimization_barrier((y, before[-1]))
+        y, held = jax.lax.optimization_barrier((y, before[-1]))
+        if jax.typeof(held) == jax.typeof(before[-1]):  # older JAX: varies over the axes of y too
+            before[-1] = held
     with jax.named_scope(f"combine_{s.dispatch}"):
         y = out.combine(y)
         if s.tensor_axis:
