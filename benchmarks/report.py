@@ -73,8 +73,11 @@ def load(folder: Path, peers: Path | None = None) -> Report:
     newest: dict[tuple[Any, ...], tuple[int, Row]] = {}
     compared: dict[tuple[Any, ...], int] = {}  # the run that compared tiles last
     for number, content in enumerate(files):
+        most = max((values.get("devices") or 0 for values in content["rows"]), default=0)
         for values in content["rows"]:
             row = Row.from_json(values)
+            if row.devices is None and row.beside is None and most:
+                row.beside = most
             newest[_kind(row)] = (number, row)
             if row.chosen is not None:
                 compared[_kind(row)[:-1]] = number
@@ -105,6 +108,7 @@ def _kind(row: Row) -> tuple[Any, ...]:
         "skew",
         "regime",
         "devices",
+        "beside",
         "impl",
     )
     return tuple(getattr(row, key) for key in keys)

@@ -54,7 +54,8 @@ class Point:
     @property
     def alone(self) -> Row | None:
         """One device with all experts and as many tokens."""
-        return _fastest(row for row in self.rows if row.impl == ep.ALONE)
+        same_run = (row for row in self.rows if row.beside == self.devices)
+        return _fastest(row for row in same_run if row.impl == ep.ALONE)
 
     @property
     def local(self) -> Row | None:

@@ -40,6 +40,8 @@ class Row:
       peak_bytes: arguments, results and that together.
       devices: how many devices it ran on, None for one; `tokens`, `tflops` and bytes are those of
         one of them.
+      beside: of a row of one device, how many devices the others of its run had, None for one too;
+        `report.load` finds it.
       sent_gbps: GB/s that each device sent to others.
       dispatch_us: host time to launch, per layer; the row is host-bound where it reaches `us`.
       us_half_chain: `us` with half as many layers: equal if launching costs nothing.
@@ -73,6 +75,7 @@ class Row:
     temp_bytes: int | None = None
     peak_bytes: int | None = None
     devices: int | None = None
+    beside: int | None = None
     sent_gbps: float | None = None
     dispatch_us: float | None = None
     us_half_chain: float | None = None

@@ -340,14 +340,15 @@ def _spread() -> list[rows.Row]:
 
     limit = {"tokens": 1, "reason": "upper limit: launching takes as long"}
     return [
-        row(ep.ALONE, 600.0, None),
+        row(ep.ALONE, 600.0, None, beside=4),
+        row(ep.ALONE, 675.0, None, beside=2),  # another run
         row(ep.LOCAL, 640.0),
         row(ep.Variant("all_gather", 1).name, 1000.0, sent_gbps=100.0),
         row(ep.Variant("all_gather", 2).name, 900.0, sent_gbps=110.0),
         row(ep.Variant("all_to_all", 1).name, 1200.0),
         row(ep.Variant("all_to_all", 1).name, 540.0, 2),
         row("xla[all_gather+psum_scatter]", 350.0, op="collectives", sent_gbps=290.0),
-        row(ep.ALONE, 30.0, None, tokens=1),
+        row(ep.ALONE, 30.0, None, tokens=1, beside=4),
         row(ep.Variant("all_gather", 1).name, 120.0, **limit),
     ]
 
@@ -356,7 +357,7 @@ def test_report_has_a_table_of_experts_over_devices() -> None:
     text = report_ep.summary(report.Report([], _spread(), {}))
     four = "| qwen3-30b-a3b | 4 | 4096 | 600 | 640 | 900 | 1200 | all_gather/2 | 1.50 | 260 | 110 |"
     assert f"{four} 290 |" in text
-    two = "| qwen3-30b-a3b | 2 | 4096 | 600 | - | - | 540 | all_to_all | 0.90 | - | - | - |"
+    two = "| qwen3-30b-a3b | 2 | 4096 | 675 | - | - | 540 | all_to_all | 0.80 | - | - | - |"
     assert two in text
     empty = report.Report([], [], {})
     assert "ragged_dot" not in text and report_ep.summary(empty) == report_ep.page(empty) == ""
@@ -380,7 +381,7 @@ def test_report_says_and_draws_where_spreading_pays(tmp_path: Path) -> None:
     text = pages[2].read_text()
     assert "| tokens | one GPU | 2 GPUs | to one | 4 GPUs | part | bare | to one |" in text
     assert "| qwen3-30b-a3b | 1 | 30.0 | - | - | 120† | - | - | 4.00 |" in text
-    assert "| qwen3-30b-a3b | 4096 | 600 | 540 | 0.90 | 900 | 640 | 350 | 1.50 |" in text
+    assert "| qwen3-30b-a3b | 4096 | 675 | 540 | 0.80 | 900 | 640 | 350 | 1.50 |" in text
     assert "as many tokens: qwen3-30b-a3b on 4 GPUs at 1, 4096.\n" in text  # not on 2
     assert pages[1].read_text().count("\n") == 4  # no FP8 was measured
     points = report_ep.points(report.load(tmp_path))

@@ -152,8 +152,8 @@ __device__ __forceinline__ void PlaceSlots(const PlanParams& params,
   constexpr bool kOne = PlanTells(kTotals);  // tile, and window
   __shared__ int warp_sums[kWarpSize];
   __shared__ int staged_map[kShared ? kPlanStagedExperts : 1];
-  const bool stages = kShared && params.expert_map != nullptr &&  //
-                      params.num_experts <= kPlanStagedExperts;
+  const bool stages =
+      kShared && params.expert_map != nullptr && params.num_experts <= kPlanStagedExperts;
   const int* staged = stages ? staged_map : nullptr;
   int* base = scratch.base;
   int* sums = scratch.sums;
