@@ -7,6 +7,7 @@ from ._export import export_checks as export_checks
 from ._heuristics import GemmConfig as GemmConfig
 from .activation import Activation as Activation
 from .activation import Swiglu as Swiglu
+from .experts import Experts as Experts
 from .finalize import ExpertRows as ExpertRows
 from .finalize import finalize as finalize
 from .grouped_gemm import grouped_gemm as grouped_gemm
@@ -15,6 +16,7 @@ from .losses import load_balancing_loss as load_balancing_loss
 from .losses import router_z_loss as router_z_loss
 from .losses import sequence_balance_loss as sequence_balance_loss
 from .losses import update_selection_bias as update_selection_bias
+from .mlp import expert_rows as expert_rows
 from .mlp import moe_mlp as moe_mlp
 from .permute import permute as permute
 from .plan import Plan as Plan

@@ -63,6 +63,19 @@ def check_array(op: str, name: str, x: Any) -> None:
         raise TypeError(message(op, f"{name} must be a JAX or NumPy array", **{name: x}))
 
 
+def check_float(op: str, name: str, x: Any) -> None:
+    """Refuses arrays that are not of a floating type we multiply in."""
+    check_array(op, name, x)
+    dtype = np.dtype(x.dtype)
+    if dtype.name not in FLOATS and dtype.itemsize == 1 and dtype.kind != "b":
+        rule = (
+            f"{name}.dtype={dtype_name(dtype)} must be bf16 or f16 or f32; quantized "
+            "weights and tokens come with their scales as a jaxmoe.QuantizedArray, in FP8 only"
+        )
+        raise NotImplementedError(message(op, rule, **{name: x}))
+    check_dtype(op, name, x, FLOATS)
+
+
 def check_rank(op: str, name: str, x: Any, axes: str) -> None:
     """Checks the number of axes against their names: `check_rank(op, "x", x, "T,H")`."""
     check_array(op, name, x)

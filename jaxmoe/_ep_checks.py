@@ -11,18 +11,13 @@ import numpy as np
 from jaxmoe import _checks
 from jaxmoe._ep_cost import DISPATCHES, TOKENS, capacity_of, choose_dispatch
 from jaxmoe._ep_exchange import Axis
-from jaxmoe._mlp_checks import check_tokens, check_weights
-from jaxmoe.activation import resolve
-from jaxmoe.grouped_gemm import WEIGHT_LAYOUTS
+from jaxmoe._formats import Format
+from jaxmoe._mlp.checks import check_experts, check_tokens
 from jaxmoe.quantize import FORMATS, QuantizedArray
 
 OP = "expert_parallel.moe_mlp"
 # What is passed on to `jaxmoe.moe_mlp` as it is.
-OPTIONS = (
-    *("activation", "b_gate_up", "b_down", "gate_up", "weight_layout", "apply_weight_on_input"),
-    *("batch_invariant", "intermediate_scale", "accum", "config", "recompute"),
-    "master_weights",
-)
+OPTIONS = ("apply_weight_on_input", "batch_invariant", "accum", "config", "recompute")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +29,7 @@ class Setup:
       num_local: experts that each device holds.
       dispatch: "all_gather", "all_to_all", "ragged" or "replicated".
       capacity: tokens that a device can send to each other one, of a chunk.
-      format: of the quantized weights, None for plain ones.
+      format: of the weights.
       quantizes: whether tokens are quantized before they are sent.
       tensor_axis: the mesh axis that splits I, "" for none.
       own_apart: whether a device's own tokens are computed apart from the others'.
@@ -45,7 +40,7 @@ class Setup:
     num_local: int
     dispatch: str
     capacity: int
-    format: str | None
+    format: Format
     quantizes: bool
     tensor_axis: str
     own_apart: bool
@@ -54,8 +49,7 @@ class Setup:
 def check_all(
     x: Any,
     routing: Any,
-    w_gate_up: Any,
-    w_down: Any,
+    experts: Any,
     *,
     axis_name: Any,
     tokens: Any,
@@ -73,19 +67,15 @@ def check_all(
 ) -> Setup:
     """Checks what `moe_mlp` was given."""
     _check_options(options)
-    act = resolve(options.get("activation", "swiglu"), OP)
-    layout = options.get("weight_layout", "kn")
-    _checks.check_choice(OP, "weight_layout", layout, WEIGHT_LAYOUTS)
-    check_tokens(x, routing, residual)
-    master = options.get("master_weights", False)
-    format = check_weights(x, w_gate_up, w_down, act, layout, master)
+    check_tokens(OP, x, routing, residual)
+    format = check_experts(OP, x, experts)
     size = _axis_size("axis_name", axis_name)
     if tensor_axis is not None:
         _axis_size("tensor_axis", tensor_axis)
         if tensor_axis in _names(axis_name):
             rule = f"tensor_axis={tensor_axis!r} must be another mesh axis than axis_name"
             raise ValueError(_checks.message(OP, rule))
-    num_experts = _check_experts(num_experts, expert_map, w_gate_up, size, f"axis {axis_name!r}")
+    num_experts = _check_experts(num_experts, expert_map, experts.down, size, f"axis {axis_name!r}")
     num_tokens, top_k = routing.expert_ids.shape
     if not 1 <= top_k <= num_experts:
         rule = f"top_k={top_k} (routing.expert_ids.shape[1]) must be in [1, {num_experts}]"
@@ -95,7 +85,7 @@ def check_all(
     if num_tokens % num_chunks:
         rule = f"x.shape[0]={num_tokens} must be a multiple of num_chunks={num_chunks}"
         raise ValueError(_checks.message(OP, rule, x=x))
-    quantizes = _check_dispatch_format(dispatch_format, format, x, w_gate_up)
+    quantizes = _check_dispatch_format(dispatch_format, format, x, experts.down)
     if sum_dtype is not None and sum_dtype not in ("float32", jnp.float32):
         rule = f"sum_dtype={sum_dtype!r} must be 'float32', or None for the dtype of x"
         raise ValueError(_checks.message(OP, rule))
@@ -115,7 +105,7 @@ def check_all(
             np.dtype(x.dtype if sum_dtype is None else sum_dtype),
         ),
         num_experts,
-        w_gate_up.shape[0],
+        experts.num_experts,
         name,
         capacity_of(OP, capacity_factor, per_chunk, size, top_k),
         format,
@@ -133,7 +123,7 @@ def _check_experts(num_experts: Any, expert_map: Any, w: Any, num_devices: int, 
         if num_experts is None:
             return held
         why = (
-            f"the {num_devices} devices of {axis} hold {num_local} experts each (w_gate_up); "
+            f"the {num_devices} devices of {axis} hold {num_local} experts each; "
             "give expert_map for another order or for copies"
         )
         return _checks.check_int(OP, "num_experts", num_experts, 1, held, why)
@@ -205,17 +195,17 @@ def _check_tokens_axis(x: Any, tokens: Any, axis_name: Any) -> None:
         raise ValueError(_checks.message(OP, rule, x=x))
 
 
-def _check_dispatch_format(wanted: Any, format: str | None, x: Any, w: Any) -> bool:
+def _check_dispatch_format(wanted: Any, format: Format, x: Any, w: Any) -> bool:
     if wanted is None:
         return False
     _checks.check_choice(OP, "dispatch_format", wanted, FORMATS)
-    if wanted != format:
-        what = "not quantized" if format is None else f"in {format}"
+    if wanted != format.name:
+        what = f"in {format.name}" if format.quantized else "not quantized"
         rule = (
             f"dispatch_format={wanted!r} must be None or the format of the weights, which are "
             f"{what}: experts multiply tokens as they arrive"
         )
-        raise ValueError(_checks.message(OP, rule, w_gate_up=w))
+        raise ValueError(_checks.message(OP, rule, **{"experts.down": w}))
     return not isinstance(x, QuantizedArray)
 
 

@@ -1,7 +1,8 @@
 """One device's part of the expert-parallel layer: dispatch, its own experts, combine."""
 
+import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,28 +10,21 @@ import jax.numpy as jnp
 from jaxmoe import _ep_exchange, mlp
 from jaxmoe._ep_checks import Setup
 from jaxmoe._ep_slots import local_ids, slots_of
+from jaxmoe.experts import Experts
 from jaxmoe.quantize import QuantizedArray, quantize_tokens
 from jaxmoe.routing import Routing
 
 _WORD = 4  # FP8 values travel as uint32, which every collective and every device knows
 
 
-class Weights(NamedTuple):
-    """The experts of this device."""
-
-    w_gate_up: Any
-    w_down: Any
-
-
 def run(
     s: Setup,
     x: jax.Array | QuantizedArray,
     routing: Routing,
-    weights: Weights,
+    experts: Experts,
     *,
     expert_map: jax.Array | None,
     residual: jax.Array | None,
-    x_scale: jax.Array | None,
     num_chunks: int,
     options: dict[str, Any],
 ) -> tuple[jax.Array, jax.Array]:
@@ -45,18 +39,20 @@ def run(
         device=s.axis.index,
         own_first=s.dispatch != "replicated",
     )
-    if s.format == "fp8_tensor" and x_scale is None and not isinstance(x, QuantizedArray):
+    x_scale = experts.x_scale
+    if s.format.one_token_scale and x_scale is None and not isinstance(x, QuantizedArray):
         x_scale = _common_scale(x, s)
-    if s.quantizes and s.format and not isinstance(x, QuantizedArray):
-        x, x_scale = quantize_tokens(x, s.format, scale=x_scale), None
+    if s.quantizes and not isinstance(x, QuantizedArray):
+        x, x_scale = quantize_tokens(x, s.format.name, scale=x_scale), None
+    experts = dataclasses.replace(experts, x_scale=x_scale)
     if s.tensor_axis:
-        options = _bias_once(options, s.tensor_axis)
-    experts = functools.partial(_experts, s, weights=weights, x_scale=x_scale, options=options)
+        experts = _bias_once(experts, s.tensor_axis)
+    local = functools.partial(_local, s, experts=experts, options=options)
     own = None
     if s.own_apart:
         with jax.named_scope("own_tokens"):
             # A device has about 1/n of its own tokens' choices.
-            own = experts((x, slots, routing.weights), slots.shape[0] // s.axis.size)
+            own = local((x, slots, routing.weights), slots.shape[0] // s.axis.size)
         slots = jnp.where(slots // s.num_local == s.axis.index, -1, slots)
     ys: list[jax.Array] = []
     lost = jnp.int32(0)
@@ -66,7 +62,7 @@ def run(
         own_part = None if own is None else part(own)
         added = None if residual is None else part(residual)
         sent = _part(x, part), part(slots), part(routing.weights)
-        y, dropped = _chunk(s, experts, *sent, own_part, added, ys)
+        y, dropped = _chunk(s, local, *sent, own_part, added, ys)
         ys.append(y)
         lost += dropped
     return ys[0] if len(ys) == 1 else jnp.concatenate(ys), lost
@@ -74,7 +70,7 @@ def run(
 
 def _chunk(
     s: Setup,
-    experts: Any,
+    local: Any,
     x: Any,
     slots: jax.Array,
     weights: jax.Array,
@@ -95,7 +91,7 @@ def _chunk(
         else:
             exchange = _ep_exchange.ragged if s.dispatch == "ragged" else _ep_exchange.all_to_all
             out = exchange(payload, added, s.axis, slots, s.num_local, s.capacity)
-    y = experts(_unpack(out.rows, x, slots.shape[1]), slots.shape[0])
+    y = local(_unpack(out.rows, x, slots.shape[1]), slots.shape[0])
     if before:
         # Or XLA makes one collective of the sums of all chunks, which then waits for the last.
         y, held = jax.lax.optimization_barrier((y, before[-1]))
@@ -109,16 +105,16 @@ def _chunk(
     return y, out.lost
 
 
-def _experts(
+def _local(
     s: Setup,
     received: tuple[Any, jax.Array, jax.Array],
     num_tokens: int,
     *,
-    weights: Weights,
-    x_scale: Any,
+    experts: Experts,
     options: dict[str, Any],
 ) -> jax.Array:
-    x, slots, routing_weights = received
+    """Runs this device's experts on what it received."""
+    x, slots, weights = received
     ids = local_ids(slots, s.num_local, s.axis.index)
     # The tiles are chosen for R / num_experts rows an expert, R = M * K, most of which stay empty:
     # this device's experts together get about T * K, or their part of those if all have the same.
@@ -127,10 +123,9 @@ def _experts(
     num_experts = max(num_experts, s.num_local, ids.shape[1])
     return mlp.moe_mlp(
         x,
-        Routing(ids, routing_weights),
-        *weights,
+        Routing(ids, weights),
+        experts,
         num_experts=num_experts,
-        x_scale=x_scale,
         **options,
     )
 
@@ -178,14 +173,15 @@ def _rows(a: jax.Array, first: int, size: int) -> jax.Array:
 
 def _common_scale(x: jax.Array, s: Setup) -> jax.Array:
     """The one scale of all tokens of the axis, as a single device would make it of them."""
-    scale = quantize_tokens(x, "fp8_tensor").scales
+    scale = quantize_tokens(x, s.format.name).scales
     return scale if s.dispatch == "replicated" else jax.lax.pmax(scale, s.axis.name)
 
 
-def _bias_once(options: dict[str, Any], axis: str) -> dict[str, Any]:
+def _bias_once(experts: Experts, axis: str) -> Experts:
     """Keeps the bias of the result on the first device of those that hold parts of one expert."""
-    bias = options.get("b_down")
+    bias = experts.down_bias
     if bias is None:
-        return options
+        return experts
     first = jax.lax.axis_index(axis) == 0
-    return {**options, "b_down": jnp.where(first, bias, jnp.zeros((), bias.dtype))}
+    bias = jnp.where(first, bias, jnp.zeros((), bias.dtype))
+    return dataclasses.replace(experts, down_bias=bias)

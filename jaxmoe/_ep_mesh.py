@@ -1,5 +1,6 @@
 """How the arguments of the expert-parallel layer lie on a mesh."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -8,11 +9,10 @@ from jax.sharding import PartitionSpec as P
 
 from jaxmoe import _checks
 from jaxmoe.activation import resolve
+from jaxmoe.experts import Experts, format_of
 from jaxmoe.quantize import QuantizedArray
 
 OP = "expert_parallel.sharded_moe_mlp"
-# Options that are arrays with an axis of experts, or of anything else.
-ARRAYS = ("b_gate_up", "b_down", "intermediate_scale")
 
 
 def names_of(axis: Any) -> tuple[str, ...]:
@@ -47,64 +47,82 @@ def size_of(mesh: Any, names: tuple[str, ...]) -> int:
     return count
 
 
-def check_split(x: Any, w: Any, token_devices: int, expert_devices: int, axis: str) -> None:
+def check_split(
+    x: Any, experts: Experts, token_devices: int, expert_devices: int, axis: str
+) -> None:
     """Checks that tokens and experts divide over their devices."""
-    for name, array, count, meaning in (
-        ("x", x, token_devices, "devices that share the tokens"),
-        ("w_gate_up", w, expert_devices, f"devices of axis {axis}"),
-    ):
-        if not hasattr(array, "shape") or not array.shape:
-            raise TypeError(_checks.message(OP, f"{name} must be an array", **{name: array}))
-        if array.shape[0] % count:
-            rule = f"{name}.shape[0]={array.shape[0]} must be a multiple of {count} ({meaning})"
-            if name == "w_gate_up":
-                rule += "; jaxmoe.expert_parallel.place_experts pads the weights"
-            raise ValueError(_checks.message(OP, rule, **{name: array}))
+    if not hasattr(x, "shape") or not x.shape:
+        raise TypeError(_checks.message(OP, "x must be an array", x=x))
+    if x.shape[0] % token_devices:
+        rule = (
+            f"x.shape[0]={x.shape[0]} must be a multiple of {token_devices} "
+            "(devices that share the tokens)"
+        )
+        raise ValueError(_checks.message(OP, rule, x=x))
+    if not isinstance(experts, Experts):
+        rule = "experts must be a jaxmoe.Experts: jaxmoe.Experts(gate_up=..., down=...)"
+        raise TypeError(_checks.message(OP, rule, experts=experts))
+    if experts.num_experts % expert_devices:
+        rule = (
+            f"experts.num_experts={experts.num_experts} must be a multiple of {expert_devices} "
+            f"(devices of axis {axis}); jaxmoe.expert_parallel.place_experts pads the weights"
+        )
+        raise ValueError(_checks.message(OP, rule, **{"experts.down": experts.down}))
 
 
-def check_tensor_axis(mesh: Any, tensor: tuple[str, ...], w_down: Any, options: Any) -> None:
+def check_tensor_axis(mesh: Any, tensor: tuple[str, ...], experts: Experts) -> None:
     """Checks that the intermediate axis can be split where it is."""
     if not tensor:
         return
-    act = resolve(options.get("activation", "swiglu"), OP)
-    order = options.get("gate_up", "gate_up")
-    if act.gated and order != "interleaved":
+    act = resolve(experts.activation, OP)
+    if act.gated and experts.gate is None and experts.order != "interleaved":
         rule = (
-            f"gate_up={order!r} must be 'interleaved' with tensor_axis={tensor[0]!r}: a slice of "
-            "the other orders holds gates without their ups"
+            f"experts.order={experts.order!r} must be 'interleaved' with "
+            f"tensor_axis={tensor[0]!r}, or gate and up two arrays: a slice of the other orders "
+            "holds gates without their ups"
         )
         raise ValueError(_checks.message(OP, rule))
-    axis = 1 if options.get("weight_layout", "kn") == "kn" else 2
-    count = size_of(mesh, tensor)
-    block = 128 if getattr(w_down, "format", "") == "fp8_block" else 1
-    if w_down.shape[axis] % (count * block):
+    count, block = size_of(mesh, tensor), format_of(experts).block
+    if experts.intermediate % (count * block):
         rule = (
-            f"w_down.shape[{axis}]={w_down.shape[axis]} must be a multiple of {count * block} "
-            f"(devices of tensor_axis={tensor[0]!r}" + (", blocks of 128)" if block > 1 else ")")
+            f"experts.intermediate={experts.intermediate} must be a multiple of {count * block} "
+            f"(devices of tensor_axis={tensor[0]!r}"
+            + (f", blocks of {block})" if block > 1 else ")")
         )
-        raise ValueError(_checks.message(OP, rule, w_down=w_down))
+        raise ValueError(_checks.message(OP, rule, **{"experts.down": experts.down}))
 
 
-def weight_specs(
-    w_gate_up: Any, w_down: Any, expert: tuple[str, ...], tensor: tuple[str, ...], layout: str
-) -> tuple[Any, Any]:
-    """Returns where the two stacked weights lie: experts over `expert`, I over `tensor`."""
+def expert_specs(experts: Experts, expert: tuple[str, ...], tensor: tuple[str, ...]) -> Experts:
+    """Returns where experts lie: the experts over `expert`, I over `tensor`."""
     on_i = tensor or None
-    outputs, inputs = (expert, None, on_i), (expert, on_i, None)
-    if layout == "nk":
-        outputs, inputs = inputs, outputs
-    return (
-        _quantized_spec(w_gate_up, (expert, on_i, None), outputs),
-        _quantized_spec(w_down, (expert, None, on_i), inputs),
+
+    def weight(w: Any, layout: str, k: Any, n: Any) -> Any:
+        if w is None:
+            return None
+        if isinstance(w, QuantizedArray):
+            # Values are [E, N, K]; scales [E], [E, N] or one for each block of both.
+            stored = (expert, n, k)
+            scales = P(*stored[: w.scales.ndim])
+            return QuantizedArray(P(*stored), scales, w.format, w.layout, w.dtype)  # pyright: ignore[reportArgumentType]
+        return P(expert, k, n) if layout == "kn" else P(expert, n, k)
+
+    def small(a: Any, *axes: Any) -> Any:
+        return None if a is None else P(*axes) if getattr(a, "ndim", 0) else P()
+
+    first, second = experts.layouts
+    return dataclasses.replace(
+        experts,
+        gate_up=weight(experts.gate_up, first, None, on_i),
+        gate=weight(experts.gate, first, None, on_i),
+        up=weight(experts.up, first, None, on_i),
+        down=weight(experts.down, second, on_i, None),
+        gate_up_bias=small(experts.gate_up_bias, expert, on_i),
+        gate_bias=small(experts.gate_bias, expert, on_i),
+        up_bias=small(experts.up_bias, expert, on_i),
+        down_bias=small(experts.down_bias, expert),
+        x_scale=small(experts.x_scale),
+        h_scale=small(experts.h_scale, expert),
     )
-
-
-def _quantized_spec(w: Any, stored: tuple[Any, ...], plain: tuple[Any, ...]) -> Any:
-    if not isinstance(w, QuantizedArray):
-        return P(*plain)
-    # Values are [E, N, K]; scales [E], [E, N] or one for each block of both.
-    scales = stored[: w.scales.ndim]
-    return QuantizedArray(P(*stored), P(*scales), w.format, w.layout, w.dtype)  # pyright: ignore[reportArgumentType]
 
 
 def token_spec(x: Any, tokens: tuple[str, ...]) -> Any:
@@ -114,18 +132,6 @@ def token_spec(x: Any, tokens: tuple[str, ...]) -> Any:
         return spec
     scales = spec if x.scales.ndim else P()
     return QuantizedArray(spec, scales, x.format, x.layout, x.dtype)  # pyright: ignore[reportArgumentType]
-
-
-def array_specs(
-    arrays: dict[str, Any], expert: tuple[str, ...], tensor: tuple[str, ...]
-) -> dict[str, Any]:
-    """Returns where biases and scales lie."""
-    specs = {
-        "b_gate_up": P(expert, tensor or None),
-        "b_down": P(expert),
-        "intermediate_scale": P(expert),
-    }
-    return {n: specs[n] if getattr(a, "ndim", 0) else P() for n, a in arrays.items()}
 
 
 def placed(mesh: Any, value: Any, spec: Any) -> Any:

@@ -1,7 +1,6 @@
 """Says, for every jaxmoe op in a function, what runs where and why not."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -157,15 +156,27 @@ def _find_ops(jaxpr: Any, where: tuple[str, ...]) -> Iterator[tuple[_primitive.O
     for eqn in jaxpr.eqns:
         op = _primitive.OPS.get(eqn.primitive.name)
         if op is not None and op.binds(eqn.primitive):
-            if op.composed is not None:
-                parts = jax.make_jaxpr(functools.partial(op.composed, **eqn.params))
-                avals = (jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars)
-                yield from _find_ops(parts(*avals).jaxpr, (*where, op.name))
+            if op.composed(**eqn.params):
+                yield from _find_ops(_parts(op, eqn), (*where, op.name))
                 continue
             yield op, eqn, "/".join(where)
             continue
         for inner in _inner_jaxprs(eqn):
             yield from _find_ops(inner, (*where, eqn.primitive.name))
+
+
+def _parts(op: _primitive.Op, eqn: Any) -> Any:
+    """The ops that a composed one is made of."""
+    absent, params = _split_params(eqn)
+    parts = lambda *there: op.xla(*op.named(there, absent), **params)  # noqa: E731
+    avals = (jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars)
+    return jax.make_jaxpr(parts)(*avals).jaxpr
+
+
+def _split_params(eqn: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """Which operands are absent, and the parameters that rules get."""
+    params = dict(eqn.params)
+    return params.pop("absent"), params
 
 
 def _inner_jaxprs(eqn: Any) -> Iterator[Any]:
@@ -190,25 +201,27 @@ def _find_collectives(jaxpr: Any, branch: str = "") -> Iterator[str]:
 
 
 def _explain_op(op: _primitive.Op, eqn: Any, where: str, platform: str) -> OpReport:
-    avals = [v.aval for v in eqn.invars]
+    absent, params = _split_params(eqn)
+    avals = op.named([v.aval for v in eqn.invars], absent)
     target, reason, fallback, attrs, scratch = None, None, None, {}, ()
     if op.cuda is None:
         reason = f"{op.name} has no CUDA kernel."
     else:
-        fallback = op.cuda.fallback(avals, **eqn.params)
+        fallback = op.cuda.fallback(avals, **params)
         if fallback is None:
-            reason = op.cuda.reason(avals, **eqn.params) or _targets.device_reason()
+            reason = op.cuda.reason(avals, **params) or _targets.device_reason()
     if op.cuda is not None and reason is None and fallback is None:
         target = op.cuda.target
-        attrs = op.cuda.attrs(avals, **eqn.params)
+        attrs = op.cuda.attrs(avals, **params)
         scratch = tuple(
             Scratch(shape, _checks.dtype_name(dtype), _primitive.scratch_bytes([(shape, dtype)]))
-            for shape, dtype in op.cuda.scratch(avals, **eqn.params)
+            for shape, dtype in op.cuda.scratch(avals, **params)
+            if 0 not in shape
         )
     runs = "pure XLA"
     if platform == "gpu" and _primitive.lowers_to_cuda(op) and fallback is None:
         runs = f"FFI call {target}" if reason is None else "nothing: it is refused"
-    operands = tuple(_checks.describe(a) for a in avals)
+    operands = tuple(_checks.describe(a) for a in avals if a is not None)
     why = None if _targets.cuda_lowering_forced() else _targets.why_not()
     return OpReport(op.name, where, operands, why, target, reason, fallback, attrs, scratch, runs)
 

@@ -1,11 +1,11 @@
 """The primitive of a training step's first product, which leaves z behind for the backward pass.
 
-gate_up: x [T,H], row_to_token [R], slot_to_row [T,K], w [E,...], bias [E,N] or [0,0], starts and
+gate_up: x [T,H], row_to_token [R], slot_to_row [T,K], w [E,...], bias [E,N] or None, starts and
   sizes [G] int32 -> h [R,I], z [R,N]
 
   z = x[row_to_token] @ w[e] + bias[e], rounded; h = act(z before it was rounded)
 
-With row_to_token [0] and slot_to_row [0,0] x is [R,H], in order. Group g has weights g mod E. Rows
+Without row_to_token and slot_to_row x is [R,H], in order. Group g has weights g mod E. Rows
 of no group are exactly 0. Elementwise steps are in float32. On CUDA it is one kernel, whose
 epilogue does what stands after the product. Derivatives and batches are those of the ops that the
 pure JAX function calls.
@@ -21,12 +21,6 @@ from jaxmoe import _gmm, _primitive
 from jaxmoe._heuristics import GemmConfig, gmm_scratch_size
 from jaxmoe.activation import GATE_UP_ORDERS, Activation, split_gate_up
 from jaxmoe.permute import permute_p
-
-
-def activate(z: jax.Array, activation: Activation, gate_up: str) -> jax.Array:
-    """Applies the activation to the first product, in float32."""
-    z = z.astype(jnp.float32)
-    return activation(*split_gate_up(z, gate_up)) if activation.gated else activation(z)
 
 
 def multiply(
@@ -47,7 +41,7 @@ def multiply(
         w[None],
         starts[None],
         sizes[None],
-        _gmm.no_bias(rows.dtype) if bias is None or not bias.size else bias[None],
+        None if bias is None else bias[None],
         weight_layout=weight_layout,
         out_dtype=jnp.dtype(dtype),
         precision=None,
@@ -56,9 +50,10 @@ def multiply(
     return out[0]
 
 
-def no_index() -> tuple[jax.Array, jax.Array]:
-    """Returns the row_to_token and slot_to_row that stand for "in order"."""
-    return jnp.zeros((0,), jnp.int32), jnp.zeros((0, 0), jnp.int32)
+def activate(z: jax.Array, activation: Activation, gate_up: str) -> jax.Array:
+    """Applies the activation to the first product, in float32."""
+    z = z.astype(jnp.float32)
+    return activation(*split_gate_up(z, gate_up)) if activation.gated else activation(z)
 
 
 def of_moving(fn: Any, primals: Any, tangents: Any) -> tuple[Any, list[Any], list[Any]]:
@@ -76,10 +71,10 @@ def of_moving(fn: Any, primals: Any, tangents: Any) -> tuple[Any, list[Any], lis
 
 def _gate_up(
     x: jax.Array,
-    row_to_token: jax.Array,
-    slot_to_row: jax.Array,
+    row_to_token: jax.Array | None,
+    slot_to_row: jax.Array | None,
     w: jax.Array,
-    bias: jax.Array,
+    bias: jax.Array | None,
     starts: jax.Array,
     sizes: jax.Array,
     *,
@@ -88,7 +83,7 @@ def _gate_up(
     weight_layout: str,
     config: GemmConfig,
 ) -> tuple[jax.Array, jax.Array]:
-    rows = permute_p(x, row_to_token, slot_to_row)[0] if row_to_token.size else x
+    rows = x if row_to_token is None else permute_p(x, row_to_token, slot_to_row)[0]
     z = multiply(
         rows, w, bias, starts, sizes, weight_layout=weight_layout, dtype=jnp.float32, config=config
     )
@@ -98,7 +93,7 @@ def _gate_up(
 def _gate_up_out(
     x: Any, row_to_token: Any, _: Any, w: Any, *_rest: Any, **params: Any
 ) -> list[_primitive.Spec]:
-    rows = row_to_token.size or x.shape[0]
+    rows = x.shape[0] if row_to_token is None else row_to_token.size
     width = w.shape[2 if params["weight_layout"] == "kn" else 1]
     intermediate = width // 2 if params["activation"].gated else width
     return [((rows, intermediate), x.dtype), ((rows, width), x.dtype)]
@@ -109,11 +104,11 @@ def _gate_up_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
     x, row_to_token, slot_to_row, w, bias, *groups = primals
     layout = params["weight_layout"]
 
-    def product(x: jax.Array, w: jax.Array, bias: jax.Array) -> jax.Array:
-        rows = permute_p(x, row_to_token, slot_to_row)[0] if row_to_token.size else x
+    def product(x: jax.Array, w: jax.Array, bias: jax.Array | None) -> jax.Array:
+        rows = x if row_to_token is None else permute_p(x, row_to_token, slot_to_row)[0]
         return multiply(rows, w, bias, *groups, weight_layout=layout, dtype=x.dtype)
 
-    moving = [tangents[0], tangents[3], tangents[4] if bias.size else None]
+    moving = [tangents.x, tangents.w, tangents.bias]
     if all(t is None for t in moving):
         return (h, z), (None, None)
     _, dz = jax.jvp(*of_moving(product, (x, w, bias), moving))
@@ -123,7 +118,14 @@ def _gate_up_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
 
 
 def _batch(args: Any, dims: Any, **params: Any) -> Any:
-    outs = jax.vmap(functools.partial(_gate_up, **params), dims)(*args)
+    there = [name for name, a in zip(args._fields, args, strict=True) if a is not None]
+
+    def of_there(*given: jax.Array) -> Any:
+        nothing = type(args)(*[None] * len(args))
+        return _gate_up(*nothing._replace(**dict(zip(there, given, strict=True))), **params)
+
+    axes = tuple(getattr(dims, name) for name in there)
+    outs = jax.vmap(of_there, axes)(*(getattr(args, name) for name in there))
     return outs, (0,) * len(outs)
 
 
@@ -143,10 +145,11 @@ def _scratch(_avals: Any, **_params: Any) -> list[_primitive.Spec]:
 
 
 def _reason(avals: Any, **_params: Any) -> str | None:
-    op, x, row_to_token, w = "moe_mlp", avals[0], avals[1], avals[3]
+    op, x, row_to_token, w = "moe_mlp", avals.x, avals.row_to_token, avals.w
+    rows = x.shape[0] if row_to_token is None else row_to_token.size
     return (
         _gmm.dtype_reason(op, x=x, w_gate_up=w)
-        or _gmm.count_reason(op, row_to_token.size or x.shape[0], row_to_token=row_to_token)
+        or _gmm.count_reason(op, rows, x=x)
         or _gmm.row_reason(op, "x", x, 1)
         or _gmm.row_reason(op, "w_gate_up", w, 2)
         or _gmm.row_reason(op, "w_gate_up", w, 1)
@@ -164,6 +167,7 @@ gate_up_p = _primitive.define(
         attrs=_attrs,
         scratch=_scratch,
         reason=_reason,
-        operands=(0, 1, 3, 4, 5, 6),
+        operands=("x", "row_to_token", "w", "bias", "starts", "sizes"),
+        absent={"row_to_token": (1, jnp.int32), "bias": (2, "x")},
     ),
 )

@@ -34,11 +34,6 @@ MAX_ROWS = 2**31 - 1  # of all batches: rows are counted in int32
 _ROW_BYTES = 16  # what the kernels' loads need rows to be multiples of
 
 
-def no_bias(dtype: Any) -> jax.Array:
-    """Returns the empty array that stands for "no bias"."""
-    return jnp.zeros((0, 0, 0), dtype)
-
-
 def row_reason(op: str, name: str, x: Any, axis: int, itemsize: int | None = None) -> str | None:
     """Says why rows of `x.shape[axis]` elements cannot be moved by the CUDA kernels, or None.
 
@@ -96,31 +91,30 @@ def _unfold(a: jax.Array, size: int, inner: int) -> jax.Array:
 
 
 def _master_xla(
-    x: jax.Array, w: jax.Array, starts: jax.Array, sizes: jax.Array, bias: jax.Array, **params: Any
+    x: jax.Array, w: jax.Array, starts: jax.Array, sizes: jax.Array, bias: Any, **params: Any
 ) -> tuple[jax.Array, ...]:
-    return gmm(x, w.astype(x.dtype), starts, sizes, bias.astype(x.dtype), **params)
+    bias = None if bias is None else bias.astype(x.dtype)
+    return gmm(x, w.astype(x.dtype), starts, sizes, bias, **params)
 
 
 def _gmm_batch(op: _primitive.Op, args: Any, dims: Any, **params: Any) -> Any:
     size = _primitive.batch_size(args, dims)
     x, w, starts, sizes, bias = args
-    if not bias.size:
-        bias, dims = no_bias(bias.dtype), (*dims[:4], None)
-    if dims[1] is None and dims[4] is None:
+    if dims.w is None and dims.bias is None:
         inner = -1  # any w serves all examples: they are more batches
-    elif dims[1] is not None and _lead(starts, dims[2])[1] == _lead(w, dims[1])[1]:
-        inner = _lead(w, dims[1])[0]
-        w = _merge(_primitive.move_batch_to_front(w, dims[1]))
-        if bias.size:
-            bias = _merge(_primitive.move_batch_to_front(bias, dims[4], size))
+    elif dims.w is not None and _lead(starts, dims.starts)[1] == _lead(w, dims.w)[1]:
+        inner = _lead(w, dims.w)[0]
+        w = _merge(_primitive.move_batch_to_front(w, dims.w))
+        if bias is not None:
+            bias = _merge(_primitive.move_batch_to_front(bias, dims.bias, size))
     else:  # a fold would have to copy weights
-        return _primitive.one_by_one(op, (x, w, starts, sizes, bias), dims, **params)
-    inner = _lead(starts, dims[2])[0] if inner < 0 else inner
+        return _primitive.one_by_one(op, args, dims, **params)
+    inner = _lead(starts, dims.starts)[0] if inner < 0 else inner
     (out,) = op(
-        _fold(x, dims[0], size, inner),
+        _fold(x, dims.x, size, inner),
         w,
-        _fold(starts, dims[2], size, inner),
-        _fold(sizes, dims[3], size, inner),
+        _fold(starts, dims.starts, size, inner),
+        _fold(sizes, dims.sizes, size, inner),
         bias,
         **params,
     )
@@ -130,7 +124,7 @@ def _gmm_batch(op: _primitive.Op, args: Any, dims: Any, **params: Any) -> Any:
 def _tgmm_batch(args: Any, dims: Any, *, weight_shape: tuple[int, int], **params: Any) -> Any:
     size = _primitive.batch_size(args, dims)
     inner, num_experts = weight_shape
-    if _lead(args[2], dims[2])[1] != num_experts:
+    if _lead(args.starts, dims.starts)[1] != num_experts:
         return _primitive.one_by_one(tgmm, args, dims, weight_shape=weight_shape, **params)
     folded = (_fold(a, d, size, inner) for a, d in zip(args, dims, strict=True))
     (dw,) = tgmm(*folded, weight_shape=(size * inner, num_experts), **params)
@@ -148,22 +142,22 @@ def _lead(a: Any, dim: int | None) -> tuple[int, int]:
 
 
 def _gmm_jvp(op: _primitive.Op, primals: Any, tangents: Any, **params: Any) -> Any:
-    x, w, starts, sizes, bias = primals
+    x, w, starts, sizes, _ = primals
     tx, tw, _, _, tb = tangents
     out = op(*primals, **params)
     plain = functools.partial(op, **params)
     terms = []
     if tx is not None:
-        terms += plain(tx, w, starts, sizes, no_bias(x.dtype))
+        terms += plain(tx, w, starts, sizes, None)
     if tw is not None:
-        terms += plain(x, tw, starts, sizes, no_bias(x.dtype))
-    if tb is not None and bias.size:
+        terms += plain(x, tw, starts, sizes, None)
+    if tb is not None:
         # bias[e] as a product: one K of ones, padded to a row length that the kernels take.
         k = _ROW_BYTES // x.dtype.itemsize
         ones = jnp.zeros((*x.shape[:2], k), x.dtype).at[..., 0].set(1)
         rows = jnp.pad(tb[:, :, None, :], ((0, 0), (0, 0), (0, k - 1), (0, 0)))
         bias_params = params | {"weight_layout": "kn", "config": None}
-        terms += op(ones, rows, starts, sizes, no_bias(x.dtype), **bias_params)
+        terms += op(ones, rows, starts, sizes, None, **bias_params)
     return out, (functools.reduce(jnp.add, terms) if terms else None,)
 
 
@@ -171,7 +165,7 @@ def _gmm_transpose(
     cts: Any, args: Any, *, weight_layout: str, out_dtype: Any, precision: Any, config: Any
 ) -> Any:
     del out_dtype, config  # they belong to this product, not to its transpose
-    x, w, starts, sizes, bias = args
+    x, w, starts, sizes, _ = args
     (ct,) = cts
     if _primitive.is_linear(x):
         other = _OTHER_LAYOUT[weight_layout]
@@ -181,7 +175,7 @@ def _gmm_transpose(
             w.astype(dtype),
             starts,
             sizes,
-            no_bias(dtype),
+            None,
             weight_layout=other,
             out_dtype=dtype,
             precision=precision,
@@ -197,7 +191,6 @@ def _gmm_transpose(
         out_dtype=w.aval.dtype,
         precision=precision,
     )
-    del bias
     return None, dw, None, None, None
 
 
@@ -225,7 +218,7 @@ def _tgmm_transpose(
         cts[0],
         starts,
         sizes,
-        no_bias(dtype),
+        None,
         weight_layout="nk" if x_is_linear else "kn",
         out_dtype=dtype,
         precision=precision,
@@ -251,10 +244,14 @@ def _gmm_scratch(_avals: Any, **_params: Any) -> list[_primitive.Spec]:
 def _gmm_reason(avals: Any, *, out_dtype: Any, **_params: Any) -> str | None:
     op = "grouped_gemm"
     # As the caller of grouped_gemm knows them: no batch axis.
-    x, w, bias = (jax.ShapeDtypeStruct(avals[i].shape[1:], avals[i].dtype) for i in (0, 1, 4))
+    x, w, bias = (
+        None if a is None else jax.ShapeDtypeStruct(a.shape[1:], a.dtype)
+        for a in (avals.x, avals.w, avals.bias)
+    )
+    assert x is not None and w is not None
     if x.dtype != w.dtype:  # never so in a public call, only in a transpose
         return _mixed_reason(x, w)
-    reason = dtype_reason(op, **{"lhs": x, "rhs": w} | ({"bias": bias} if bias.size else {}))
+    reason = dtype_reason(op, **{"lhs": x, "rhs": w} | ({} if bias is None else {"bias": bias}))
     if reason is None and out_dtype not in (x.dtype, jnp.float32):
         rule = (
             f"preferred_element_type={_checks.dtype_name(out_dtype)} must be "
@@ -263,7 +260,7 @@ def _gmm_reason(avals: Any, *, out_dtype: Any, **_params: Any) -> str | None:
         reason = _checks.message(op, rule, lhs=x)
     return (
         reason
-        or count_reason(op, avals[0].shape[0] * x.shape[0], lhs=x)
+        or count_reason(op, avals.x.shape[0] * x.shape[0], lhs=x)
         or row_reason(op, "lhs", x, 1)
         or row_reason(op, "rhs", w, 2)
         or row_reason(op, "rhs", w, 1)
@@ -280,13 +277,13 @@ def _mixed_reason(x: Any, other: Any) -> str:
 
 
 def _tgmm_attrs(avals: Any, **_params: Any) -> dict[str, Any]:
-    return {"cluster": tgmm_cluster(avals[0].shape[2])}
+    return {"cluster": tgmm_cluster(avals.x.shape[2])}
 
 
 def _tgmm_reason(avals: Any, *, out_dtype: Any, **_params: Any) -> str | None:
     # As the caller of grouped_gemm knows them: no batch axis.
-    x, dy = (jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for a in avals[:2])
-    return tgmm_reason(x, dy, avals[0].shape[0] * avals[0].shape[1], out_dtype)
+    x, dy = (jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for a in (avals.x, avals.dy))
+    return tgmm_reason(x, dy, avals.x.shape[0] * avals.x.shape[1], out_dtype)
 
 
 def tgmm_reason(x: Any, dy: Any, num_rows: int, out_dtype: Any) -> str | None:
@@ -314,7 +311,11 @@ gmm = _primitive.define(
     jvp=lambda primals, tangents, **params: _gmm_jvp(gmm, primals, tangents, **params),
     transpose=_gmm_transpose,
     cuda=_primitive.CudaTarget(
-        "jaxmoe_gmm_v1", attrs=_gmm_attrs, scratch=_gmm_scratch, reason=_gmm_reason
+        "jaxmoe_gmm_v1",
+        attrs=_gmm_attrs,
+        scratch=_gmm_scratch,
+        reason=_gmm_reason,
+        absent={"bias": (3, "x")},
     ),
     rule=_gmm_sharding.gmm_rule(lambda *arrays, **params: gmm(*arrays, **params)),
 )

@@ -1,8 +1,8 @@
 """The primitive `gmm_fp8`: grouped products of FP8 rows by FP8 weights, scales applied.
 
 x [R,K] float8_e4m3fn, x_scales [] or [R] or [R,ceil(K/128)], w [E,N,K], w_scales [E] or [E,N] or
-[E,ceil(N/128),ceil(K/128)] as the format says, starts and sizes [E] int32, bias [E,N] or [0,0]
--> [R,N]
+[E,ceil(N/128),ceil(K/128)] as the format says, starts and sizes [E] int32, bias [E,N] in `dtype` or
+None -> [R,N]
 
   out[r,n] = sum over k of x[r,k] * w[e,n,k] * scales + bias[e,n]
   for starts[e] <= r < starts[e] + sizes[e]; 0 for the rows of no group
@@ -13,18 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmoe import _checks, _fp8_sharding, _gmm, _primitive
+from jaxmoe import _checks, _gmm, _gmm_sharding, _primitive
+from jaxmoe._formats import Format
+from jaxmoe._formats.quantization import BLOCK
 from jaxmoe._gmm_xla import for_each_block
 from jaxmoe._heuristics import gmm_config, gmm_scratch_size
-from jaxmoe.quantize import BLOCK, FORMATS
-
-PROMOTED_K = 2048  # products over more elements promote their sums by default
-ACCUMS = ("fast", "promoted")
-
-
-def promotes(format: str, accum: str | None, k: int) -> bool:
-    """Whether a product over `k` elements adds up its parts outside of the tensor core."""
-    return format == "fp8_block" or (k > PROMOTED_K if accum is None else accum == "promoted")
 
 
 def grouped_products(
@@ -34,17 +27,17 @@ def grouped_products(
     w_scales: jax.Array,
     starts: jax.Array,
     sizes: jax.Array,
-    bias: jax.Array,
+    bias: jax.Array | None,
     *,
-    format: str,
+    format: Format,
     out_dtype: Any,
 ) -> jax.Array:
-    """Computes `gmm_fp8` in plain jnp. Also takes fp8_tensor with a scale for each row, [R]."""
+    """Computes `gmm_fp8` in plain jnp."""
     num_rows, n = x.shape[0], w.shape[1]
     out = jnp.zeros((num_rows, n), out_dtype)
     if not out.size:
         return out
-    blocked = format == "fp8_block"
+    blocked = format.block > 1
     if not blocked:
         x_scales = jnp.broadcast_to(x_scales.reshape(-1, 1), (num_rows, 1))
         w_scales = w_scales.reshape(w.shape[0], -1)
@@ -60,7 +53,7 @@ def grouped_products(
             y = _blocked(rows, row_scales, weight, scale)
         else:
             y = _dot(rows, weight, ((1,), (1,)), ((), ())) * row_scales * scale[None, :]
-        if bias.size:
+        if bias is not None:
             y += jax.lax.dynamic_slice_in_dim(bias, group, 1).astype(jnp.float32)
         new = jnp.where(mask[:, None], y.astype(out_dtype), old)
         return jax.lax.dynamic_update_slice_in_dim(out, new, first, 0)
@@ -88,7 +81,20 @@ def _dot(a: jax.Array, b: jax.Array, contract: Any, batch: Any) -> jax.Array:
     )
 
 
-def _xla(*arrays: jax.Array, format: str, out_dtype: Any, **_params: Any) -> tuple[jax.Array]:
+def _xla(
+    x: jax.Array,
+    x_scales: jax.Array,
+    w: jax.Array,
+    w_scales: jax.Array,
+    starts: jax.Array,
+    sizes: jax.Array,
+    bias: jax.Array | None,
+    *,
+    format: Format,
+    out_dtype: Any,
+    **_params: Any,
+) -> tuple[jax.Array]:
+    arrays = (x, x_scales, w, w_scales, starts, sizes, bias)
     return (grouped_products(*arrays, format=format, out_dtype=out_dtype),)
 
 
@@ -100,23 +106,19 @@ def _batch(args: Any, dims: Any, **params: Any) -> Any:
     return _primitive.one_by_one(gmm_fp8, args, dims, **params)
 
 
-def refuse_derivative(op: str, x: Any, w: Any) -> Any:
-    """Raises: products of FP8 numbers have no derivative here."""
-    rule = (
-        "no derivative is defined with quantized weights: FP8 runs forward only; take "
-        "jaxmoe.dequantize of them to differentiate"
-    )
-    raise NotImplementedError(_checks.message(op, rule, x=x, w=w))
+def refuse_derivative(op: str, format: Format, x: Any, w: Any) -> Any:
+    """Raises: products in this format have no derivative."""
+    raise NotImplementedError(_checks.message(op, format.gradient.refused or "", x=x, w=w))
 
 
-def _jvp(primals: Any, _tangents: Any, **_params: Any) -> Any:
-    refuse_derivative("grouped_gemm", primals[0], primals[2])
+def _jvp(primals: Any, _tangents: Any, *, format: Format, **_params: Any) -> Any:
+    refuse_derivative("grouped_gemm", format, primals.x, primals.w)
 
 
 def _attrs(
-    avals: Any, *, format: str, promoted: bool, out_dtype: Any, config: Any, **_params: Any
+    avals: Any, *, format: Format, promoted: bool, out_dtype: Any, config: Any, **_params: Any
 ) -> Any:
-    x, _, w, _, starts, _, _ = avals
+    x, w, starts = avals.x, avals.w, avals.starts
     if config is None:
         config = gmm_config(
             *(x.shape[0], starts.size, x.shape[1], w.shape[1]),
@@ -124,7 +126,7 @@ def _attrs(
             float_out=out_dtype == jnp.float32,
         )
     return {
-        "format": FORMATS.index(format),
+        "format": format.code - 1,
         "promoted": int(promoted),
         # Rows are in group order already, whatever the configuration of a fused layer says.
         "config": {**config.attrs(), "gather": 0},
@@ -135,21 +137,21 @@ def _scratch(_avals: Any, **_params: Any) -> list[_primitive.Spec]:
     return [((gmm_scratch_size(),), jnp.int32)]
 
 
-def _reason(avals: Any, *, out_dtype: Any, **_params: Any) -> str | None:
+def _reason(avals: Any, *, dtype: Any, out_dtype: Any, **_params: Any) -> str | None:
     op = "grouped_gemm"
-    x, _, w, _, _, _, bias = avals
-    reason = dtype_reason(op, bias.dtype, lhs=x)
-    if reason is None and out_dtype not in (bias.dtype, jnp.float32):
+    x, w = avals.x, avals.w
+    reason = dtype_reason(op, dtype, lhs=x)
+    if reason is None and out_dtype not in (dtype, jnp.float32):
         rule = (
             f"preferred_element_type={_checks.dtype_name(out_dtype)} must be "
-            f"{_checks.dtype_name(bias.dtype)} or f32 on CUDA"
+            f"{_checks.dtype_name(dtype)} or f32 on CUDA"
         )
         reason = _checks.message(op, rule, lhs=x)
     return (
         reason
         or _gmm.count_reason(op, x.shape[0], lhs=x)
         or _gmm.row_reason(op, "rhs.values", w, 2)
-        or _gmm.row_reason(op, "rhs.values", w, 1, itemsize=bias.dtype.itemsize)
+        or _gmm.row_reason(op, "rhs.values", w, 1, itemsize=jnp.dtype(dtype).itemsize)
     )
 
 
@@ -168,6 +170,12 @@ gmm_fp8 = _primitive.define(
     xla=_xla,
     batch=_batch,
     jvp=_jvp,
-    cuda=_primitive.CudaTarget("jaxmoe_gmm_fp8_v1", attrs=_attrs, scratch=_scratch, reason=_reason),
-    rule=_fp8_sharding.gmm_rule(lambda *arrays, **params: gmm_fp8(*arrays, **params)),
+    cuda=_primitive.CudaTarget(
+        "jaxmoe_gmm_fp8_v1",
+        attrs=_attrs,
+        scratch=_scratch,
+        reason=_reason,
+        absent={"bias": (2, "dtype")},
+    ),
+    rule=_gmm_sharding.quantized_rule(lambda *arrays, **params: gmm_fp8(*arrays, **params)),
 )

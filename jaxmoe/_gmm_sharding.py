@@ -20,7 +20,9 @@ from typing import Any
 
 import jax
 
-from jaxmoe._sharding import Axes, Call, Rule, Split, once, own, refuse_tokens, total
+from jaxmoe._formats import Format
+from jaxmoe._formats.base import letters
+from jaxmoe._sharding import Axes, Call, Dims, Rule, Split, once, own, refuse_tokens, total
 
 
 def gmm_rule(gmm: Callable[..., Any]) -> Rule:
@@ -28,14 +30,13 @@ def gmm_rule(gmm: Callable[..., Any]) -> Rule:
 
     def dims(avals: Any, *, weight_layout: str, **_params: Any) -> str:
         weight = "k n" if weight_layout == "kn" else "n k"
-        of_weight = _batch_name(avals[0].shape[0], avals[1].shape[0])
-        bias = f"{of_weight} e n" if avals[4].size else "p q r"
-        return f"b t k, {of_weight} e {weight}, b g, b g, {bias} -> b t n"
+        of_weight = _batch_name(avals.x.shape[0], avals.w.shape[0])
+        return f"b t k, {of_weight} e {weight}, b g, b g, {of_weight} e n -> b t n"
 
     def split(call: Call, **params: Any) -> Split:
         refuse_tokens(rule, call, 0, 1)
-        x, w, _, _, bias = call.avals
-        of_x, of_w = call.given[:2]
+        x, w = call.avals.x, call.avals.w
+        of_x, of_w = call.given.x, call.given.w
         k_dim = 2 if params["weight_layout"] == "kn" else 3
         n_dim = 5 - k_dim
         e = call.pick(w.shape[1], of_w[1])
@@ -43,7 +44,6 @@ def gmm_rule(gmm: Callable[..., Any]) -> Rule:
         k = call.pick(x.shape[2], of_w[k_dim], of_x[2], taken=e + n)
         b, u = _batch_axes(call, x.shape[0], w.shape[0], of_x[0], of_w[0], e + n + k)
         in_w = (u, e, k, n) if k_dim == 2 else (u, e, n, k)
-        in_bias = (u, e, n) if bias.size else ((),) * 3
         added = e + k
         if k:  # tiles chosen for all of K may not fit a part
             params = params | {"config": None}
@@ -54,28 +54,75 @@ def gmm_rule(gmm: Callable[..., Any]) -> Rule:
             return (total(out, added),)
 
         groups = (b, ())
-        return Split(((b, (), k), in_w, groups, groups, in_bias), ((b, (), n),), part)
+        return Split(((b, (), k), in_w, groups, groups, (u, e, n)), ((b, (), n),), part)
 
     names = ("grouped_gemm", "lhs", "rhs", "group_sizes", "group_sizes", "bias")
     rule = Rule(dims, split, names, weights=(1,))
     return rule
 
 
+def quantized_rule(gmm: Callable[..., Any]) -> Rule:
+    """The rule of `gmm_fp8`: scales lie with their values, blocks are not divided."""
+
+    def dims(_avals: Any, *, format: Format, **_params: Any) -> str:
+        return f"t k, {format.token_scales}, e n k, {format.weight_scales}, g, g, e n -> t n"
+
+    def split(call: Call, *, format: Format, **params: Any) -> Split:
+        refuse_tokens(rule, call, 0, 0)
+        x, w, given = call.avals.x, call.avals.w, call.given
+        e = call.pick(w.shape[0], given.w[0])
+        n = call.pick(parts_of(w.shape[1], format), given.w[1], taken=e)
+        k = call.pick(parts_of(x.shape[1], format), given.w[2], given.x[1], taken=e + n)
+        if k:
+            params = params | {"config": None}
+
+        def part(x: Any, xs: Any, w: Any, ws: Any, starts: Any, sizes: Any, bias: Any) -> Any:
+            groups = (own_groups(a[None], w.shape[0], e, call.count(e))[0] for a in (starts, sizes))
+            (out,) = gmm(x, xs, w, ws, *groups, once(bias, k), format=format, **params)
+            return (total(out, e + k),)
+
+        x_scales = token_scale_axes(format, (), k)
+        w_scales = weight_scale_axes(format, e, n, k)
+        ins = (((), k), x_scales, (e, n, k), w_scales, ((),), ((),), (e, n))
+        return Split(ins, (((), n),), part)
+
+    names = ("grouped_gemm", "lhs", "lhs.scales", "rhs.values", "rhs.scales")
+    rule = Rule(dims, split, (*names, "group_sizes", "group_sizes", "bias"), weights=(2,))
+    return rule
+
+
+def parts_of(size: int, format: Format) -> int:
+    """Into how many parts an axis can be divided at most."""
+    return size // format.block if size % format.block == 0 else 1
+
+
+def token_scale_axes(format: Format, tokens: Axes, k: Axes) -> Dims:
+    """Mesh axes of the scales of tokens [tokens, k]."""
+    axes = {"t": tokens, "q": k}
+    return tuple(axes[letter] for letter in letters(format.token_scales or ""))
+
+
+def weight_scale_axes(format: Format, e: Axes, n: Axes, k: Axes) -> Dims:
+    """Mesh axes of the scales of weights [e, n, k]."""
+    axes = {"e": e, "n": n, "p": n, "q": k}
+    return tuple(axes[letter] for letter in letters(format.weight_scales))
+
+
 def tgmm_rule(tgmm: Callable[..., Any]) -> Rule:
     """The rule of `tgmm`."""
 
     def dims(avals: Any, *, weight_shape: tuple[int, int], **_params: Any) -> str:
-        return f"b t k, b t n, b g, b g -> {_batch_name(avals[0].shape[0], weight_shape[0])} e k n"
+        return f"b t k, b t n, b g, b g -> {_batch_name(avals.x.shape[0], weight_shape[0])} e k n"
 
     def split(call: Call, *, weight_shape: tuple[int, int], **params: Any) -> Split:
         for i in (0, 1):
             refuse_tokens(rule, call, i, 1)
-        x, dy = call.avals[:2]
+        x, dy, given = call.avals.x, call.avals.dy, call.given
         of_dw = call.wanted[0] if call.wanted else ((),) * 4
-        k = call.pick(x.shape[2], call.given[0][2], of_dw[2])
-        n = call.pick(dy.shape[2], call.given[1][2], of_dw[3], taken=k)
+        k = call.pick(x.shape[2], given.x[2], of_dw[2])
+        n = call.pick(dy.shape[2], given.dy[2], of_dw[3], taken=k)
         e = call.pick(weight_shape[1], of_dw[1], taken=k + n)
-        of_x = call.given[0][0] or call.given[1][0]
+        of_x = given.x[0] or given.dy[0]
         b, u = _batch_axes(call, x.shape[0], weight_shape[0], of_x, of_dw[0], k + n + e)
         count = call.count(e)
         shape = weight_shape[0] // call.count(u), weight_shape[1] // count
@@ -103,10 +150,10 @@ def tgmm_rows_rule(tgmm_rows: Callable[..., Any]) -> Rule:
     def split(call: Call, **params: Any) -> Split:
         for i in (0, 1, 4):
             refuse_tokens(rule, call, i, 0)
-        x, dy, starts, _, _, init = call.avals
+        x, dy, starts, *_ = call.avals
         of_x, of_dy, *_, of_init = call.given
         of_dw = call.wanted[0] if call.wanted else ((),) * 3
-        first = of_init if init.size else ((),) * 3
+        first = of_init or ((),) * 3
         e = call.pick(starts.shape[0], first[0])
         k = call.pick(x.shape[1], first[1], of_x[1], of_dw[1], taken=e + first[2])
         n = call.pick(dy.shape[1], first[2], of_dy[1], of_dw[2], taken=e + k)
@@ -116,8 +163,7 @@ def tgmm_rows_rule(tgmm_rows: Callable[..., Any]) -> Rule:
             groups = (own(a, 0, e, call.count(e)) for a in (starts, sizes))
             return tgmm_rows(x, dy, *groups, index, init, **params)
 
-        in_init = (e, k, n) if init.size else ((),) * 3
-        ins = (((), k), ((), n), ((),), ((),), ((),), in_init)
+        ins = (((), k), ((), n), ((),), ((),), ((),), (e, k, n))
         return Split(ins, ((e, k, n),), part)
 
     factor, groups = "lhs or dy", "group_sizes"

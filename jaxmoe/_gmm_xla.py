@@ -27,7 +27,7 @@ def gmm_xla(
     w: jax.Array,
     starts: jax.Array,
     sizes: jax.Array,
-    bias: jax.Array,
+    bias: jax.Array | None,
     *,
     weight_layout: str,
     out_dtype: Any,
@@ -42,7 +42,8 @@ def gmm_xla(
     if out.size and starts.size:
         x = x.reshape(num_rows, k)
         w = w.reshape(w.shape[0] * w.shape[1], *w.shape[2:])
-        bias = bias.reshape(bias.shape[0] * bias.shape[1], bias.shape[2])
+        if bias is not None:
+            bias = bias.reshape(-1, n)
         common = _common(x, w)
         contract = ((1,), (0 if weight_layout == "kn" else 1,))
 
@@ -56,7 +57,7 @@ def gmm_xla(
                 precision=precision,
                 preferred_element_type=jnp.float32,
             )
-            if bias.size:
+            if bias is not None:
                 y += jax.lax.dynamic_slice_in_dim(bias, weight, 1).astype(jnp.float32)
             old = jax.lax.dynamic_slice_in_dim(out, first, mask.shape[0])
             new = jnp.where(mask[:, None], y.astype(out_dtype), old)

@@ -178,10 +178,10 @@ def mlp_configs(
     return dataclasses.replace(gate_up, gather=gather), down
 
 
-def odd_blocks(format: str | None, gated: bool, gate_up: str, intermediate: int) -> bool:
-    """Whether blocks of scales end inside the 64-row blocks of a gate-up product's halves."""
+def odd_blocks(blocks: bool, gated: bool, gate_up: str, intermediate: int) -> bool:
+    """Whether blocks of scales, if there are any, end inside the 64-row blocks of a half's rows."""
     halves = gated and gate_up != "interleaved"
-    return format == "fp8_block" and halves and intermediate % BLOCK_ROWS != 0
+    return blocks and halves and intermediate % BLOCK_ROWS != 0
 
 
 def _usual_rows(num_rows: int, num_groups: int) -> float:

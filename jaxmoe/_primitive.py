@@ -16,37 +16,44 @@ double = define(
     "jaxmoe_double",
     out=lambda x: [(x.shape, x.dtype)],                      # avals -> [(shape, dtype), ...]
     xla=lambda x: (x + x,),                                  # arrays -> tuple of arrays
-    batch=lambda args, dims: (double(*args), dims),          # -> (results, their batch dims)
-    jvp=lambda primals, tangents: (double(*primals), double(*tangents)),
+    batch=lambda args, dims: (double(args.x), dims),         # -> (results, their batch dims)
+    jvp=lambda primals, tangents: (double(primals.x), double(tangents.x)),
     transpose=lambda cts, args: double(*cts),
     cuda=CudaTarget("jaxmoe_double_v1"),
 )
 (y,) = double(x)
 ```
 
+The operands of an op have names: those of a NamedTuple, or of the positional parameters of `xla`.
+Rules get them as that tuple. An operand that is not given is None in every rule, and is no operand
+of the primitive; the lowering makes of it the array without elements that a CUDA handler expects.
+
 Rules are called as follows; static parameters always come as keywords:
 
   out(*avals, **params) -> list of (shape, dtype); errors about shapes may be raised here.
   xla(*arrays, **params) -> tuple of arrays, as many as `out` lists.
-  batch(args, dims, **params) -> (tuple of results, tuple of their batch dims). `dims[i]` is the
-    batched dimension of `args[i]`, or None; at least one is not None. `move_batch_to_front` helps.
+  batch(args, dims, **params) -> (tuple of results, tuple of their batch dims). A dim is the batched
+    dimension of an argument, or None; at least one is not None. `move_batch_to_front` helps.
   jvp(primals, tangents, **params) -> (tuple of results, tuple of tangents). A tangent that is
     symbolically zero is None on the way in and may be None on the way out. Without `jvp`, an op
     whose results are all integers has zero tangents and any other op is not differentiable.
-  transpose(cts, args, **params) -> tuple with one entry for each argument: the cotangent of the
-    arguments for which `is_linear(arg)` (they are placeholders with `.aval`), None for the others.
+  transpose(cts, args, **params) -> tuple with one entry for each operand: the cotangent of the
+    operands for which `is_linear(arg)` (they are placeholders with `.aval`), None for the others.
     `cts[i]` is None for a symbolically zero cotangent; never all of them.
 
 The rules call other defined ops (or jnp) and never bind a primitive themselves.
 """
 
+import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax._src.dispatch import prim_requires_devices_during_lowering
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
@@ -67,7 +74,7 @@ def _no_scratch(_avals: Sequence[Any], **_params: Any) -> list[Spec]:
     return []
 
 
-def _no_aliases(_avals: Sequence[Any], **_params: Any) -> dict[int, int]:
+def _no_aliases(_avals: Any, **_params: Any) -> dict[str, int]:
     return {}
 
 
@@ -88,8 +95,13 @@ class CudaTarget:
         as NotImplementedError.
       fallback: (avals, **params) -> why CUDA runs the pure JAX function for these arguments, or
         None. For what the kernel does not know and XLA does well enough.
-      operands: which arguments the call takes, in order; None for all.
-      aliases: (avals, **params) -> operand of the call: the result that takes its memory. XLA
+      operands: names of the operands that the call takes, in order; None for all.
+      absent: operand that may be None: rank and dtype of the empty array that stands for it, the
+        dtype itself, or the name of the operand that has it or of the parameter that is it
+        ("layer.dtype": of an attribute of that parameter).
+      public: (**params) -> place of each public result among those of the call, scratch having the
+        others in order; None: the public ones come first.
+      aliases: (avals, **params) -> name of an operand: the public result that takes its memory. XLA
         copies an operand that is used elsewhere.
       xla_splits: whether CUDA runs the pure JAX function wherever XLA partitions the program over
         some axes of a mesh. XLA would gather the operands of the call, and splits the function as
@@ -101,8 +113,10 @@ class CudaTarget:
     scratch: Callable[..., list[Spec]] = _no_scratch
     reason: Callable[..., str | None] = _no_reason
     fallback: Callable[..., str | None] = _no_reason
-    operands: tuple[int, ...] | None = None
-    aliases: Callable[..., dict[int, int]] = _no_aliases
+    operands: tuple[str, ...] | None = None
+    absent: Mapping[str, tuple[int, Any]] = dataclasses.field(default_factory=dict)
+    public: Callable[..., tuple[int, ...]] | None = None
+    aliases: Callable[..., dict[str, int]] = _no_aliases
     xla_splits: bool = False
 
 
@@ -113,26 +127,51 @@ class Op:
     Attributes:
       primitive: what is bound where XLA may partition the program, or there is one device.
       local: the same where each device has its own call; lowering it needs no devices.
-      composed: the function of other ops that it is everywhere, None for an op of its own.
+      operands: the NamedTuple of its operands.
+      xla: the pure JAX function.
+      composed: (absent, **params) -> whether that function is made of other ops, which are CUDA's
+        too; `absent` names the operands that are None.
+      expands: (absent, **params) -> whether those ops are divided over a mesh, and not this one.
     """
 
     name: str
     primitive: Primitive
     local: Primitive
+    operands: Callable[..., Any]
     out: Callable[..., list[Spec]]
+    xla: Callable[..., tuple[Any, ...]]
     cuda: CudaTarget | None
-    rule: _sharding.Rule | None = None
-    composed: Callable[..., tuple[Any, ...]] | None = None
+    rule: _sharding.Rule | None
+    composed: Callable[..., bool]
+    expands: Callable[..., bool]
 
     def __call__(self, *arrays: Any, **params: Any) -> tuple[jax.Array, ...]:
-        """Binds a primitive to `arrays`, cast to a common set of varying manual axes."""
-        matched = _match_varying(arrays)
+        """Binds a primitive to `arrays`, cast to a common set of varying manual axes.
+
+        None stands for an operand that is absent.
+        """
+        given = self.operands(*arrays)
+        matched = _match_varying([a for a in given if a is not None])
         avals = [jax.typeof(a) for a in matched]
         mesh = _sharding.mesh_of(avals)
+        absent = tuple(n for n, a in zip(given._fields, given, strict=True) if a is None)
         if self.rule is not None and any(_sharding.explicit_axes(a) for a in avals):
-            return _sharding.on_explicit_axes(self.rule, mesh, matched, params)
+            return _sharding.on_explicit_axes(self.rule, mesh, self.named(matched, absent), params)
         primitive = self.primitive if _sharding.is_auto(mesh) else self.local
-        return tuple(primitive.bind(*matched, **params))
+        return tuple(primitive.bind(*matched, absent=absent, **params))
+
+    def alone(self, *arrays: Any, **params: Any) -> tuple[jax.Array, ...]:
+        """Binds the primitive of one device."""
+        given = self.operands(*arrays)
+        absent = tuple(n for n, a in zip(given._fields, given, strict=True) if a is None)
+        there = [a for a in given if a is not None]
+        return tuple(self.local.bind(*there, absent=absent, **params))
+
+    def named(self, values: Sequence[Any], absent: tuple[str, ...]) -> Any:
+        """The operands' NamedTuple of `values`, those that there are, and None for the others."""
+        rest = iter(values)
+        fields = self.operands._fields  # pyright: ignore[reportFunctionMemberAccess]
+        return self.operands(*(None if name in absent else next(rest) for name in fields))
 
     def binds(self, primitive: Any) -> bool:
         """Whether `primitive` is this op's."""
@@ -152,32 +191,51 @@ def define(
     transpose: Callable[..., Sequence[Any]] | None = None,
     cuda: CudaTarget | None = None,
     rule: _sharding.Rule | None = None,
-    composed: bool = False,
+    composed: bool | Callable[..., bool] = False,
+    expands: Callable[..., bool] = lambda **_params: False,
+    operands: Callable[..., Any] | None = None,
 ) -> Op:
     """Makes the primitives `name` and registers them in `OPS`. See the module docstring.
 
-    `composed` says that `xla` calls other ops, which are CUDA's calls too, and there is no `cuda`.
-    Without `rule` CUDA runs `xla` too in a program of several devices that XLA divides.
+    `composed` says that `xla` calls other ops, which are CUDA's calls too, so `cuda` is not asked;
+    it may depend on the static parameters, and so may `expands`. Without `rule` CUDA runs `xla` too in a program of
+    several devices that XLA divides. `operands` is the NamedTuple of the operands, if they are not
+    the positional parameters of `xla`.
     """
-    op = Op(name, Primitive(name), Primitive(name), out, cuda, rule, xla if composed else None)
-    xla_rule = functools.partial(_lower_xla, mlir.lower_fun(xla, multiple_results=True))
+    named = operands or _operands_of(xla)
+    is_composed = composed if callable(composed) else lambda **_params: composed
+    primitives = Primitive(name), Primitive(name)
+    op = Op(name, *primitives, named, out, xla, cuda, rule, is_composed, expands)
+
+    def of_named(*there: Any, absent: tuple[str, ...], **params: Any) -> tuple[Any, ...]:
+        return xla(*op.named(there, absent), **params)
+
+    xla_rule = functools.partial(_lower_xla, mlir.lower_fun(of_named, multiple_results=True))
     cuda_rule = functools.partial(_lower_cuda, op, xla_rule)
     for primitive in (op.primitive, op.local):
         primitive.multiple_results = True
         primitive.def_impl(functools.partial(apply_primitive, primitive))
         primitive.def_abstract_eval(functools.partial(_abstract_eval, op))
-        batching.primitive_batchers[primitive] = functools.partial(_batch, batch)
+        batching.primitive_batchers[primitive] = functools.partial(_batch, op, batch)
         ad.primitive_jvps[primitive] = functools.partial(_jvp, op, jvp)
         if transpose is not None:
-            ad.primitive_transposes[primitive] = functools.partial(_transpose, transpose)
+            ad.primitive_transposes[primitive] = functools.partial(_transpose, op, transpose)
     for lower, platform in ((xla_rule, None), (cuda_rule, "cuda")):
         mlir.register_lowering(op.local, lower, platform=platform)
         divided = functools.partial(_lower_divided, op, xla_rule, lower)
         mlir.register_lowering(op.primitive, divided, platform=platform)
-    if rule is not None or composed:
+    if rule is not None or composed is not False:
         prim_requires_devices_during_lowering.add(op.primitive)
     OPS[name] = op
     return op
+
+
+def _operands_of(xla: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes the NamedTuple of the positional parameters of a pure JAX function."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(xla).parameters.values()
+    names = [p.name.lstrip("_") for p in parameters if p.kind in kinds]
+    return collections.namedtuple("Operands", names)
 
 
 def is_linear(arg: Any) -> bool:
@@ -243,21 +301,25 @@ def _match_varying(arrays: Sequence[Any]) -> list[Any]:
     ]
 
 
-def _check_replicated(name: str, index: int, aval: Any) -> None:
+def _check_replicated(name: str, operand: str, aval: Any) -> None:
     """Refuses an argument sharded over Explicit mesh axes: a per-device op would be wrong."""
     if used := _sharding.explicit_axes(aval):
         axes = ", ".join(sorted(used))
         raise NotImplementedError(
-            f"{name}: argument {index} is sharded over the Explicit mesh axes ({axes}). Got "
+            f"{name}: argument {operand} is sharded over the Explicit mesh axes ({axes}). Got "
             f"{aval}. Call it inside jax.shard_map over those axes, or replicate the argument "
             "with jax.sharding.reshard."
         )
 
 
-def _abstract_eval(op: Op, /, *avals: Any, **params: Any) -> list[ShapedArray]:
-    for index, aval in enumerate(avals):
-        _check_replicated(op.name, index, aval)
-    specs = op.out(*avals, **params)
+def _abstract_eval(
+    op: Op, /, *avals: Any, absent: tuple[str, ...], **params: Any
+) -> list[ShapedArray]:
+    named = op.named(avals, absent)
+    for name, aval in zip(named._fields, named, strict=True):
+        if aval is not None:
+            _check_replicated(op.name, name, aval)
+    specs = op.out(*named, **params)
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return [ShapedArray(shape, dtype) for shape, dtype in specs]
@@ -273,14 +335,25 @@ def _abstract_eval(op: Op, /, *avals: Any, **params: Any) -> list[ShapedArray]:
     ]
 
 
-def _batch(rule: Callable[..., Any], args: Any, dims: Any, /, **params: Any) -> Any:
+def _batch(
+    op: Op,
+    rule: Callable[..., Any],
+    args: Any,
+    dims: Any,
+    /,
+    absent: tuple[str, ...],
+    **params: Any,
+) -> Any:
+    def of_named(arrays: Any, dims: Any) -> Any:
+        return rule(op.named(arrays, absent), op.named(dims, absent), **params)
+
     axes = _sharding.examples_axes(args, dims)
     if not axes:
-        outs, out_dims = rule(tuple(args), tuple(dims), **params)
+        outs, out_dims = of_named(args, dims)
         return list(outs), list(out_dims)
 
     def of_own(*arrays: jax.Array) -> list[jax.Array]:
-        outs, out_dims = rule(arrays, fronts, **params)
+        outs, out_dims = of_named(arrays, fronts)
         return [move_batch_to_front(o, d) for o, d in zip(outs, out_dims, strict=True)]
 
     fronts = tuple(None if d is None else 0 for d in dims)
@@ -289,15 +362,18 @@ def _batch(rule: Callable[..., Any], args: Any, dims: Any, /, **params: Any) -> 
     return outs, [0] * len(outs)
 
 
-def _jvp(op: Op, rule: Any, primals: Any, tangents: Any, /, **params: Any) -> Any:
+def _jvp(
+    op: Op, rule: Any, primals: Any, tangents: Any, /, absent: tuple[str, ...], **params: Any
+) -> Any:
+    named = op.named(primals, absent)
     if rule is None:
-        outs = op(*primals, **params)
+        outs = op(*named, **params)
         if any(jnp.issubdtype(o.dtype, jnp.inexact) for o in outs):
             raise NotImplementedError(f"{op.name}: no differentiation rule.")
         tangents_out = (None,) * len(outs)
     else:
-        inputs = tuple(None if isinstance(t, ad.Zero) else t for t in tangents)
-        outs, tangents_out = rule(tuple(primals), inputs, **params)
+        inputs = [None if isinstance(t, ad.Zero) else t for t in tangents]
+        outs, tangents_out = rule(named, op.named(inputs, absent), **params)
     tangents_out = [
         ad.Zero(jax.typeof(o).to_tangent_aval()) if t is None else t
         for o, t in zip(outs, tangents_out, strict=True)
@@ -305,14 +381,24 @@ def _jvp(op: Op, rule: Any, primals: Any, tangents: Any, /, **params: Any) -> An
     return list(outs), tangents_out
 
 
-def _transpose(rule: Callable[..., Any], cts: Any, /, *args: Any, **params: Any) -> Any:
+def _transpose(
+    op: Op,
+    rule: Callable[..., Any],
+    cts: Any,
+    /,
+    *args: Any,
+    absent: tuple[str, ...],
+    **params: Any,
+) -> Any:
     if all(isinstance(ct, ad.Zero) for ct in cts):
         return [ad.Zero(a.aval) if is_linear(a) else None for a in args]
     cts = tuple(None if isinstance(ct, ad.Zero) else ct for ct in cts)
-    results = rule(cts, args, **params)
+    named = op.named(args, absent)
+    results = rule(cts, named, **params)
     return [
         (ad.Zero(a.aval) if r is None else r) if is_linear(a) else None
-        for a, r in zip(args, results, strict=True)
+        for a, r in zip(named, results, strict=True)
+        if a is not None
     ]
 
 
@@ -342,7 +428,7 @@ def _lower_divided(
     An op without a rule is its pure JAX function there: XLA would gather the operands of a call.
     """
     axes = ctx.module_context.axis_context
-    if op.rule is None and _partitioned(ctx):
+    if (op.rule is None or op.expands(**params)) and _partitioned(ctx):
         return xla_rule(ctx, *operands, **params)
     # Without a mesh that all of the program shares, a sharding has no names to be told by.
     mesh = getattr(axes, "abstract_mesh", None)
@@ -350,28 +436,53 @@ def _lower_divided(
         return lower(ctx, *operands, **params)
     if any(a.size == 0 for a in ctx.avals_out):
         return lower(ctx, *operands, **params)
-    avals = [ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]
-    call = _sharding.on_auto_axes(op.rule, op.local.bind, avals, params)
+    absent = params.pop("absent")
+    avals = op.named([ShapedArray(a.shape, a.dtype) for a in ctx.avals_in], absent)
+    call = _sharding.on_auto_axes(op.rule, op.alone, avals, params)
     return _lower_xla(mlir.lower_fun(call, multiple_results=True), ctx, *operands)
 
 
 def _lower_cuda(op: Op, xla_rule: Any, ctx: Any, /, *operands: Any, **params: Any) -> Any:
-    if op.cuda is None or not lowers_to_cuda(op):
+    own = {name: value for name, value in params.items() if name != "absent"}
+    if op.composed(**params) or op.cuda is None or not lowers_to_cuda(op):
         return xla_rule(ctx, *operands, **params)
     if op.cuda.xla_splits and _partitioned(ctx):
         return xla_rule(ctx, *operands, **params)
-    if op.cuda.fallback(ctx.avals_in, **params) is not None:
+    avals = op.named(ctx.avals_in, params["absent"])
+    if op.cuda.fallback(avals, **own) is not None:
         return xla_rule(ctx, *operands, **params)
-    reason = op.cuda.reason(ctx.avals_in, **params) or _targets.device_reason()
+    reason = op.cuda.reason(avals, **own) or _targets.device_reason()
     if reason is not None:
         raise NotImplementedError(reason)
-    scratch = [ShapedArray(s, d) for s, d in op.cuda.scratch(ctx.avals_in, **params)]
-    used = range(len(operands)) if op.cuda.operands is None else op.cuda.operands
-    call_ctx = ctx.replace(
-        avals_in=[ctx.avals_in[i] for i in used], avals_out=[*ctx.avals_out, *scratch]
-    )
-    attrs = op.cuda.attrs(ctx.avals_in, **params)
-    aliases = op.cuda.aliases(ctx.avals_in, **params)
-    rule = jax.ffi.ffi_lowering(op.cuda.target, operand_output_aliases=aliases or None)
-    results = rule(call_ctx, *(operands[i] for i in used), **attrs)
-    return list(results)[: len(ctx.avals_out)]
+    return _ffi_call(op.cuda, ctx, avals, op.named(operands, params["absent"]), own)
+
+
+def _ffi_call(cuda: CudaTarget, ctx: Any, avals: Any, operands: Any, params: Any) -> list[Any]:
+    """Lowers to the call of a handler, whose operands and results have places of their own."""
+    names = avals._fields if cuda.operands is None else cuda.operands
+    call_avals, call_operands = [], []
+    for name in names:
+        aval, operand = getattr(avals, name), getattr(operands, name)
+        if aval is None:
+            rank, dtype = cuda.absent[name]
+            if isinstance(dtype, str):
+                first, *rest = dtype.split(".")
+                dtype = params[first] if first in params else getattr(avals, first).dtype
+                dtype = functools.reduce(getattr, rest, dtype)
+            dtype = jnp.dtype(dtype)
+            aval = ShapedArray((0,) * rank, dtype)
+            operand = mlir.ir_constant(np.zeros(aval.shape, aval.dtype))
+        call_avals.append(aval)
+        call_operands.append(operand)
+    scratch = [ShapedArray(s, d) for s, d in cuda.scratch(avals, **params)]
+    total = len(ctx.avals_out) + len(scratch)
+    places = tuple(range(total)) if cuda.public is None else cuda.public(**params)
+    places = places[: len(ctx.avals_out)]
+    rest = iter(scratch)
+    results = [ctx.avals_out[places.index(i)] if i in places else next(rest) for i in range(total)]
+    aliases = cuda.aliases(avals, **params)
+    aliases = {names.index(name): places[result] for name, result in aliases.items()}
+    rule = jax.ffi.ffi_lowering(cuda.target, operand_output_aliases=aliases or None)
+    call_ctx = ctx.replace(avals_in=call_avals, avals_out=results)
+    values = list(rule(call_ctx, *call_operands, **cuda.attrs(avals, **params)))
+    return [values[place] for place in places]

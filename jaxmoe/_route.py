@@ -46,14 +46,14 @@ MAX_CUDA_EXPERTS = 512  # kRouteMaxExperts of csrc/kernels/route.h
 
 
 def route_xla(
-    logits: jax.Array, bias: jax.Array, *, top_k: int, rule: Rule
+    logits: jax.Array, bias: jax.Array | None, *, top_k: int, rule: Rule
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes the primitive in plain jnp, binding none. An empty bias means no bias."""
+    """Computes the primitive in plain jnp, binding none."""
     x = logits.astype(jnp.float32)
     key = x
     if rule.by_score:
         key = jnp.where(jnp.isnan(x), jnp.nan, _scores(x, rule.score))
-        if bias.shape[0]:
+        if bias is not None:
             key = key + bias.astype(jnp.float32)[None, :]
     order = _order_key(key)
     if rule.num_groups > 1:
@@ -175,12 +175,11 @@ def _out(logits: Any, _bias: Any, *, top_k: int, **_params: Any) -> list[_primit
 
 
 def _batch(args: Any, dims: Any, **params: Any) -> Any:
-    logits, bias = args
-    if dims[1] is not None:
+    if dims.bias is not None:
         return _primitive.one_by_one(route_p, args, dims, **params)
-    logits = _primitive.move_batch_to_front(logits, dims[0])
+    logits = _primitive.move_batch_to_front(args.logits, dims.logits)
     size, num_tokens, num_experts = logits.shape
-    outs = route_p(logits.reshape(size * num_tokens, num_experts), bias, **params)
+    outs = route_p(logits.reshape(size * num_tokens, num_experts), args.bias, **params)
     return tuple(o.reshape(size, num_tokens, -1) for o in outs), (0, 0)
 
 
@@ -226,7 +225,7 @@ def _attrs(_avals: Any, *, rule: Rule, **_params: Any) -> dict[str, Any]:
 
 
 def _fallback(avals: Any, **_params: Any) -> str | None:
-    if avals[0].shape[1] > MAX_CUDA_EXPERTS:
+    if avals.logits.shape[1] > MAX_CUDA_EXPERTS:
         return f"the route kernel takes at most {MAX_CUDA_EXPERTS} experts"
     return None
 
@@ -237,7 +236,9 @@ route_p = _primitive.define(
     xla=route_xla,
     batch=_batch,
     jvp=_jvp,
-    cuda=_primitive.CudaTarget("jaxmoe_route_v2", attrs=_attrs, fallback=_fallback),
+    cuda=_primitive.CudaTarget(
+        "jaxmoe_route_v2", attrs=_attrs, fallback=_fallback, absent={"bias": (1, jnp.float32)}
+    ),
     rule=_sharding.independent(
         lambda *arrays, **params: route_p(*arrays, **params),
         ("route", "logits", "bias"),

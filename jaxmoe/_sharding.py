@@ -30,16 +30,16 @@ class Call:
     """A call whose arguments are split over a mesh.
 
     Attributes:
-      avals: shapes and dtypes of the whole arguments.
-      given: mesh axes of each dimension of each argument.
+      avals: shapes and dtypes of the whole arguments, by name; None for those that are absent.
+      given: mesh axes of each dimension of each argument, likewise.
       wanted: the same of each result, as what uses them is split; nothing on Explicit axes.
       sizes: devices along each mesh axis.
       explicit: whether the axes are Explicit. Then types say how everything is split, and what
         cannot stay so is an error; collectives must suit `jax.shard_map`.
     """
 
-    avals: tuple[Any, ...]
-    given: tuple[Dims, ...]
+    avals: Any
+    given: Any
     wanted: tuple[Dims, ...]
     sizes: Mapping[str, int]
     explicit: bool
@@ -65,10 +65,11 @@ class Call:
 class Split:
     """How a call is divided: mesh axes of every dimension, and what each device computes.
 
-    `part` takes a device's parts of the arguments and returns its parts of the results.
+    `part` takes a device's parts of the arguments and returns its parts of the results. What there
+    is for an absent argument does not matter.
     """
 
-    ins: tuple[Dims, ...]
+    ins: tuple[Any, ...]
     outs: tuple[Dims, ...]
     part: Callable[..., tuple[Any, ...]]
 
@@ -110,15 +111,18 @@ def independent(
             [part.split() for part in side.split(",")]
             for side in text(call.avals, **params).split("->")
         )
+        there = [i for i, a in enumerate(call.avals) if a is not None and a.size]
         for i, letters in enumerate(arguments):
-            if tokens and tokens in letters and call.avals[i].size:
+            if tokens and tokens in letters and i in there:
                 refuse_tokens(rule, call, i, letters.index(tokens))
         chosen: dict[str, Axes] = {}
         for letter in free:
             seen = [
                 (aval.shape[letters.index(letter)], axes[letters.index(letter)])
-                for aval, letters, axes in zip(call.avals, arguments, call.given, strict=True)
-                if letter in letters and aval.size
+                for aval, letters, axes in (
+                    (call.avals[i], arguments[i], call.given[i]) for i in there
+                )
+                if letter in letters
             ]
             wanted = [
                 axes[letters.index(letter)]
@@ -130,8 +134,8 @@ def independent(
             chosen[letter] = call.pick(seen[0][0], *options, taken=taken) if seen else ()
         place = lambda letters: tuple(chosen.get(letter, ()) for letter in letters)  # noqa: E731
         ins = (
-            place(letters) if aval.size else ((),) * aval.ndim
-            for letters, aval in zip(arguments, call.avals, strict=True)
+            place(letters) if i in there else ((),) * len(letters)
+            for i, letters in enumerate(arguments)
         )
         return Split(tuple(ins), tuple(map(place, results)), lambda *a: op(*a, **params))
 
@@ -152,9 +156,9 @@ def own(a: jax.Array, dim: int, axes: Axes, count: int) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(a, index(axes) * size, size, dim)
 
 
-def once(a: jax.Array, axes: Axes) -> jax.Array:
+def once(a: Any, axes: Axes) -> Any:
     """`a` on the first device along `axes` and 0 on the others, for what is added up over them."""
-    return jnp.where(index(axes) == 0, a, jnp.zeros_like(a)) if axes and a.size else a
+    return jnp.where(index(axes) == 0, a, jnp.zeros_like(a)) if axes and a is not None else a
 
 
 def total(a: jax.Array, axes: Axes) -> jax.Array:
@@ -208,47 +212,54 @@ def one_device() -> Generator[None]:
 
 
 def on_explicit_axes(
-    rule: Rule, mesh: Any, arrays: Sequence[jax.Array], params: dict[str, Any]
+    rule: Rule, mesh: Any, arrays: Any, params: dict[str, Any]
 ) -> tuple[jax.Array, ...]:
-    """Runs a call with arguments that are split over Explicit axes of `mesh`."""
-    avals = tuple(jax.typeof(a) for a in arrays)
+    """Runs a call with arguments, a NamedTuple, that are split over Explicit axes of `mesh`."""
+    make = type(arrays)
+    avals = make(*(None if a is None else jax.typeof(a) for a in arrays))
     explicit = _explicit(mesh)
-    given = tuple(
-        tuple(tuple(axis for axis in axes if axis in explicit) for axes in dims)
-        for dims in (axes_of(a.sharding.spec, a.ndim) for a in avals)
-    )
-    call = Call(avals, given, (), dict(mesh.shape), explicit=True)
-    split = rule.split(call, **params)
+
+    def explicit_of(aval: Any) -> Dims:
+        of_aval = axes_of(aval.sharding.spec, aval.ndim)
+        return tuple(tuple(axis for axis in axes if axis in explicit) for axes in of_aval)
+
+    given = make(*(None if a is None else explicit_of(a) for a in avals))
+    split = rule.split(Call(avals, given, (), dict(mesh.shape), explicit=True), **params)
     for i in rule.weights:
+        if avals[i] is None:
+            continue
         if any(set(have) - set(kept) for have, kept in zip(given[i], split.ins[i], strict=True)):
             _refuse_weights(rule, avals, given, split, i)
     # NOTE: XLA's simplifier takes arrays without elements out of the boundary of a shard_map, and
-    # on GPUs its partitioner crashes on what is left. Those that stand for "none" are made inside.
-    there = [i for i, a in enumerate(avals) if a.size or any(split.ins[i])]
+    # on GPUs its partitioner crashes on what is left. Those of no tokens are made inside.
+    there = [i for i, a in enumerate(avals) if a is not None and (a.size or any(split.ins[i]))]
 
     def filled(*given: jax.Array) -> tuple[jax.Array, ...]:
         rest = iter(given)
         return split.part(
             *(
-                next(rest) if i in there else jnp.zeros(a.shape, a.dtype)
+                next(rest) if i in there else None if a is None else jnp.zeros(a.shape, a.dtype)
                 for i, a in enumerate(avals)
             )
         )
 
-    parts = [
-        a if have == want else jax.sharding.reshard(a, NamedSharding(mesh, to_spec(want)))
-        for a, have, want in zip(arrays, given, split.ins, strict=True)
-    ]
+    parts = {
+        i: arrays[i]
+        if given[i] == split.ins[i]
+        else jax.sharding.reshard(arrays[i], NamedSharding(mesh, to_spec(split.ins[i])))
+        for i in there
+    }
     # NOTE: not all Explicit axes: under vmap those of the batch are not there to be named.
-    used = {axis for dims in (*split.ins, *split.outs) for axes in dims for axis in axes}
+    ins = [split.ins[i] for i in there]
+    used = {axis for dims in (*ins, *split.outs) for axes in dims for axis in axes}
     divided = jax.shard_map(
         filled,
         mesh=None if mesh == jax.sharding.get_abstract_mesh() else mesh,
-        in_specs=tuple(to_spec(split.ins[i]) for i in there),
-        out_specs=tuple(to_spec(dims) for dims in split.outs),
+        in_specs=tuple(map(to_spec, ins)),
+        out_specs=tuple(map(to_spec, split.outs)),
         axis_names=used,
     )
-    return divided(*(parts[i] for i in there))
+    return divided(*parts.values())
 
 
 def examples_axes(arrays: Sequence[jax.Array], dims: Sequence[int | None]) -> Axes:
@@ -328,44 +339,52 @@ def _text(dims: Dims) -> str:
 
 
 def on_auto_axes(
-    rule: Rule, op: Callable[..., Any], avals: Sequence[Any], params: dict[str, Any]
+    rule: Rule, op: Callable[..., Any], avals: Any, params: dict[str, Any]
 ) -> Callable[..., tuple[jax.Array, ...]]:
-    """Returns the call of `op` as XLA's partitioner takes it, a function of `avals`.
+    """Returns the call of `op` as XLA's partitioner takes it, a function of what there is of `avals`.
 
-    Arguments without elements stand for "none" and stay out of the partitioned call.
+    Arguments without elements, of no tokens, stay out of the partitioned call.
     """
-    there = [i for i, a in enumerate(avals) if a.size]
+    given_at = [i for i, a in enumerate(avals) if a is not None]
+    there = [i for i in given_at if avals[i].size]
+    make = type(avals)
 
-    def fill(arrays: Sequence[Any], make: Callable[[Any], Any]) -> list[Any]:
-        rest = iter(arrays)
-        return [next(rest) if a.size else make(a) for a in avals]
+    def fill(values: Sequence[Any], otherwise: Callable[[Any], Any]) -> Any:
+        rest = iter(values)
+        return make(
+            *(
+                next(rest) if i in there else None if a is None else otherwise(a)
+                for i, a in enumerate(avals)
+            )
+        )
+
+    def empty(a: Any) -> jax.Array:
+        return jnp.zeros(a.shape, a.dtype)
 
     def call(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        return tuple(op(*fill(arrays, lambda a: jnp.zeros(a.shape, a.dtype)), **params))
+        return tuple(op(*fill(arrays, empty), **params))
 
     def partition(mesh: Any, args: Sequence[Any], results: Sequence[Any]) -> Any:
         given = fill([axes_of(a.sharding.spec, a.ndim) for a in args], lambda a: ((),) * a.ndim)
         wanted = [axes_of(r.sharding.spec, r.ndim) for r in results]
         split = rule.split(
-            Call(tuple(avals), tuple(given), tuple(wanted), dict(mesh.shape), explicit=False),
-            **params,
+            Call(avals, given, tuple(wanted), dict(mesh.shape), explicit=False), **params
         )
 
         def part(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-            # Arguments without elements have the shape of the whole.
-            parts = fill(arrays, lambda a: jnp.zeros(a.shape, a.dtype))
             with one_device():
-                return tuple(split.part(*parts))
+                return tuple(split.part(*fill(arrays, empty)))
 
         place = lambda dims: NamedSharding(mesh, to_spec(dims))  # noqa: E731
         ins = tuple(place(split.ins[i]) for i in there)
         return mesh, part, tuple(place(dims) for dims in split.outs), ins
 
     names, results = rule.dims(avals, **params).split("->")
-    names = [n for i, n in enumerate(names.split(",")) if avals[i].size]
+    every = names.split(",")
+    names = ",".join(every[i] for i in there)
     partitioned = custom_partitioning(call)
-    partitioned.def_partition(partition=partition, sharding_rule=f"{','.join(names)}->{results}")
-    return lambda *arrays: partitioned(*(arrays[i] for i in there))
+    partitioned.def_partition(partition=partition, sharding_rule=f"{names}->{results}")
+    return lambda *arrays: partitioned(*(arrays[given_at.index(i)] for i in there))
 
 
 def _explicit(mesh: Any) -> frozenset[str]:

@@ -24,16 +24,6 @@ from jaxmoe._heuristics import gmm_scratch_size, tgmm_cluster
 GATHERED = (None, "x", "dy")
 
 
-def no_index() -> jax.Array:
-    """Returns the empty array that stands for "in order"."""
-    return jnp.zeros((0,), jnp.int32)
-
-
-def no_init(dtype: Any) -> jax.Array:
-    """Returns the empty array that stands for "added to nothing"."""
-    return jnp.zeros((0, 0, 0), dtype)
-
-
 def _out(x: Any, dy: Any, starts: Any, *_: Any, out_dtype: Any, **_params: Any) -> Any:
     return [((starts.shape[0], x.shape[1], dy.shape[1]), out_dtype)]
 
@@ -43,14 +33,19 @@ def _take(operand: jax.Array, index: jax.Array) -> jax.Array:
     return jnp.take(operand, index, axis=0, mode="fill", fill_value=0)
 
 
+def _present(index: jax.Array | None) -> jax.Array:
+    assert index is not None
+    return index
+
+
 def _in_two(
     tgmm: Callable[..., Any],
     x: jax.Array,
     dy: jax.Array,
     starts: jax.Array,
     sizes: jax.Array,
-    row_index: jax.Array,
-    init: jax.Array,
+    row_index: jax.Array | None,
+    init: jax.Array | None,
     *,
     gathered: str | None,
     out_dtype: Any,
@@ -58,33 +53,33 @@ def _in_two(
 ) -> tuple[jax.Array]:
     """The gather and the sums apart, which can be transposed, batched and divided."""
     if gathered == "x":
-        x = _take(x, row_index)
+        x = _take(x, _present(row_index))
     elif gathered == "dy":
-        dy = _take(dy, row_index)
+        dy = _take(dy, _present(row_index))
     (dw,) = tgmm(
         x[None],
         dy[None],
         starts[None],
         sizes[None],
         weight_shape=(1, starts.shape[0]),
-        out_dtype=jnp.dtype("float32") if init.size else out_dtype,
+        out_dtype=out_dtype if init is None else jnp.dtype("float32"),
         precision=precision,
     )
-    if not init.size:
+    if init is None:
         return (dw[0],)
     return ((dw[0] + init.astype(jnp.float32)).astype(out_dtype),)
 
 
 def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-    x, dy, *index, init = primals
+    x, dy, *index, _ = primals
     tx, tdy, _, _, _, tinit = tangents
     terms: list[jax.Array] = []
     apart = functools.partial(_in_two, _gmm.tgmm, **params)
     if tx is not None:
-        terms += apart(tx, dy, *index, no_init(init.dtype))
+        terms += apart(tx, dy, *index, None)
     if tdy is not None:
-        terms += apart(x, tdy, *index, no_init(init.dtype))
-    if tinit is not None and init.size:
+        terms += apart(x, tdy, *index, None)
+    if tinit is not None:
         terms.append(tinit)
     out = tgmm_rows(*primals, **params)
     return out, (functools.reduce(jnp.add, terms) if terms else None,)
@@ -97,7 +92,7 @@ def _batch(args: Any, dims: Any, **params: Any) -> Any:
 
 
 def _attrs(avals: Any, *, gathered: str | None, **_params: Any) -> dict[str, Any]:
-    x, dy = avals[:2]
+    x, dy = avals.x, avals.dy
     columns = dy.shape[1] if gathered == "dy" else x.shape[1]
     return {"gathered": GATHERED.index(gathered), "cluster": tgmm_cluster(columns)}
 
@@ -107,23 +102,30 @@ def _scratch(_avals: Any, **_params: Any) -> list[_primitive.Spec]:
 
 
 def _reason(avals: Any, *, gathered: str | None, out_dtype: Any, **_params: Any) -> str | None:
-    x, dy = avals[:2]
+    x, dy = avals.x, avals.dy
     rows = dy.shape[0] if gathered == "x" else x.shape[0]
     return _gmm.tgmm_reason(x, dy, rows, out_dtype)
 
 
 def _aliases(avals: Any, **_params: Any) -> dict[int, int]:
-    return {5: 0} if avals[5].size else {}
+    return {} if avals.init is None else {"init": 0}
 
 
 tgmm_rows = _primitive.define(
     "jaxmoe_tgmm_rows",
     out=_out,
-    xla=functools.partial(_in_two, _gmm_xla.tgmm_xla),
+    xla=lambda x, dy, starts, sizes, row_index, init, **params: _in_two(
+        _gmm_xla.tgmm_xla, x, dy, starts, sizes, row_index, init, **params
+    ),
     batch=_batch,
     jvp=_jvp,
     cuda=_primitive.CudaTarget(
-        "jaxmoe_tgmm_rows_v1", attrs=_attrs, scratch=_scratch, reason=_reason, aliases=_aliases
+        "jaxmoe_tgmm_rows_v1",
+        attrs=_attrs,
+        scratch=_scratch,
+        reason=_reason,
+        aliases=_aliases,
+        absent={"row_index": (1, jnp.int32), "init": (3, "out_dtype")},
     ),
     rule=_gmm_sharding.tgmm_rows_rule(lambda *arrays, **params: tgmm_rows(*arrays, **params)),
 )

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmoe import _checks
-from jaxmoe.quantize import BLOCK, QuantizedArray, check_quantized, check_scales
+from jaxmoe._formats.quantization import BLOCK
+from jaxmoe.quantize import QuantizedArray, check_quantized, check_scales
 
 _SCALES = ("float32", "bfloat16", "float16", "float8_e8m0fnu")
 

@@ -12,6 +12,7 @@ from jaxmoe import _checks, _ep_checks, _ep_layer, _ep_mesh
 from jaxmoe._ep_cost import DispatchChoice as DispatchChoice
 from jaxmoe._ep_cost import Links as Links
 from jaxmoe._ep_cost import choose_dispatch as choose_dispatch
+from jaxmoe.experts import Experts
 from jaxmoe.quantize import QuantizedArray
 from jaxmoe.routing import Routing
 
@@ -19,8 +20,7 @@ from jaxmoe.routing import Routing
 def moe_mlp(
     x: jax.Array | QuantizedArray,
     routing: Routing,
-    w_gate_up: jax.Array | QuantizedArray,
-    w_down: jax.Array | QuantizedArray,
+    experts: Experts,
     *,
     axis_name: str | tuple[str, ...],
     tokens: str = "sharded",
@@ -34,7 +34,6 @@ def moe_mlp(
     sum_dtype: Any = None,
     tensor_axis: str | None = None,
     residual: jax.Array | None = None,
-    x_scale: jax.Array | None = None,
     **options: Any,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Runs `jaxmoe.moe_mlp` with experts spread over a mesh axis; call it inside `jax.shard_map`.
@@ -54,8 +53,7 @@ def moe_mlp(
     Args:
       x: [T, H] the tokens of this device, bfloat16, float16, float32, or quantized.
       routing: of these tokens, with global expert ids.
-      w_gate_up: [E_local, H, 2I] the experts of this device, as `jaxmoe.moe_mlp` takes them.
-      w_down: [E_local, I, H].
+      experts: the E_local experts of this device, see `jaxmoe.Experts`.
       axis_name: the mesh axis, or axes, over which experts are spread: n devices.
       tokens: "sharded" if each device along the axis has tokens of its own, "replicated" if all of
         them have the same ones: then nothing is dispatched and a psum adds the parts.
@@ -79,15 +77,13 @@ def moe_mlp(
         are quantized where they arrive. Gives the same result.
       sum_dtype: float32 to add the parts of the devices in float32, which doubles what psum and
         psum_scatter send back; by default they add in the dtype of `x`.
-      tensor_axis: another mesh axis that splits I: w_gate_up [E_local, H, 2I / m] with its gates
-        and their ups on one device, w_down [E_local, I / m, H]. Tokens are the same along it.
+      tensor_axis: another mesh axis that splits I: gates and their ups on one device, so
+        interleaved or two arrays [E_local, H, I / m], and down [E_local, I / m, H]. Tokens are the
+        same along it.
       residual: [T, H] added last; also the place for a shared expert: `residual=dense_mlp(x)`
         depends on no collective, so XLA can compute it meanwhile.
-      x_scale: [] float32, the static scale of x for weights in fp8_tensor, by default one is made
-        of the tokens of all devices along the axis.
-      **options: of `jaxmoe.moe_mlp`: activation, b_gate_up, b_down (both of this device's experts,
-        b_gate_up split as w_gate_up), gate_up, weight_layout, apply_weight_on_input,
-        batch_invariant, intermediate_scale, accum, config, recompute, master_weights.
+      **options: of `jaxmoe.moe_mlp`: apply_weight_on_input, batch_invariant, accum, config,
+        recompute.
 
     Returns:
       [T, H] in the dtype of `x`. With a `capacity_factor` (y, lost): lost is a [] int32, how many
@@ -117,22 +113,20 @@ def moe_mlp(
       >>> import jax, jax.numpy as jnp, jaxmoe
       >>> from jax.sharding import AxisType, PartitionSpec as P
       >>> mesh = jax.make_mesh((1,), ("expert",), axis_types=(AxisType.Auto,))
-      >>> def layer(x, ids, weights, w_up, w_down):
+      >>> def layer(x, ids, weights, experts):
       ...     routing = jaxmoe.Routing(ids, weights)
-      ...     return jaxmoe.expert_parallel.moe_mlp(
-      ...         x, routing, w_up, w_down, axis_name="expert", activation="relu"
-      ...     )
+      ...     return jaxmoe.expert_parallel.moe_mlp(x, routing, experts, axis_name="expert")
       >>> split = jax.shard_map(layer, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"))
       >>> ids, weights = jnp.array([[1]], jnp.int32), jnp.array([[0.5]])
-      >>> w_up, w_down = jnp.ones((2, 2, 3)), jnp.ones((2, 3, 2))
-      >>> jax.jit(split)(jnp.ones((1, 2)), ids, weights, w_up, w_down).tolist()
+      >>> up, down = jnp.ones((2, 2, 3)), jnp.ones((2, 3, 2))
+      >>> experts = jaxmoe.Experts(up=up, down=down, activation="relu")
+      >>> jax.jit(split)(jnp.ones((1, 2)), ids, weights, experts).tolist()
       [[3.0, 3.0]]
     """
     setup = _ep_checks.check_all(
         x,
         routing,
-        w_gate_up,
-        w_down,
+        experts,
         axis_name=axis_name,
         tokens=tokens,
         dispatch=dispatch,
@@ -151,10 +145,9 @@ def moe_mlp(
         setup,
         x,
         routing,
-        _ep_layer.Weights(w_gate_up, w_down),
+        experts,
         expert_map=None if expert_map is None else jnp.asarray(expert_map),
         residual=residual,
-        x_scale=x_scale,
         num_chunks=num_chunks,
         options=options,
     )
@@ -164,8 +157,7 @@ def moe_mlp(
 def sharded_moe_mlp(
     x: jax.Array | QuantizedArray,
     routing: Routing,
-    w_gate_up: jax.Array | QuantizedArray,
-    w_down: jax.Array | QuantizedArray,
+    experts: Experts,
     *,
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
     axis_name: str | tuple[str, ...],
@@ -175,7 +167,6 @@ def sharded_moe_mlp(
     capacity_factor: float | None = None,
     expert_map: jax.Array | np.ndarray | None = None,
     residual: jax.Array | None = None,
-    x_scale: jax.Array | None = None,
     **options: Any,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Runs `moe_mlp` of this module on whole arrays: the same with its `jax.shard_map` around it.
@@ -183,18 +174,17 @@ def sharded_moe_mlp(
     Args:
       x: [T, H] all tokens, split over `data_axis` and, if tokens="sharded", over `axis_name`.
       routing: of all tokens, split in the same way.
-      w_gate_up: [n * E_local, H, 2I] all experts in the order of the devices, split over
-        `axis_name`, and their outputs over `tensor_axis`.
-      w_down: [n * E_local, I, H], and its inputs over `tensor_axis`.
+      experts: all n * E_local experts in the order of the devices, split over `axis_name`, and I
+        over `tensor_axis`.
       mesh: the mesh, of any kind of axes; on Explicit ones arguments are resharded as needed.
       axis_name: the axis, or axes, of experts.
       data_axis: further axes that split the tokens; experts are the same along them.
-      tensor_axis: a further axis that splits I; needs gate_up="interleaved" if gated.
+      tensor_axis: a further axis that splits I; if gated it needs order="interleaved", or gate and
+        up as two arrays.
       tokens: "sharded" or "replicated" along `axis_name`.
       capacity_factor: as `moe_mlp` takes it.
       expert_map: as `moe_mlp` takes it.
       residual: [T, H], split as `x`.
-      x_scale: as `moe_mlp` takes it.
       **options: of `moe_mlp` of this module and of `jaxmoe.moe_mlp`.
 
     Returns:
@@ -213,42 +203,37 @@ def sharded_moe_mlp(
       >>> import jax, jax.numpy as jnp, jaxmoe
       >>> mesh = jax.make_mesh((1,), ("expert",))
       >>> routing = jaxmoe.Routing(jnp.array([[1]], jnp.int32), jnp.array([[0.5]]))
-      >>> w_up, w_down = jnp.ones((2, 2, 3)), jnp.ones((2, 3, 2))
+      >>> up, down = jnp.ones((2, 2, 3)), jnp.ones((2, 3, 2))
+      >>> experts = jaxmoe.Experts(up=up, down=down, activation="relu")
       >>> @jax.jit
-      ... def layer(x, routing, w_up, w_down):
+      ... def layer(x, routing, experts):
       ...     return jaxmoe.expert_parallel.sharded_moe_mlp(
-      ...         x, routing, w_up, w_down, mesh=mesh, axis_name="expert", activation="relu"
+      ...         x, routing, experts, mesh=mesh, axis_name="expert"
       ...     )
-      >>> layer(jnp.ones((1, 2)), routing, w_up, w_down).tolist()
+      >>> layer(jnp.ones((1, 2)), routing, experts).tolist()
       [[3.0, 3.0]]
     """
     _checks.check_choice(_ep_mesh.OP, "tokens", tokens, ("sharded", "replicated"))
-    experts, data, tensor = map(_ep_mesh.names_of, (axis_name, data_axis, tensor_axis))
-    axes = {"axis_name": experts, "data_axis": data, "tensor_axis": tensor}
+    expert_axes, data, tensor = map(_ep_mesh.names_of, (axis_name, data_axis, tensor_axis))
+    axes = {"axis_name": expert_axes, "data_axis": data, "tensor_axis": tensor}
     _ep_mesh.check_mesh(mesh, axes)
-    on_tokens = data + (experts if tokens == "sharded" else ())
-    token_devices, num_devices = (_ep_mesh.size_of(mesh, a) for a in (on_tokens, experts))
-    _ep_mesh.check_split(x, w_gate_up, token_devices, num_devices, repr(axis_name))
-    _ep_checks.check_local_ids(expert_map, w_gate_up.shape[0] // num_devices)
-    _ep_mesh.check_tensor_axis(mesh, tensor, w_down, options)
-    arrays = {n: options.pop(n) for n in _ep_mesh.ARRAYS if options.get(n) is not None}
-    layout = options.get("weight_layout", "kn")
+    on_tokens = data + (expert_axes if tokens == "sharded" else ())
+    token_devices, num_devices = (_ep_mesh.size_of(mesh, a) for a in (on_tokens, expert_axes))
+    _ep_mesh.check_split(x, experts, token_devices, num_devices, repr(axis_name))
+    _ep_checks.check_local_ids(expert_map, experts.num_experts // num_devices)
+    _ep_mesh.check_tensor_axis(mesh, tensor, experts)
 
-    def local(
-        x: Any, routing: Any, weights: Any, arrays: Any, residual: Any, x_scale: Any, table: Any
-    ) -> Any:
+    def local(x: Any, routing: Any, experts: Any, residual: Any, table: Any) -> Any:
         out = moe_mlp(
             x,
             routing,
-            *weights,
+            experts,
             axis_name=axis_name,
             tensor_axis=tensor_axis,
             tokens=tokens,
             capacity_factor=capacity_factor,
             expert_map=table,
             residual=residual,
-            x_scale=x_scale,
-            **arrays,
             **options,
         )
         if capacity_factor is None:
@@ -260,13 +245,11 @@ def sharded_moe_mlp(
     specs = (
         _ep_mesh.token_spec(x, on_tokens),
         per_token,
-        _ep_mesh.weight_specs(w_gate_up, w_down, experts, tensor, layout),
-        _ep_mesh.array_specs(arrays, experts, tensor),
+        _ep_mesh.expert_specs(experts, expert_axes, tensor),
         per_token,
         everywhere,
-        everywhere,
     )
-    args = (x, routing, (w_gate_up, w_down), arrays, residual, x_scale, expert_map)
+    args = (x, routing, experts, residual, expert_map)
     args = tuple(_ep_mesh.placed(mesh, *pair) for pair in zip(args, specs, strict=True))
     out_specs = per_token if capacity_factor is None else (per_token, everywhere)
     return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out_specs)(*args)
@@ -316,8 +299,8 @@ def place_experts(w: Any, expert_map: Any) -> Any:
     """Puts stacked experts in the order of the devices that hold them, as `sharded_moe_mlp` takes.
 
     Args:
-      w: [E, ...] experts in order: weights, quantized weights, biases or scales of experts, or a
-        pytree of such.
+      w: experts in order: a `jaxmoe.Experts`, or [E, ...] arrays and quantized arrays, or a pytree
+        of such.
       expert_map: [n, E] int32, known at trace time, as `expert_placement` makes it.
 
     Returns:
@@ -357,4 +340,6 @@ def place_experts(w: Any, expert_map: Any) -> Any:
         there = (order >= 0).reshape(-1, *[1] * (rows.ndim - 1))
         return jnp.where(there, rows, jnp.zeros((), rows.dtype))
 
+    if isinstance(w, Experts):  # whose scales may be one for all experts
+        return jax.tree.map(lambda a: place(a) if jnp.ndim(a) else a, w)
     return jax.tree.map(place, w)

@@ -84,9 +84,7 @@ def finalize(
         _checks.check_same_dim(
             "finalize", "weights", weights, axis, "plan.slot_to_row", slots, axis, meaning
         )
-    if residual is None:
-        residual = no_residual(rows.dtype)
-    else:
+    if residual is not None:
         _checks.check_rank("finalize", "residual", residual, "T,H")
         _checks.check_same_dtype("finalize", "residual", residual, "rows", rows)
         _checks.check_same_dim(
@@ -97,17 +95,11 @@ def finalize(
     return y
 
 
-def no_residual(dtype: Any) -> jax.Array:
-    """Returns the empty array that stands for "no residual"."""
-    return jnp.zeros((0, 0), dtype)
-
-
 def sum_rows(
     rows: jax.Array, slot_to_row: jax.Array, residual: jax.Array | None = None
 ) -> jax.Array:
     """Adds up the rows of each token unweighted: the transpose of permute."""
     weights = jnp.ones_like(slot_to_row, jnp.float32)
-    residual = no_residual(rows.dtype) if residual is None else residual
     (y,) = _finalize(rows, slot_to_row, weights, residual, shared=False)
     return y
 
@@ -115,7 +107,7 @@ def sum_rows(
 def finalize_xla(
     rows: jax.Array, slot_to_row: jax.Array, weights: jax.Array, residual: jax.Array | None = None
 ) -> jax.Array:
-    """Computes `finalize` in plain jnp, binding no primitive; a residual of no elements is none."""
+    """Computes `finalize` in plain jnp, binding no primitive."""
     num_tokens, top_k = slot_to_row.shape
 
     def term(slots: jax.Array, weight: jax.Array) -> jax.Array:
@@ -129,7 +121,7 @@ def finalize_xla(
         y, _ = jax.lax.scan(lambda y, kth: (y + term(*kth), None), y, later, unroll=8)
     else:
         y = jnp.zeros((num_tokens, rows.shape[1]), jnp.float32)
-    if residual is not None and residual.size:
+    if residual is not None:
         y = y + residual.astype(jnp.float32)
     return y.astype(rows.dtype)
 
@@ -142,22 +134,20 @@ def _out(
 
 def _batch(args: Any, dims: Any, *, shared: bool) -> Any:
     size = _primitive.batch_size(args, dims)
-    rows = _primitive.move_batch_to_front(args[0], dims[0])
-    slot_to_row, weights = (
-        _primitive.move_batch_to_front(a, d, size)
-        for a, d in zip(args[1:3], dims[1:3], strict=True)
-    )
+    rows = _primitive.move_batch_to_front(args.rows, dims.rows)
+    slot_to_row = _primitive.move_batch_to_front(args.slot_to_row, dims.slot_to_row, size)
+    weights = _primitive.move_batch_to_front(args.weights, dims.weights, size)
     num_rows, hidden = rows.shape[-2:]
     num_tokens, top_k = slot_to_row.shape[1:]
-    if dims[0] is not None:
+    if dims.rows is not None:
         slot_to_row = shift_indices(slot_to_row, num_rows)
         rows = rows.reshape(size * num_rows, hidden)
     else:
         shared = True
-    residual = args[3]
-    if dims[3] is not None or residual.size:
-        residual = _primitive.move_batch_to_front(residual, dims[3], size)
-        residual = residual.reshape(-1, *residual.shape[2:]) if residual.size else residual[0]
+    residual = args.residual
+    if residual is not None:
+        residual = _primitive.move_batch_to_front(residual, dims.residual, size)
+        residual = residual.reshape(-1, hidden)
     (y,) = _finalize(
         rows,
         slot_to_row.reshape(size * num_tokens, top_k),
@@ -169,37 +159,33 @@ def _batch(args: Any, dims: Any, *, shared: bool) -> Any:
 
 
 def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-    rows, slot_to_row, weights, residual = primals
+    rows, slot_to_row, weights, _ = primals
     d_rows, _, d_weights, d_residual = tangents
     outs = _finalize(*primals, **params)
     parts: list[jax.Array] = []
     if d_rows is not None:
-        extra = no_residual(rows.dtype) if d_residual is None else d_residual
-        parts += _finalize(d_rows, slot_to_row, weights, extra, **params)
-    elif d_residual is not None and residual.size:
+        parts += _finalize(d_rows, slot_to_row, weights, d_residual, **params)
+    elif d_residual is not None:
         parts.append(d_residual)
     if d_weights is not None:
-        nothing = no_residual(rows.dtype)
-        parts += _finalize(rows, slot_to_row, d_weights, nothing, **params)
+        parts += _finalize(rows, slot_to_row, d_weights, None, **params)
     return outs, (sum(parts[1:], start=parts[0]) if parts else None,)
 
 
 def _transpose(cts: Any, args: Any, *, shared: bool) -> Any:
     (ct,) = cts
     rows, slot_to_row, weights, residual = args
-    grads: list[jax.Array | None] = [None] * 4
+    d_rows, d_weights = None, None
     if _primitive.is_linear(rows):
         to_rows = _add_to_shared_rows if shared else _spread_to_rows
-        grads[0] = to_rows(ct, slot_to_row, weights, rows.aval.shape[0])
+        d_rows = to_rows(ct, slot_to_row, weights, rows.aval.shape[0])
     if _primitive.is_linear(weights):
         exists = (slot_to_row >= 0) & (slot_to_row < rows.shape[0])
         row = permute_xla(rows, slot_to_row.reshape(-1)).reshape(*slot_to_row.shape, rows.shape[1])
         dots = jnp.einsum("tkh,th->tk", row, ct, preferred_element_type=jnp.float32)
         # NOTE: select again: NaN in a token's cotangent must not reach a choice without a row.
-        grads[2] = jnp.where(exists, dots, 0.0)
-    if _primitive.is_linear(residual):
-        grads[3] = ct if residual.aval.size else None
-    return grads
+        d_weights = jnp.where(exists, dots, 0.0)
+    return d_rows, None, d_weights, ct if _primitive.is_linear(residual) else None
 
 
 def _spread_to_rows(
@@ -232,11 +218,13 @@ def _add_to_shared_rows(
 _finalize = _primitive.define(
     "jaxmoe_finalize",
     out=_out,
-    xla=lambda *arrays, **_params: (finalize_xla(*arrays),),
+    xla=lambda rows, slot_to_row, weights, residual, **_params: (
+        finalize_xla(rows, slot_to_row, weights, residual),
+    ),
     batch=_batch,
     jvp=_jvp,
     transpose=_transpose,
-    cuda=_primitive.CudaTarget("jaxmoe_finalize_v1"),
+    cuda=_primitive.CudaTarget("jaxmoe_finalize_v1", absent={"residual": (2, "rows")}),
     rule=_sharding.independent(
         lambda *arrays, **params: _finalize(*arrays, **params),
         ("finalize", "rows", "plan.slot_to_row", "weights", "residual"),

@@ -8,15 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmoe import _checks
-from jaxmoe._fp8_checks import (
+from jaxmoe._checks import check_float
+from jaxmoe._formats import PLAIN, QUANTIZED, Format
+from jaxmoe._formats.checks import (
     check_accum,
     check_same_format,
     check_tokens,
     check_tokens_are_plain,
     check_weight,
 )
-from jaxmoe._gmm import MAX_ROWS, WEIGHT_LAYOUTS, gmm, no_bias
-from jaxmoe._gmm_fp8 import gmm_fp8, promotes
+from jaxmoe._gmm import MAX_ROWS, WEIGHT_LAYOUTS, gmm
+from jaxmoe._gmm_fp8 import gmm_fp8
 from jaxmoe._heuristics import NOT_PROMOTED, ONLY_PROMOTED, STEP_K, GemmConfig, gmm_config
 from jaxmoe.quantize import QuantizedArray, quantize_tokens
 
@@ -96,7 +98,7 @@ def grouped_gemm(
     k_axis = 1 if weight_layout == "kn" else 2
     _checks.check_same_dim(op, "rhs", rhs, k_axis, "lhs", lhs, 1, "K, the contracted axis")
     check_accum(op, accum, format)
-    promoted = None if format is None else promotes(format, accum, lhs.shape[1])
+    promoted = format.sums(accum, lhs.shape[1])
     out_dtype = lhs.dtype
     if preferred_element_type is not None:
         out_dtype = element_type(op, preferred_element_type)
@@ -106,10 +108,10 @@ def grouped_gemm(
         rule = "batch_invariant must be a bool"
         raise TypeError(_checks.message(op, rule, batch_invariant=batch_invariant))
     if batch_invariant:
-        if format == "fp8_tensor" and not isinstance(lhs, QuantizedArray):
+        if format.one_token_scale and not isinstance(lhs, QuantizedArray):
             rule = (
-                "batch_invariant=True needs a quantized lhs with rhs in fp8_tensor: its scale is "
-                "made of all rows; give jaxmoe.quantize_tokens(lhs, 'fp8_tensor', scale=...)"
+                f"batch_invariant=True needs a quantized lhs with rhs in {format.name}: its scale "
+                f"is made of all rows; give jaxmoe.quantize_tokens(lhs, {format.name!r}, scale=...)"
             )
             raise ValueError(_checks.message(op, rule, lhs=lhs, rhs=rhs))
         chosen = gmm_config(
@@ -120,14 +122,11 @@ def grouped_gemm(
         config = whole_k(op, "config", config, chosen)
     check_precision(op, precision, lhs.dtype, format)
     check_num_rows(op, lhs.shape[0], lhs=lhs)
-    if bias is None:
-        bias_array = no_bias(lhs.dtype)
-    else:
+    if bias is not None:
         _checks.check_rank(op, "bias", bias, "E,N")
         _checks.check_same_dtype(op, "bias", bias, "lhs", lhs)
         _checks.check_same_dim(op, "bias", bias, 0, "rhs", rhs, 0, "num_groups")
         _checks.check_same_dim(op, "bias", bias, 1, "rhs", rhs, 3 - k_axis, "N")
-        bias_array = bias[None]
     starts, sizes = _groups(lhs, rhs, group_sizes, group_offset)
     if isinstance(rhs, QuantizedArray):
         tokens = lhs if isinstance(lhs, QuantizedArray) else quantize_tokens(lhs, rhs.format)
@@ -138,8 +137,9 @@ def grouped_gemm(
             rhs.scales,
             starts,
             sizes,
-            jnp.zeros((0, 0), lhs.dtype) if bias is None else bias,
-            format=rhs.format,
+            bias,
+            format=format,
+            dtype=jnp.dtype(lhs.dtype),
             out_dtype=jnp.dtype(out_dtype),
             promoted=promoted,
             config=config,
@@ -151,7 +151,7 @@ def grouped_gemm(
         rhs[None],
         starts[None],
         sizes[None],
-        bias_array,
+        None if bias is None else bias[None],
         weight_layout=weight_layout,
         out_dtype=jnp.dtype(out_dtype),
         precision=precision,
@@ -160,8 +160,8 @@ def grouped_gemm(
     return out[0]
 
 
-def _check_factors(lhs: Any, rhs: Any, layout: str) -> str | None:
-    """Checks kind, rank and dtype of the factors. Returns the format of `rhs`, None if plain."""
+def _check_factors(lhs: Any, rhs: Any, layout: str) -> Format:
+    """Checks kind, rank and dtype of the factors. Returns the format of `rhs`."""
     op = "grouped_gemm"
     if isinstance(lhs, QuantizedArray):
         check_tokens(op, "lhs", lhs)
@@ -172,13 +172,13 @@ def _check_factors(lhs: Any, rhs: Any, layout: str) -> str | None:
         check_same_format(op, "lhs", lhs, "rhs", rhs)
         if not isinstance(lhs, QuantizedArray):
             check_float(op, "lhs", lhs)
-        return rhs.format
+        return QUANTIZED[rhs.format]
     check_tokens_are_plain(op, "lhs", lhs, "rhs")
     _checks.check_rank(op, "rhs", rhs, "E,K,N" if layout == "kn" else "E,N,K")
     check_float(op, "lhs", lhs)
     check_float(op, "rhs", rhs)
     _checks.check_same_dtype(op, "rhs", rhs, "lhs", lhs)
-    return None
+    return PLAIN
 
 
 def _groups(
@@ -264,11 +264,11 @@ def element_type(op: str, value: Any) -> np.dtype:
     return dtype
 
 
-def check_precision(op: str, precision: Any, dtype: Any, format: str | None) -> None:
+def check_precision(op: str, precision: Any, dtype: Any, format: Format) -> None:
     """Refuses what `jax.lax.dot` does not take; asked of JAX, whose list grows."""
     if precision is None:
         return
-    if format is not None:
+    if format.quantized:
         rule = "precision must be None if rhs is quantized: products of FP8 numbers are exact"
         raise ValueError(_checks.message(op, rule, precision=precision))
     square = jax.ShapeDtypeStruct((1, 1), dtype)
@@ -289,19 +289,6 @@ def check_num_rows(op: str, num_rows: int, **arrays: Any) -> None:
     if num_rows > MAX_ROWS:
         rule = f"{num_rows} rows must be at most {MAX_ROWS}"
         raise ValueError(_checks.message(op, rule, **arrays))
-
-
-def check_float(op: str, name: str, x: Any) -> None:
-    """Refuses arrays that are not of a floating type we multiply in."""
-    _checks.check_array(op, name, x)
-    dtype = np.dtype(x.dtype)
-    if dtype.name not in _checks.FLOATS and dtype.itemsize == 1 and dtype.kind != "b":
-        rule = (
-            f"{name}.dtype={_checks.dtype_name(dtype)} must be bf16 or f16 or f32; quantized "
-            "weights and tokens come with their scales as a jaxmoe.QuantizedArray, in FP8 only"
-        )
-        raise NotImplementedError(_checks.message(op, rule, **{name: x}))
-    _checks.check_dtype(op, name, x, _checks.FLOATS)
 
 
 def check_config(

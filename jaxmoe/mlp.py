@@ -1,190 +1,88 @@
-"""The fused expert layer: plan, gate and up, activation, down, finalize in one call."""
+"""The expert layer: each token through its experts, results weighted and added up."""
 
 import functools
-from typing import Any, Literal, overload
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxmoe import _checks
-from jaxmoe._fp8_checks import check_accum
-from jaxmoe._gmm_fp8 import promotes
+from jaxmoe._formats.checks import check_accum
 from jaxmoe._heuristics import GemmConfig, mlp_configs, odd_blocks
-from jaxmoe._mlp import moe_mlp_p, moe_mlp_rows_p, no_bias
-from jaxmoe._mlp_checks import (
-    check_batch_invariant_scales,
-    check_bias,
-    check_configs,
-    check_forward_format,
-    check_scales,
-    check_tokens,
-    check_weights,
-)
-from jaxmoe._mlp_fp8 import moe_mlp_fp8_p, moe_mlp_fp8_rows_p, no_scale
-from jaxmoe._mlp_master import moe_mlp_master_p, moe_mlp_rows_master_p
-from jaxmoe._mlp_mixed import moe_mlp_mixed
-from jaxmoe.activation import GATE_UP_ORDERS, Activation, resolve
-from jaxmoe.finalize import ExpertRows, no_residual
-from jaxmoe.grouped_gemm import WEIGHT_LAYOUTS, check_num_rows, whole_k
-from jaxmoe.plan import check_window, no_map
+from jaxmoe._mlp import checks
+from jaxmoe._mlp.op import layer_op
+from jaxmoe._mlp.operands import Layer, Operands
+from jaxmoe.activation import resolve
+from jaxmoe.experts import Experts
+from jaxmoe.finalize import ExpertRows
+from jaxmoe.grouped_gemm import check_num_rows, whole_k
+from jaxmoe.plan import check_window
 from jaxmoe.quantize import QuantizedArray
 from jaxmoe.routing import Routing
 
-_OP = "moe_mlp"
-
-
-@overload
-def moe_mlp(
-    x: jax.Array | QuantizedArray,
-    routing: Routing,
-    w_gate_up: jax.Array | QuantizedArray,
-    w_down: jax.Array | QuantizedArray,
-    *,
-    activation: str | Activation = "swiglu",
-    b_gate_up: jax.Array | None = None,
-    b_down: jax.Array | None = None,
-    gate_up: str = "gate_up",
-    weight_layout: str = "kn",
-    num_experts: int | None = None,
-    expert_offset: int = 0,
-    expert_map: jax.Array | None = None,
-    residual: jax.Array | None = None,
-    apply_weight_on_input: bool = False,
-    do_finalize: Literal[True] = True,
-    batch_invariant: bool = False,
-    x_scale: jax.Array | None = None,
-    intermediate_scale: jax.Array | None = None,
-    accum: str | None = None,
-    config: tuple[GemmConfig | None, GemmConfig | None] | None = None,
-    recompute: str | None = None,
-    master_weights: bool = False,
-    forward_format: str | None = None,
-) -> jax.Array: ...
-
-
-@overload
-def moe_mlp(
-    x: jax.Array | QuantizedArray,
-    routing: Routing,
-    w_gate_up: jax.Array | QuantizedArray,
-    w_down: jax.Array | QuantizedArray,
-    *,
-    activation: str | Activation = "swiglu",
-    b_gate_up: jax.Array | None = None,
-    b_down: jax.Array | None = None,
-    gate_up: str = "gate_up",
-    weight_layout: str = "kn",
-    num_experts: int | None = None,
-    expert_offset: int = 0,
-    expert_map: jax.Array | None = None,
-    residual: jax.Array | None = None,
-    apply_weight_on_input: bool = False,
-    do_finalize: Literal[False],
-    batch_invariant: bool = False,
-    x_scale: jax.Array | None = None,
-    intermediate_scale: jax.Array | None = None,
-    accum: str | None = None,
-    config: tuple[GemmConfig | None, GemmConfig | None] | None = None,
-    recompute: str | None = None,
-    master_weights: bool = False,
-    forward_format: str | None = None,
-) -> ExpertRows: ...
-
 
 def moe_mlp(
     x: jax.Array | QuantizedArray,
     routing: Routing,
-    w_gate_up: jax.Array | QuantizedArray,
-    w_down: jax.Array | QuantizedArray,
+    experts: Experts,
     *,
-    activation: str | Activation = "swiglu",
-    b_gate_up: jax.Array | None = None,
-    b_down: jax.Array | None = None,
-    gate_up: str = "gate_up",
-    weight_layout: str = "kn",
+    residual: jax.Array | None = None,
     num_experts: int | None = None,
     expert_offset: int = 0,
     expert_map: jax.Array | None = None,
-    residual: jax.Array | None = None,
     apply_weight_on_input: bool = False,
-    do_finalize: bool = True,
     batch_invariant: bool = False,
-    x_scale: jax.Array | None = None,
-    intermediate_scale: jax.Array | None = None,
+    recompute: str | None = None,
     accum: str | None = None,
     config: tuple[GemmConfig | None, GemmConfig | None] | None = None,
-    recompute: str | None = None,
-    master_weights: bool = False,
-    forward_format: str | None = None,
-) -> jax.Array | ExpertRows:
+) -> jax.Array:
     """Runs each token through its experts and adds up the results.
 
     y[t] = sum over k of weights[t,k] * mlp(x[t], expert_ids[t,k]) + residual[t]
-    mlp(x, e) = activation(x @ w_gate_up[e] + b_gate_up[e]) @ w_down[e] + b_down[e]
+    mlp(x, e) = activation(x @ gate_up[e] + gate_up_bias[e]) @ down[e] + down_bias[e]
 
     Choices whose expert does not exist or is not local (see `jaxmoe.plan`) contribute nothing.
 
     Args:
-      x: [T, H] bfloat16, float16 or float32. Every other floating array but the routing weights has
-        this dtype, but for `master_weights`. With quantized weights also a `QuantizedArray` in
-        their format.
+      x: [T, H] bfloat16, float16 or float32, the dtype that the experts compute in; with quantized
+        experts any of these, or a `QuantizedArray` in their format.
       routing: from `jaxmoe.route`, or your own expert_ids [T, K] int32 and weights [T, K] float32.
-      w_gate_up: [E, H, 2I], or [E, H, I] for an activation without gate. E local experts. An array,
-        or a `QuantizedArray` of layout `weight_layout`.
-      w_down: [E, I, H]. Quantized if `w_gate_up` is, in the same format.
-      activation: a name ("swiglu", "geglu", "relu2", ...) or a `jaxmoe.Swiglu`.
-      b_gate_up: [E, 2I] or [E, I].
-      b_down: [E, H].
-      gate_up: the order of the 2I outputs: "gate_up" (gate first), "up_gate" or "interleaved" (gate
-        even, up odd).
-      weight_layout: "kn" for the shapes above; "nk" for w_gate_up [E, 2I, H] and w_down [E, H, I].
+      experts: the weights, see `jaxmoe.Experts`.
+      residual: [T, H] in the dtype of `x`, added last.
       num_experts: number of global experts; by default the length of `expert_map`, or the local
         experts and those before `expert_offset`.
       expert_offset: global id of the first local expert.
       expert_map: [num_experts] int32, local id of each global expert; outside [0, E) is not local.
-      residual: [T, H], added last.
       apply_weight_on_input: each token is multiplied by its weight before its expert, and not after
         it (Llama 4); for K = 1.
-      do_finalize: False returns the rows of the experts before the sum over k, for a layer that
-        does something with them; then `residual` must be None, give it to `jaxmoe.finalize`.
       batch_invariant: no product splits its k loop, so that a token's bits are the same in every
         batch; up to 10 % slower with one or a few tokens. Under vmap the tiles are those of one
         example.
-      x_scale: [] float32, static scale of x for weights in fp8_tensor; by default the scale is made
-        of all of x.
-      intermediate_scale: [] or [E] float32, static scale of the activations' result for weights in
-        fp8_tensor; by default one is made of all its rows.
-      accum: for quantized weights, "fast" to add up all of k inside the tensor core, which keeps
-        about 14 bits, or "promoted" to add parts of 128 up in float32; by default "promoted" for
-        products over more than 2048 elements. fp8_block is always promoted.
-      config: tiles of the two CUDA products; chosen from the shapes by default.
       recompute: "z" computes the first product again in the backward pass instead of keeping its
         result, [T * K, 2I] in the dtype of `x`, from the forward pass; see docs/training.md.
-      master_weights: w_gate_up, w_down and the biases are float32 and are rounded to the dtype of
-        `x` for the products. Their gradients are float32 sums that are never rounded.
-      forward_format: "fp8_tensor", "fp8_channel" or "fp8_block" quantizes weights and tokens in the
-        program, for the value only: gradients are those of the layer without it.
+      accum: for quantized experts, "fast" to add up all of k inside the tensor core, which keeps
+        about 14 bits, or "promoted" to add parts of 128 up in float32; by default "promoted" for
+        products over more than 2048 elements, and always where blocks of k have scales.
+      config: tiles of the two CUDA products; chosen from the shapes by default.
 
     Returns:
-      [T, H] in the dtype of `x`. With do_finalize=False `ExpertRows`: rows [T * K, H] in the dtype
-      of `x`, weights [T, K] (those of `routing`, ones with apply_weight_on_input) and slot_to_row
-      [T, K], of which `jaxmoe.finalize` makes the same [T, H], bit by bit.
+      [T, H] in the dtype of `x`.
 
     Raises:
       TypeError, ValueError: an argument of the wrong kind, dtype, rank or shape, or an unknown
         name.
-      NotImplementedError: (on CUDA) a dtype or row length without a kernel; with quantized weights
+      NotImplementedError: (on CUDA) a dtype or row length without a kernel; with quantized experts
         any gradient.
 
     Numerics: float32 accumulation in both products; the activation is computed in float32 from the
       first accumulator and rounded once, each row of the second is rounded once, and the
       float32 sum over k once. Bitwise repeatable. NaN stays in the tokens that hold it. With
-      quantized weights x and the rounded result of the activation are quantized in their format, as
-      `jaxmoe.quantize_tokens` does. Under differentiation the first product is rounded to the dtype
-      of `x` before the activation.
+      quantized experts x and the rounded result of the activation are quantized in their format, as
+      `jaxmoe.quantize_tokens` does. The derivative of the activation is taken at the first product
+      rounded to the dtype of `x`.
     Sharding: E, I, H and T may be split over Auto and Explicit mesh axes, in any combination;
       weights are never gathered. docs/sharding.md has the collectives of each. I without exchange
-      needs gate_up="interleaved". T not with do_finalize=False. Parts of a sum over devices are
+      needs order="interleaved", or gate and up in two arrays. Parts of a sum over devices are
       rounded to the dtype of `x`. Inside `jax.shard_map` it is one device's layer. Residuals of
       the gradient are named "jaxmoe_z" (the first product) and "jaxmoe_plan", but not where XLA
       divides the program.
@@ -194,144 +92,266 @@ def moe_mlp(
       >>> import jax.numpy as jnp, jaxmoe
       >>> x = jnp.ones((1, 2))
       >>> routing = jaxmoe.route(jnp.array([[0.0, 1.0]]), top_k=1)
-      >>> w_up, w_down = jnp.ones((2, 2, 3)), jnp.ones((2, 3, 2))
-      >>> jaxmoe.moe_mlp(x, routing, w_up, w_down, activation="relu").tolist()
+      >>> up, down = jnp.ones((2, 2, 3)), jnp.ones((2, 3, 2))
+      >>> experts = jaxmoe.Experts(up=up, down=down, activation="relu")
+      >>> jaxmoe.moe_mlp(x, routing, experts).tolist()
       [[6.0, 6.0]]
-      >>> out = jaxmoe.moe_mlp(x, routing, w_up, w_down, activation="relu", do_finalize=False)
+    """
+    out = _layer(
+        "moe_mlp",
+        x,
+        routing,
+        experts,
+        finalize=True,
+        residual=residual,
+        window=(num_experts, expert_offset, expert_map),
+        apply_weight_on_input=apply_weight_on_input,
+        batch_invariant=batch_invariant,
+        recompute=recompute,
+        accum=accum,
+        config=config,
+    )
+    return out[0]
+
+
+def expert_rows(
+    x: jax.Array | QuantizedArray,
+    routing: Routing,
+    experts: Experts,
+    *,
+    num_experts: int | None = None,
+    expert_offset: int = 0,
+    expert_map: jax.Array | None = None,
+    apply_weight_on_input: bool = False,
+    batch_invariant: bool = False,
+    recompute: str | None = None,
+    accum: str | None = None,
+    config: tuple[GemmConfig | None, GemmConfig | None] | None = None,
+) -> ExpertRows:
+    """Runs each token through its experts and returns the rows before they are added up.
+
+    For a layer that does something with what the experts give; `jaxmoe.finalize` adds up.
+
+    Args:
+      x: [T, H], as all arguments those of `jaxmoe.moe_mlp`.
+      routing: see `jaxmoe.moe_mlp`.
+      experts: see `jaxmoe.moe_mlp`.
+      num_experts: see `jaxmoe.moe_mlp`.
+      expert_offset: see `jaxmoe.moe_mlp`.
+      expert_map: see `jaxmoe.moe_mlp`.
+      apply_weight_on_input: see `jaxmoe.moe_mlp`; the weights of the result are ones.
+      batch_invariant: see `jaxmoe.moe_mlp`.
+      recompute: see `jaxmoe.moe_mlp`.
+      accum: see `jaxmoe.moe_mlp`.
+      config: see `jaxmoe.moe_mlp`.
+
+    Returns:
+      `ExpertRows`: rows [T * K, H] in the dtype of `x`, weights [T, K] and slot_to_row [T, K], of
+      which `jaxmoe.finalize` makes the [T, H] of `jaxmoe.moe_mlp`, bit by bit.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as `jaxmoe.moe_mlp`.
+
+    Numerics: as `jaxmoe.moe_mlp`, up to the sum over k.
+    Sharding: as `jaxmoe.moe_mlp`, but T may not be split: rows are in the order of all tokens.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxmoe
+      >>> routing = jaxmoe.route(jnp.array([[0.0, 1.0]]), top_k=1)
+      >>> up, down = jnp.ones((2, 2, 3)), jnp.ones((2, 3, 2))
+      >>> experts = jaxmoe.Experts(up=up, down=down, activation="relu")
+      >>> out = jaxmoe.expert_rows(jnp.ones((1, 2)), routing, experts)
       >>> out.rows.tolist(), out.weights.tolist(), out.slot_to_row.tolist()
       ([[6.0, 6.0]], [[1.0]], [[0]])
       >>> jaxmoe.finalize(out.rows, out, out.weights).tolist()
       [[6.0, 6.0]]
     """
-    act = resolve(activation, _OP)
-    _checks.check_choice(_OP, "gate_up", gate_up, GATE_UP_ORDERS)
-    _checks.check_choice(_OP, "weight_layout", weight_layout, WEIGHT_LAYOUTS)
-    check_tokens(x, routing, residual)
-    flags = {
-        "apply_weight_on_input": apply_weight_on_input,
-        "do_finalize": do_finalize,
-        "batch_invariant": batch_invariant,
-        "master_weights": master_weights,
-    }
+    rows, weights, slot_to_row = _layer(
+        "expert_rows",
+        x,
+        routing,
+        experts,
+        finalize=False,
+        residual=None,
+        window=(num_experts, expert_offset, expert_map),
+        apply_weight_on_input=apply_weight_on_input,
+        batch_invariant=batch_invariant,
+        recompute=recompute,
+        accum=accum,
+        config=config,
+    )
+    return ExpertRows(rows, weights, slot_to_row)
+
+
+def _layer(
+    op: str,
+    x: Any,
+    routing: Any,
+    experts: Any,
+    *,
+    finalize: bool,
+    residual: Any,
+    window: tuple[Any, Any, Any],
+    apply_weight_on_input: Any,
+    batch_invariant: Any,
+    recompute: Any,
+    accum: Any,
+    config: Any,
+) -> tuple[Any, ...]:
+    """Checks the arguments of the public functions and computes y, or rows, weights and slots."""
+    checks.check_tokens(op, x, routing, residual)
+    flags = {"apply_weight_on_input": apply_weight_on_input, "batch_invariant": batch_invariant}
     for name, value in flags.items():
         if type(value) is not bool:
-            raise TypeError(_checks.message(_OP, f"{name} must be a bool", **{name: value}))
-    format = check_weights(x, w_gate_up, w_down, act, weight_layout, master_weights)
-    n_axis = 2 if weight_layout == "kn" else 1
-    check_bias(x, "b_gate_up", b_gate_up, "w_gate_up", w_gate_up, n_axis, master_weights)
-    check_bias(x, "b_down", b_down, "w_down", w_down, n_axis, master_weights)
-    num_local = w_gate_up.shape[0]
+            raise TypeError(_checks.message(op, f"{name} must be a bool", **{name: value}))
+    format = checks.check_experts(op, x, experts)
+    local = _window(op, routing, experts, *window)
+    check_num_rows(op, routing.expert_ids.size, **{"routing.expert_ids": routing.expert_ids})
+    check_accum(op, accum, format)
+    alone = {
+        "expert_rows": not finalize,
+        "batch_invariant=True": batch_invariant,
+        "config": config is not None,
+    }
+    checks.check_alone(op, format, alone)
+    if recompute is not None:
+        _checks.check_choice(op, "recompute", recompute, ("z",))
+        if format.gradient.refused is not None:
+            rule = "recompute must be None with quantized weights, which have no gradient"
+            raise ValueError(_checks.message(op, rule, recompute=recompute))
+    layer = _static(op, x, experts, format, local, accum, config, finalize)
+    scales = checks.check_scales(op, x, format, experts, experts.num_experts)
+    if batch_invariant:
+        checks.check_batch_invariant_scales(op, x, format, scales)
+        layer = _whole_k(op, layer, x, routing, experts)
+    weights = routing.weights
+    if apply_weight_on_input:
+        x = _weighed(op, x, routing)
+        weights = jnp.ones_like(weights)
+    a = _operands(x, routing.expert_ids, experts, window[2])
+    a = a._replace(weights=weights if finalize else None, residual=residual, **scales)
+    run = functools.partial(layer_op, layer=layer)
+    if recompute == "z":
+        policy = jax.checkpoint_policies.save_only_these_names("jaxmoe_plan")
+        run = jax.checkpoint(run, policy=policy)
+    outs = run(a)
+    return outs if finalize else (outs[0], weights, outs[1])
+
+
+def _window(
+    op: str, routing: Any, experts: Experts, num_experts: Any, expert_offset: Any, expert_map: Any
+) -> tuple[int, int, int]:
+    """Checks which experts are local: num_experts, expert_offset, num_local_experts."""
+    num_local = experts.num_experts
     if num_experts is None:
         if expert_map is None:
             hint = "give expert_map if it depends on the device"
-            offset = _checks.check_int(_OP, "expert_offset", expert_offset, 0, hint=hint)
+            offset = _checks.check_int(op, "expert_offset", expert_offset, 0, hint=hint)
             num_experts = offset + num_local
         else:
-            _checks.check_rank(_OP, "expert_map", expert_map, "E")
+            _checks.check_rank(op, "expert_map", expert_map, "E")
             num_experts = expert_map.shape[0]
-    num_experts, expert_offset, num_local = check_window(
-        _OP, num_experts, expert_offset, num_local, expert_map
-    )
+    local = check_window(op, num_experts, expert_offset, num_local, expert_map)
     top_k = routing.expert_ids.shape[1]
-    if not 1 <= top_k <= num_experts:
+    if not 1 <= top_k <= local[0]:
         rule = (
-            f"top_k={top_k} (routing.expert_ids.shape[1]) must be in [1, {num_experts}] "
+            f"top_k={top_k} (routing.expert_ids.shape[1]) must be in [1, {local[0]}] "
             "(num_experts; give it if the weights hold only some of the experts)"
         )
-        got = {"expert_ids": routing.expert_ids, "w_gate_up": w_gate_up}
-        raise ValueError(_checks.message(_OP, rule, **got))
-    check_num_rows(_OP, routing.expert_ids.size, **{"routing.expert_ids": routing.expert_ids})
-    hidden, intermediate = x.shape[1], w_down.shape[1 if weight_layout == "kn" else 2]
-    check_accum(_OP, accum, format)
-    if forward_format is not None:
-        check_forward_format(forward_format, format, flags, config)
-    if recompute is not None:
-        _checks.check_choice(_OP, "recompute", recompute, ("z",))
-        if format is not None:
-            rule = "recompute must be None with quantized weights, which have no gradient"
-            raise ValueError(_checks.message(_OP, rule, recompute=recompute))
-    promoted = None
-    if format is not None:
-        promoted = promotes(format, accum, hidden), promotes(format, accum, intermediate)
-    odd = odd_blocks(format, act.gated, gate_up, intermediate)
-    check_configs(config, hidden, intermediate, promoted, odd)
-    scales = check_scales(x, format, x_scale, intermediate_scale, num_local)
-    weights = routing.weights
-    if batch_invariant:
-        given = {"x_scale": x_scale, "intermediate_scale": intermediate_scale}
-        check_batch_invariant_scales(x, format, given)
-        chosen = mlp_configs(
-            num_rows=routing.expert_ids.size,
-            num_experts=num_experts,
-            num_local_experts=num_local,
-            hidden=hidden,
-            intermediate=intermediate,
-            gated=act.gated,
-            promoted=promoted,
-            odd_blocks=odd,
-        )
-        first, second = config or (None, None)
-        config = (
-            whole_k(_OP, "config[0]", first, chosen[0]),
-            whole_k(_OP, "config[1]", second, chosen[1]),
-        )
-    if residual is not None and not do_finalize:
-        rule = "residual must be None if do_finalize=False: give it to jaxmoe.finalize"
-        raise ValueError(_checks.message(_OP, rule, residual=residual))
-    if apply_weight_on_input:
-        if top_k != 1:
-            rule = f"apply_weight_on_input=True needs top_k=1, not {top_k}: a token has one input"
-            got = {"routing.expert_ids": routing.expert_ids}
-            raise ValueError(_checks.message(_OP, rule, **got))
-        if isinstance(x, QuantizedArray):
-            rule = "apply_weight_on_input=True needs an x that is not quantized yet"
-            raise NotImplementedError(_checks.message(_OP, rule, x=x))
-        x = _weigh(x, weights)
-        weights = jnp.ones_like(weights)
-    biases = (
-        no_bias(x.dtype) if b_gate_up is None else b_gate_up,
-        no_bias(x.dtype) if b_down is None else b_down,
+        got = {"expert_ids": routing.expert_ids, "experts.down": experts.down}
+        raise ValueError(_checks.message(op, rule, **got))
+    return local
+
+
+def _static(
+    op: str,
+    x: Any,
+    experts: Experts,
+    format: Any,
+    local: tuple[int, int, int],
+    accum: Any,
+    config: Any,
+    finalize: bool,
+) -> Layer:
+    """The static parameters of a layer, its tiles checked."""
+    act = resolve(experts.activation, op)
+    hidden, intermediate = x.shape[1], experts.intermediate
+    sums = format.sums(accum, hidden), format.sums(accum, intermediate)
+    promoted = None if sums[0] is None else sums
+    odd = odd_blocks(format.block > 1, act.gated, experts.order, intermediate)
+    checks.check_configs(op, config, hidden, intermediate, promoted, odd)
+    return Layer(
+        format=format,
+        dtype=jnp.dtype(x.dtype),
+        activation=act,
+        gate_up=experts.order,
+        layouts=("nk", "nk") if format.quantized else experts.layouts,
+        num_experts=local[0],
+        num_local_experts=local[2],
+        expert_offset=local[1],
+        promoted=promoted,
+        config=config,
+        finalize=finalize,
     )
-    expert_map = no_map() if expert_map is None else expert_map
-    residual_array = no_residual(x.dtype) if residual is None else residual
-    params: dict[str, Any] = {
-        "activation": act,
-        "gate_up": gate_up,
-        "num_experts": num_experts,
-        "num_local_experts": num_local,
-        "expert_offset": expert_offset,
-        "config": config,
-    }
-    ids = routing.expert_ids
-    if isinstance(w_gate_up, QuantizedArray) and isinstance(w_down, QuantizedArray):
-        tokens = (x.values, x.scales) if isinstance(x, QuantizedArray) else (x, no_scale())
-        first, second = w_gate_up, w_down
-        experts = (first.values, first.scales, second.values, second.scales, *biases, expert_map)
-        params |= {"format": format, "promoted": promoted}
-        if not do_finalize:
-            rows, slot_to_row = moe_mlp_fp8_rows_p(*tokens, ids, *experts, *scales, **params)
-            return ExpertRows(rows, weights, slot_to_row)
-        arrays = (*tokens, ids, weights, *experts, residual_array, *scales)
-        (y,) = moe_mlp_fp8_p(*arrays, **params)
-        return y
-    shared = (w_gate_up, w_down, *biases, expert_map)
-    if forward_format is not None:
-        op = functools.partial(moe_mlp_mixed, forward_format=forward_format)
-    elif master_weights:
-        op = moe_mlp_master_p if do_finalize else moe_mlp_rows_master_p
-    else:
-        op = moe_mlp_p if do_finalize else moe_mlp_rows_p
-    op = functools.partial(op, weight_layout=weight_layout, **params)
-    if recompute == "z":
-        policy = jax.checkpoint_policies.save_only_these_names("jaxmoe_plan")
-        op = jax.checkpoint(op, policy=policy)
-    if not do_finalize:
-        rows, slot_to_row = op(x, ids, *shared)
-        return ExpertRows(rows, weights, slot_to_row)
-    (y,) = op(x, ids, weights, *shared, residual_array)
-    return y
+
+
+def _whole_k(op: str, layer: Layer, x: Any, routing: Any, experts: Experts) -> Layer:
+    """The same layer with tiles that do not split the k loop."""
+    chosen = mlp_configs(
+        num_rows=routing.expert_ids.size,
+        num_experts=layer.num_experts,
+        num_local_experts=layer.num_local_experts,
+        hidden=x.shape[1],
+        intermediate=experts.intermediate,
+        gated=layer.activation.gated,
+        promoted=layer.promoted,
+        odd_blocks=odd_blocks(
+            layer.format.block > 1, layer.activation.gated, layer.gate_up, experts.intermediate
+        ),
+    )
+    asked = layer.config or (None, None)
+    first, second = (whole_k(op, f"config[{i}]", asked[i], chosen[i]) for i in (0, 1))
+    return layer.replace(config=(first, second))
+
+
+def _operands(x: Any, expert_ids: Any, e: Experts, expert_map: Any) -> Operands:
+    """The arrays of a layer by the names of its primitive."""
+    values = lambda w: w.values if isinstance(w, QuantizedArray) else w  # noqa: E731
+    scales = lambda w: w.scales if isinstance(w, QuantizedArray) else None  # noqa: E731
+    first, second = (e.first, None) if e.gate is None else (e.gate, e.up)
+    bias, up_bias = (e.gate_up_bias, None) if e.gate is None else (e.gate_bias, e.up_bias)
+    if e.gate is None and e.up is not None:
+        bias = e.up_bias
+    return Operands(
+        x=values(x),
+        expert_ids=expert_ids,
+        w_gate_up=values(first),
+        w_down=values(e.down),
+        x_scales=scales(x),
+        gate_up_scales=scales(first),
+        w_up=values(second),
+        up_scales=scales(second),
+        down_scales=scales(e.down),
+        b_gate_up=bias,
+        b_up=up_bias,
+        b_down=e.down_bias,
+        expert_map=expert_map,
+    )
+
+
+def _weighed(op: str, x: Any, routing: Any) -> jax.Array:
+    """Each token multiplied by its weight."""
+    top_k = routing.expert_ids.shape[1]
+    if top_k != 1:
+        rule = f"apply_weight_on_input=True needs top_k=1, not {top_k}: a token has one input"
+        got = {"routing.expert_ids": routing.expert_ids}
+        raise ValueError(_checks.message(op, rule, **got))
+    if isinstance(x, QuantizedArray):
+        rule = "apply_weight_on_input=True needs an x that is not quantized yet"
+        raise NotImplementedError(_checks.message(op, rule, x=x))
+    return _times_weight(x, routing.weights)
 
 
 @jax.checkpoint  # or the backward pass would keep x in float32
-def _weigh(x: jax.Array, weights: jax.Array) -> jax.Array:
+def _times_weight(x: jax.Array, weights: jax.Array) -> jax.Array:
     return (x.astype(jnp.float32) * weights).astype(x.dtype)

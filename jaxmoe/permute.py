@@ -91,14 +91,13 @@ def _out(x: Any, row_to_token: Any, _slot_to_row: Any) -> list[_primitive.Spec]:
 
 def _batch(args: Any, dims: Any) -> Any:
     size = _primitive.batch_size(args, dims)
-    x = _primitive.move_batch_to_front(args[0], dims[0])
-    row_to_token, slot_to_row = (
-        _primitive.move_batch_to_front(a, d, size) for a, d in zip(args[1:], dims[1:], strict=True)
-    )
+    x = _primitive.move_batch_to_front(args.x, dims.x)
+    row_to_token = _primitive.move_batch_to_front(args.row_to_token, dims.row_to_token, size)
+    slot_to_row = _primitive.move_batch_to_front(args.slot_to_row, dims.slot_to_row, size)
     num_tokens, hidden = x.shape[-2:]
     num_rows, top_k = row_to_token.shape[1], slot_to_row.shape[2]
     slot_to_row = shift_indices(slot_to_row, num_rows)
-    if dims[0] is not None:
+    if dims.x is not None:
         row_to_token = shift_indices(row_to_token, num_tokens)
         x = x.reshape(size * num_tokens, hidden)
         slot_to_row = slot_to_row.reshape(size * num_tokens, top_k)
@@ -110,15 +109,14 @@ def _batch(args: Any, dims: Any) -> Any:
 
 def _jvp(primals: Any, tangents: Any) -> Any:
     x, *index = primals
-    return permute_p(x, *index), permute_p(tangents[0], *index)
+    return permute_p(x, *index), permute_p(tangents.x, *index)
 
 
 def _transpose(cts: Any, args: Any) -> Any:
     # NOTE: imported late because finalize is the transpose of permute and permute that of finalize.
     from jaxmoe.finalize import sum_rows
 
-    _, _, slot_to_row = args
-    return sum_rows(cts[0], slot_to_row), None, None
+    return sum_rows(cts[0], args.slot_to_row), None, None
 
 
 permute_p = _primitive.define(
@@ -129,7 +127,7 @@ permute_p = _primitive.define(
     jvp=_jvp,
     transpose=_transpose,
     # slot_to_row is there for the transpose alone.
-    cuda=_primitive.CudaTarget("jaxmoe_permute_v1", operands=(0, 1)),
+    cuda=_primitive.CudaTarget("jaxmoe_permute_v1", operands=("x", "row_to_token")),
     rule=_sharding.independent(
         lambda *arrays: permute_p(*arrays),
         ("permute", "x", "plan.row_to_token", "plan.slot_to_row"),

@@ -1,6 +1,7 @@
 """Plan: which row of the expert-ordered arrays belongs to which token and choice."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -81,14 +82,14 @@ def plan(
     check_rows("plan", expert_ids.size, expert_ids=expert_ids)
     return plan_of(
         expert_ids,
-        no_map() if expert_map is None else expert_map,
+        expert_map,
         num_experts=num_experts,
         expert_offset=expert_offset,
         num_local_experts=num_local_experts,
     )
 
 
-def plan_of(expert_ids: jax.Array, expert_map: jax.Array, **window: int) -> Plan:
+def plan_of(expert_ids: jax.Array, expert_map: jax.Array | None, **window: int) -> Plan:
     """Computes `plan` of checked arguments."""
     return Plan(*(a[0] for a in _plan(expert_ids[None], expert_map, **window)))
 
@@ -101,11 +102,6 @@ def check_rows(op: str, rows: int, **got: Any) -> None:
     if rows > _MAX_ROWS:
         rule = f"T * K = {rows} must be at most {_MAX_ROWS} (rows are counted in int32)"
         raise ValueError(_checks.message(op, rule, **got))
-
-
-def no_map() -> jax.Array:
-    """Returns the empty array that stands for "no expert_map"."""
-    return jnp.zeros((0,), jnp.int32)
 
 
 def check_window(
@@ -151,7 +147,7 @@ def plan_scratch_size(batch: int, num_rows: int, num_local_experts: int) -> int:
 
 def plan_xla(
     expert_ids: jax.Array,
-    expert_map: jax.Array,
+    expert_map: jax.Array | None,
     *,
     num_experts: int,
     expert_offset: int,
@@ -170,7 +166,7 @@ def plan_xla(
 
 def local_ids_xla(
     expert_ids: jax.Array,
-    expert_map: jax.Array,
+    expert_map: jax.Array | None,
     *,
     num_experts: int,
     expert_offset: int,
@@ -180,7 +176,7 @@ def local_ids_xla(
     exists = (expert_ids >= 0) & (expert_ids < num_experts)
     # NOTE: select before the arithmetic: an offset subtracted from int32's minimum wraps around.
     ids = jnp.where(exists, expert_ids, 0)
-    local = expert_map[ids] if expert_map.size else ids - expert_offset
+    local = ids - expert_offset if expert_map is None else expert_map[ids]
     here = exists & (local >= 0) & (local < num_local_experts)
     return jnp.where(here, local, num_local_experts)
 
@@ -216,13 +212,14 @@ def _out(
 
 def _batch(args: Any, dims: Any, **params: Any) -> Any:
     size = _primitive.batch_size(args, dims)
-    expert_ids = _primitive.move_batch_to_front(args[0], dims[0], size)
-    expert_map = _primitive.move_batch_to_front(args[1], dims[1])
-    if dims[1] is not None:  # a map for each example: apply it here, the kernel takes only one
-        expert_ids = jax.vmap(lambda ids, m: local_ids_xla(ids, m, **params))(
-            expert_ids, expert_map
-        )
-        expert_map = no_map()
+    expert_ids = _primitive.move_batch_to_front(args.expert_ids, dims.expert_ids, size)
+    expert_map = args.expert_map
+    if (
+        dims.expert_map is not None
+    ):  # a map for each example: apply it here, the kernel takes only one
+        of_example = functools.partial(local_ids_xla, **params)
+        expert_ids = jax.vmap(of_example, (0, dims.expert_map))(expert_ids, expert_map)
+        expert_map = None
         params |= {"num_experts": params["num_local_experts"], "expert_offset": 0}
     outs = _plan(expert_ids.reshape(-1, *expert_ids.shape[2:]), expert_map, **params)
     batch = expert_ids.shape[1]
@@ -234,7 +231,7 @@ def _attrs(_avals: Any, *, num_experts: int, expert_offset: int, **_params: Any)
 
 
 def _scratch(avals: Any, *, num_local_experts: int, **_params: Any) -> list[_primitive.Spec]:
-    batch, num_tokens, top_k = avals[0].shape
+    batch, num_tokens, top_k = avals.expert_ids.shape
     size = plan_scratch_size(batch, num_tokens * top_k, num_local_experts)
     return [((size,), jnp.int32)]
 
@@ -244,7 +241,9 @@ _plan = _primitive.define(
     out=_out,
     xla=plan_xla,
     batch=_batch,
-    cuda=_primitive.CudaTarget("jaxmoe_plan_v1", attrs=_attrs, scratch=_scratch),
+    cuda=_primitive.CudaTarget(
+        "jaxmoe_plan_v1", attrs=_attrs, scratch=_scratch, absent={"expert_map": (1, jnp.int32)}
+    ),
     rule=_sharding.independent(
         lambda *arrays, **params: _plan(*arrays, **params),
         ("plan", "expert_ids", "expert_map"),

@@ -7,15 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmoe import _checks, _quantize
-from jaxmoe._gmm import WEIGHT_LAYOUTS
+from jaxmoe import _checks, _formats
+from jaxmoe._formats import quantization as _quantize
 
-FORMATS = ("fp8_tensor", "fp8_channel", "fp8_block")
+FORMATS = tuple(_formats.QUANTIZED)
+WEIGHT_LAYOUTS = ("kn", "nk")
 LAYOUTS = (*WEIGHT_LAYOUTS, "tokens")
 SCALE_FORMATS = ("float32", "e8m0")
-BLOCK = _quantize.BLOCK
-
-_ELEMENT_NAMES = tuple(np.dtype(dtype).name for dtype in _quantize.ELEMENT_DTYPES.values())
+_ELEMENT_NAMES = {n: np.dtype(dtype).name for n, dtype in _quantize.ELEMENT_DTYPES.items()}
 
 
 @jax.tree_util.register_dataclass
@@ -198,13 +197,20 @@ def dequantize(q: QuantizedArray, *, dtype: Any = None) -> jax.Array:
     out_dtype = _float_dtype(op, q.dtype if dtype is None else dtype)
     values, scales = jnp.asarray(q.values), jnp.asarray(q.scales)
     out = values.astype(jnp.float32)
-    out *= _quantize.spread(scales, values.shape, _quantize.sharing(q.format, q.layout))
+    out *= _quantize.spread(scales, values.shape, _shared(q.format, q.layout))
     return (jnp.swapaxes(out, 1, 2) if q.layout == "kn" else out).astype(out_dtype)
 
 
 def scales_shape(format: str, layout: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the shape of the scales of values of the shape `shape` ([E, N, K] or [R, K])."""
-    return _quantize.scales_shape(shape, _quantize.sharing(format, layout))
+    return _quantize.scales_shape(shape, _shared(format, layout))
+
+
+def _shared(format: str, layout: str) -> str:
+    """What shares a scale in an array of this format and layout."""
+    given = _formats.QUANTIZED[format]
+    scales = given.token_scales if layout == "tokens" else given.weight_scales
+    return _quantize.sharing(scales or "")
 
 
 def check_quantized(op: str, name: str, q: Any) -> None:
@@ -212,7 +218,7 @@ def check_quantized(op: str, name: str, q: Any) -> None:
     if not isinstance(q, QuantizedArray):
         raise TypeError(_checks.message(op, f"{name} must be a jaxmoe.QuantizedArray", **{name: q}))
     _checks.check_rank(op, f"{name}.values", q.values, "R,K" if q.layout == "tokens" else "E,N,K")
-    allowed = _ELEMENT_NAMES if q.format == "fp8_tensor" else _ELEMENT_NAMES[:1]
+    allowed = [_ELEMENT_NAMES[n] for n in _formats.QUANTIZED[q.format].element_types]
     _checks.check_dtype(op, f"{name}.values", q.values, allowed)
     check_scales(op, f"{name}.scales", q.scales, q.format, q.layout, q.values.shape)
 
@@ -245,8 +251,13 @@ def _check_options(
     _checks.check_dtype(op, name, x, _checks.FLOATS)
     _checks.check_choice(op, "element_type", element_type, tuple(_quantize.ELEMENT_DTYPES))
     _checks.check_choice(op, "scale_format", scale_format, SCALE_FORMATS)
-    if element_type != "e4m3" and format != "fp8_tensor":
-        rule = f"element_type={element_type!r} is only for format='fp8_tensor'; {format} has e4m3"
+    allowed = _formats.QUANTIZED[format].element_types
+    if element_type not in allowed:
+        those = [f.name for f in _formats.QUANTIZED.values() if element_type in f.element_types]
+        rule = (
+            f"element_type={element_type!r} is only for format={' or '.join(map(repr, those))}; "
+            f"{format} has {' and '.join(allowed)}"
+        )
         raise NotImplementedError(_checks.message(op, rule))
     if scale is not None and scale_format != "float32":
         rule = (
@@ -272,7 +283,7 @@ def _quantized(
     values, scales = _quantize.quantize(
         _without_derivative(x, op),
         scale,
-        shared=_quantize.sharing(format, layout),
+        shared=_shared(format, layout),
         element_type=element_type,
         e8m0=scale_format == "e8m0",
     )

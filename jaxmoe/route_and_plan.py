@@ -19,7 +19,6 @@ from jaxmoe.plan import (
     Plan,
     check_rows,
     check_window,
-    no_map,
     plan_of,
     plan_scratch_size,
     plan_xla,
@@ -115,17 +114,15 @@ def route_and_plan(
     )
     check_rows(_OP, num_tokens * (given.top_k + shared), logits=logits)
     window = {"expert_offset": offset, "num_local_experts": local}
-    local_map = no_map() if expert_map is None else expert_map
     if given.expert_ids is not None or num_experts > MAX_CUDA_EXPERTS:
         # What `route` leaves to XLA: the plan alone is a kernel's.
         routing = routing_of(given)
-        return routing, plan_of(routing.expert_ids, local_map, num_experts=total, **window)
-    valid = jnp.zeros((0,), jnp.int32) if given.num_valid is None else given.num_valid[None]
+        return routing, plan_of(routing.expert_ids, expert_map, num_experts=total, **window)
     ids, weights, *arrays = _route_plan(
         given.logits[None],
         given.bias,
-        local_map,
-        valid,
+        expert_map,
+        None if given.num_valid is None else given.num_valid[None],
         top_k=given.top_k,
         rule=given.rule,
         num_shared_experts=shared,
@@ -140,24 +137,24 @@ def route_and_plan(
 
 def _xla(
     logits: jax.Array,
-    bias: jax.Array,
-    expert_map: jax.Array,
-    num_valid: jax.Array,
+    bias: jax.Array | None,
+    expert_map: jax.Array | None,
+    num_valid: jax.Array | None,
     *,
     top_k: int,
     rule: Any,
     num_shared_experts: int,
     **window: int,
 ) -> tuple[jax.Array, ...]:
-    """Computes the primitive in plain jnp. Empty arrays: no bias, no map, no padding."""
+    """Computes the primitive in plain jnp."""
     num_experts = logits.shape[2]
 
     def of_entry(x: jax.Array, valid: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         ids, weights = route_xla(x, bias, top_k=top_k, rule=rule)
         return completed(ids, weights, num_experts, num_shared_experts, valid)
 
-    valid = num_valid if num_valid.shape[0] else None
-    ids, weights = jax.vmap(of_entry, (0, None if valid is None else 0))(logits, valid)
+    axes = (0, None if num_valid is None else 0)
+    ids, weights = jax.vmap(of_entry, axes)(logits, num_valid)
     total = num_experts + num_shared_experts
     return ids, weights, *plan_xla(ids, expert_map, num_experts=total, **window)
 
@@ -183,31 +180,31 @@ def _out(
 
 
 def _batch(args: Any, dims: Any, **params: Any) -> Any:
-    logits, bias, expert_map, num_valid = args
-    if dims[1] is not None or dims[2] is not None:  # the kernel takes one bias and one map
+    if (
+        dims.bias is not None or dims.expert_map is not None
+    ):  # the kernel takes one bias and one map
         return _primitive.one_by_one(_route_plan, args, dims, **params)
     size = _primitive.batch_size(args, dims)
-    logits = _primitive.move_batch_to_front(logits, dims[0], size)
-    batch = logits.shape[1]
-    if num_valid.shape != (0,):
-        num_valid = _primitive.move_batch_to_front(num_valid, dims[3], size)
+    logits = _primitive.move_batch_to_front(args.logits, dims.logits, size)
+    batch, num_valid = logits.shape[1], args.num_valid
+    if num_valid is not None:
+        num_valid = _primitive.move_batch_to_front(num_valid, dims.num_valid, size)
         num_valid = num_valid.reshape(size * batch)
-    outs = _route_plan(
-        logits.reshape(size * batch, *logits.shape[2:]), bias, expert_map, num_valid, **params
-    )
+    logits = logits.reshape(size * batch, *logits.shape[2:])
+    outs = _route_plan(logits, args.bias, args.expert_map, num_valid, **params)
     return tuple(o.reshape(size, batch, *o.shape[1:]) for o in outs), (0,) * len(outs)
 
 
 def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
     outs = _route_plan(*primals, **params)
-    if tangents[0] is None:  # the bias has no part in the weights
+    if tangents.logits is None:  # the bias has no part in the weights
         return outs, (None,) * len(outs)
     top_k, shared = params["top_k"], params["num_shared_experts"]
 
     def of_entry(x: jax.Array, tangent: jax.Array, expert_ids: jax.Array) -> jax.Array:
         return weights_tangent(x, tangent, expert_ids, params["rule"])
 
-    tangent = jax.vmap(of_entry)(primals[0], tangents[0], outs[0][..., :top_k])
+    tangent = jax.vmap(of_entry)(primals.logits, tangents.logits, outs[0][..., :top_k])
     tangent = jnp.pad(tangent, ((0, 0), (0, 0), (0, shared)))
     return outs, (None, tangent, *[None] * (len(outs) - 2))
 
@@ -226,7 +223,7 @@ def _attrs(
 def _scratch(
     avals: Any, *, top_k: int, num_shared_experts: int, num_local_experts: int, **_params: Any
 ) -> list[_primitive.Spec]:
-    batch, num_tokens, _ = avals[0].shape
+    batch, num_tokens, _ = avals.logits.shape
     rows = num_tokens * (top_k + num_shared_experts)
     size = plan_scratch_size(batch, rows, num_local_experts)
     return [((size,), jnp.int32)]
@@ -238,7 +235,16 @@ _route_plan = _primitive.define(
     xla=_xla,
     batch=_batch,
     jvp=_jvp,
-    cuda=_primitive.CudaTarget("jaxmoe_route_plan_v1", attrs=_attrs, scratch=_scratch),
+    cuda=_primitive.CudaTarget(
+        "jaxmoe_route_plan_v1",
+        attrs=_attrs,
+        scratch=_scratch,
+        absent={
+            "bias": (1, jnp.float32),
+            "expert_map": (1, jnp.int32),
+            "num_valid": (1, jnp.int32),
+        },
+    ),
     rule=_sharding.independent(
         lambda *arrays, **params: _route_plan(*arrays, **params),
         (_OP, "logits", "bias", "expert_map", "num_valid_tokens"),

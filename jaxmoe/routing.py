@@ -165,7 +165,7 @@ class Options:
 
     Attributes:
       logits, top_k, rule: of the primitive.
-      bias: [E], or [0] for none.
+      bias: [E], or None.
       expert_scale: [E] float32, or None.
       num_shared_experts: S.
       num_valid: int32 scalar, the number of rows that are no padding, or None for all.
@@ -175,7 +175,7 @@ class Options:
     logits: jax.Array
     top_k: int
     rule: Rule
-    bias: jax.Array
+    bias: jax.Array | None
     expert_scale: jax.Array | None
     num_shared_experts: int
     num_valid: jax.Array | None
@@ -242,7 +242,7 @@ def check_options(
         logits=logits,
         top_k=top_k,
         rule=rule,
-        bias=jnp.zeros((0,), jnp.float32) if bias is None else bias,
+        bias=bias,
         expert_scale=None if expert_scale is None else jnp.asarray(expert_scale, jnp.float32),
         num_shared_experts=num_shared_experts,
         num_valid=_num_valid(op, logits, num_valid_tokens),

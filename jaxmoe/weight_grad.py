@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxmoe import _checks
+from jaxmoe._checks import check_float
+from jaxmoe._formats import PLAIN
 from jaxmoe._gmm import WEIGHT_LAYOUTS
-from jaxmoe._tgmm_rows import no_index, no_init, tgmm_rows
+from jaxmoe._tgmm_rows import tgmm_rows
 from jaxmoe.grouped_gemm import (
-    check_float,
     check_group_sizes,
     check_num_rows,
     check_precision,
@@ -74,7 +75,7 @@ def grouped_gemm_weight_grad(
       [[[4.0], [4.0]], [[8.0], [8.0]]]
     """
     _check_factors(lhs, dy, group_sizes, weight_layout)
-    check_precision(_OP, precision, lhs.dtype, None)
+    check_precision(_OP, precision, lhs.dtype, PLAIN)
     dtype = lhs.dtype
     if accumulate_into is not None:
         check_float(_OP, "accumulate_into", accumulate_into)
@@ -82,17 +83,14 @@ def grouped_gemm_weight_grad(
     if preferred_element_type is not None:
         dtype = element_type(_OP, preferred_element_type)
     factors = (lhs, dy) if weight_layout == "kn" else (dy, lhs)
-    if accumulate_into is None:
-        init = no_init(dtype)
-    else:
+    if accumulate_into is not None:
         shape = (group_sizes.shape[0], *(a.shape[1] for a in factors))
         _check_accumulate_into(accumulate_into, shape, dtype, weight_layout)
-        init = accumulate_into
     (dw,) = tgmm_rows(
         *factors,
         *ranges(group_sizes, lhs.shape[0]),
-        no_index(),
-        init,
+        None,
+        accumulate_into,
         gathered=None,
         out_dtype=jnp.dtype(dtype),
         precision=precision,

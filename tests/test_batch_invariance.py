@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe import GemmConfig, Routing, grouped_gemm, moe_mlp
+from jaxmoe import GemmConfig, Routing, grouped_gemm
 from jaxmoe._testing import Layer, assert_equal, layer_inputs
+from tests.layers import moe_mlp
 from tests.test_lowering import calls, cuda_text, struct
 
 WIDE = (

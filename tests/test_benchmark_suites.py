@@ -35,6 +35,7 @@ from benchmarks.suites import (  # noqa: E402
     train_products,
 )
 from jaxmoe._heuristics import mlp_configs  # noqa: E402
+from tests import layers
 
 
 def _product(mean_rows: float, most_rows: int, gathers: bool = False) -> tiles.Product:
@@ -112,7 +113,7 @@ def test_tiles_are_compared_with_the_choice_of_the_heuristics(
         used.add(config)
         return moe_mlp(*args, config=config, **options)
 
-    moe_mlp = jaxmoe.moe_mlp
+    moe_mlp = layers.moe_mlp
     monkeypatch.setattr(jaxmoe, "moe_mlp", recorded)
     every = tiles.candidates
     monkeypatch.setattr(tiles, "candidates", lambda product: every(product)[:2])

@@ -18,6 +18,7 @@ from jaxmoe import _primitive, _targets
 from jaxmoe.activation import ACTIVATIONS, GATE_UP_ORDERS
 from jaxmoe.grouped_gemm import WEIGHT_LAYOUTS
 from jaxmoe.routing import METHODS
+from tests import layers
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted(
@@ -100,7 +101,7 @@ def test_readme_shows_one_layer_however_it_is_run(capsys) -> None:
 
 def _layer(x, weights, w_gate_up, w_down):
     ids = jnp.zeros(weights.shape, jnp.int32)
-    return jaxmoe.moe_mlp(x, jaxmoe.Routing(ids, weights), w_gate_up, w_down)
+    return layers.moe_mlp(x, jaxmoe.Routing(ids, weights), w_gate_up, w_down)
 
 
 def _product(lhs, rhs, bias):

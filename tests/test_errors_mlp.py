@@ -8,7 +8,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxmoe import GemmConfig, Routing, explain, moe_mlp
+from jaxmoe import GemmConfig, Routing, explain
+from tests.layers import moe_mlp
 
 BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
 E, T, TOP_K, H, INTER = 3, 5, 2, 8, 4

@@ -21,6 +21,7 @@ from jaxmoe._testing import (
     layer_inputs,
     normal,
 )
+from tests import layers
 
 # f32 sums in another order, values of order 1; see test_transforms.py.
 TOLERANCE = {"rtol": 2e-4, "atol": 2e-5}
@@ -75,7 +76,7 @@ def split_layer(ids, a, sizes, kind=AxisType.Auto, **options):
     a = dict(a)
     x, weights, w1, w2 = (a.pop(n) for n in ("x", "weights", "w_gate_up", "w_down"))
     axes = {f"{name}_axis": name for name in sizes if name != "expert"}
-    return expert_parallel.sharded_moe_mlp(
+    return layers.sharded(
         *(x, Routing(ids, weights), w1, w2),
         mesh=mesh(kind, **sizes),
         axis_name="expert",
@@ -118,7 +119,7 @@ def whole():
 def one_device(ids, a):
     a = dict(a)
     x, weights, w1, w2 = (a.pop(n) for n in ("x", "weights", "w_gate_up", "w_down"))
-    return jaxmoe.moe_mlp(x, Routing(ids, weights), w1, w2, gate_up="interleaved", **a)
+    return layers.moe_mlp(x, Routing(ids, weights), w1, w2, gate_up="interleaved", **a)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +148,7 @@ def test_inside_shard_map_without_types():
     both = P(("data", "expert"))
 
     def local(ids, x, weights, residual, own):
-        return expert_parallel.moe_mlp(
+        return layers.expert_parallel(
             x,
             Routing(ids, weights),
             own.pop("w_gate_up"),

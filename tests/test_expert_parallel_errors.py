@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmoe
 from jaxmoe import Routing, expert_parallel
+from tests import layers
 
 T, H, WIDTH, E, K = 8, 8, 8, 8, 2
 SPLIT = P("expert")
@@ -31,14 +32,14 @@ def arrays(t=T, e=E, k=K):
 def inside(args, specs=SPLIT, **options):
     """Traces `moe_mlp` on 4 devices of the axis "expert"."""
     options = {"axis_name": "expert", **options}
-    call = functools.partial(expert_parallel.moe_mlp, **options)
+    call = functools.partial(layers.expert_parallel, **options)
     split = jax.shard_map(call, mesh=mesh(), in_specs=specs, out_specs=SPLIT)
     return jax.eval_shape(split, *args)
 
 
 def around(args, **options):
     options = {"mesh": mesh(), "axis_name": "expert", **options}
-    return jax.eval_shape(functools.partial(expert_parallel.sharded_moe_mlp, **options), *args)
+    return jax.eval_shape(functools.partial(layers.sharded, **options), *args)
 
 
 INSIDE = [
@@ -103,14 +104,14 @@ def test_replicated_tokens_are_not_dispatched():
 def test_no_tokens_are_no_error():
     """XLA's collectives refuse arrays without rows."""
     x, routing, *w = arrays(t=0)
-    call = functools.partial(expert_parallel.sharded_moe_mlp, mesh=mesh(), axis_name="expert")
+    call = functools.partial(layers.sharded, mesh=mesh(), axis_name="expert")
     y, lost = jax.jit(functools.partial(call, capacity_factor=1.0))(x, routing, *w)
     assert y.shape == (0, H) and int(lost) == 0
 
 
 def test_outside_of_shard_map():
-    with pytest.raises(ValueError, match="there is none; expert_parallel.sharded_moe_mlp wraps"):
-        expert_parallel.moe_mlp(*arrays(), axis_name="expert")
+    with pytest.raises(ValueError, match="there is none; layers.sharded wraps"):
+        layers.expert_parallel(*arrays(), axis_name="expert")
 
 
 def test_weights_and_routing_are_checked_as_those_of_one_device():
@@ -179,7 +180,7 @@ def test_quantized_weights_refuse_what_a_single_device_refuses():
         around((x, routing, *w), dispatch_format="fp8_block")
 
     def loss(x):
-        call = functools.partial(expert_parallel.sharded_moe_mlp, mesh=mesh(), axis_name="expert")
+        call = functools.partial(layers.sharded, mesh=mesh(), axis_name="expert")
         return call(x, routing, *w, dispatch_format="fp8_channel").sum()
 
     with pytest.raises(NotImplementedError, match="no derivative is defined"):

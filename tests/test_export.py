@@ -6,9 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe import Routing, _primitive, _targets, moe_mlp, reference
+from jaxmoe import Routing, _primitive, _targets, reference
 from jaxmoe._export import export_checks
 from jaxmoe._testing import SMALL, layer_inputs
+from tests.layers import moe_mlp
 
 LAYER = SMALL["all"]
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxmoe import _targets, explain, moe_mlp, quantize
+from jaxmoe import _targets, explain, quantize
 from jaxmoe._testing import assert_equal
+from tests.layers import moe_mlp
 from tests.sharding_programs import EXPLICIT, check_spec, close, compiled, make_mesh
 from tests.test_lowering import cuda_text, layer_structs
 from tests.test_mlp import run

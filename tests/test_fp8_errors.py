@@ -13,10 +13,10 @@ from jaxmoe import (
     Routing,
     dequantize,
     grouped_gemm,
-    moe_mlp,
     quantize,
     quantize_tokens,
 )
+from tests.layers import moe_mlp
 
 BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
 E, T, H, INTER = 3, 5, 16, 32

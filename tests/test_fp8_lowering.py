@@ -16,9 +16,9 @@ from jaxmoe import (
     _targets,
     explain,
     grouped_gemm,
-    moe_mlp,
 )
 from jaxmoe.quantize import FORMATS, scales_shape
+from tests.layers import moe_mlp
 
 BF16, F16, F32, I32 = jnp.bfloat16, jnp.float16, jnp.float32, jnp.int32
 F8, F8_WIDE = jnp.float8_e4m3fn, jnp.float8_e5m2

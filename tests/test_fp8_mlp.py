@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe import QuantizedArray, Routing, Swiglu, moe_mlp, quantize, quantize_tokens, reference
+from jaxmoe import QuantizedArray, Routing, Swiglu, quantize, quantize_tokens, reference
 from jaxmoe._testing import (
     GPT_OSS,
     Layer,
@@ -22,6 +22,7 @@ from jaxmoe.activation import ACTIVATIONS as NAMED
 from jaxmoe.activation import resolve
 from jaxmoe.quantize import FORMATS
 from tests.fp8_oracle import oracle
+from tests.layers import moe_mlp
 
 SMALL = Layer("", "less than a block of 128", 48, 32, 5, 2, bias=True)
 BLOCKS = Layer("", "a block and a part of one", 144, 208, 3, 2, bias=True)

@@ -16,12 +16,12 @@ from jaxmoe import (
     _targets,
     explain,
     finalize,
-    moe_mlp,
     plan,
     quantize_tokens,
 )
 from jaxmoe._testing import Layer, assert_equal, assert_vmap_is_loop, quantized_inputs
 from jaxmoe.quantize import FORMATS
+from tests.layers import moe_mlp
 from tests.test_fp8_lowering import (
     F16,
     F32,

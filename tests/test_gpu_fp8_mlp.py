@@ -14,7 +14,6 @@ from jaxmoe import (
     _heuristics,
     _targets,
     grouped_gemm,
-    moe_mlp,
     quantize,
     quantize_tokens,
     reference,
@@ -29,6 +28,7 @@ from jaxmoe._testing import (
     quantized_inputs,
 )
 from jaxmoe.quantize import FORMATS
+from tests.layers import moe_mlp
 
 pytestmark = pytest.mark.gpu
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe import GemmConfig, Routing, _heuristics, _targets, moe_mlp, reference, route
+from jaxmoe import GemmConfig, Routing, _heuristics, _targets, reference, route
 from jaxmoe._testing import (
     GPT_OSS,
     MODELS,
@@ -21,6 +21,7 @@ from jaxmoe._testing import (
     normal,
     poison,
 )
+from tests.layers import moe_mlp
 
 pytestmark = pytest.mark.gpu
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe import Routing, _targets, finalize, moe_mlp, quantize, reference
+from jaxmoe import Routing, _targets, finalize, quantize, reference
 from jaxmoe._testing import (
     GPT_OSS,
     Layer,
@@ -19,6 +19,7 @@ from jaxmoe._testing import (
     poison,
     relative_error,
 )
+from tests.layers import moe_mlp
 
 pytestmark = pytest.mark.gpu
 

@@ -17,9 +17,9 @@ from jaxmoe import (
     _targets,
     _tgmm_rows,
     grouped_gemm,
-    moe_mlp,
 )
 from jaxmoe.activation import ACTIVATIONS
+from tests.layers import moe_mlp
 
 BF16, F16, F32, I32 = jnp.bfloat16, jnp.float16, jnp.float32, jnp.int32
 T, K, E, H, INTER = 6, 2, 4, 32, 16

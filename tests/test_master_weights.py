@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxmoe import QuantizedArray, _targets, explain, moe_mlp, quantize
+from jaxmoe import QuantizedArray, _targets, explain, quantize
 from jaxmoe._testing import Layer, assert_equal, layer_inputs
+from tests.layers import moe_mlp
 from tests.sharding_programs import AUTO, EXPLICIT, check_spec, compiled, make_mesh
 from tests.test_errors_mlp import LAYER as RIGHT
 from tests.test_errors_mlp import zeros

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe import Routing, moe_mlp, reference
+from jaxmoe import Routing, reference
 from jaxmoe._testing import (
     GPT_OSS,
     ROUTINGS,
@@ -22,6 +22,7 @@ from jaxmoe._testing import (
     normal,
 )
 from jaxmoe.activation import ACTIVATIONS, resolve
+from tests.layers import moe_mlp
 
 
 def options(layer, layout="kn"):

@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxmoe
-from jaxmoe import ExpertRows, Routing, _targets, explain, finalize, moe_mlp, reference
+from jaxmoe import ExpertRows, Routing, _targets, explain, finalize, reference
 from jaxmoe._testing import (
     SMALL,
     Layer,
@@ -20,6 +20,7 @@ from jaxmoe._testing import (
     layer_inputs,
     normal,
 )
+from tests.layers import moe_mlp
 from tests.test_mlp import options, run
 
 TARGET = "jaxmoe_moe_mlp_rows_v1"

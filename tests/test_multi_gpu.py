@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from jaxmoe import Routing, moe_mlp, reference
+from jaxmoe import Routing, reference
 from jaxmoe._testing import Layer, assert_close, assert_equal, layer_inputs
+from tests.layers import moe_mlp
 
 pytestmark = pytest.mark.multi_gpu
 

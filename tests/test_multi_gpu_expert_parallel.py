@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from jaxmoe import Routing, expert_parallel, moe_mlp, quantize, reference
+from jaxmoe import Routing, expert_parallel, quantize, reference
 from jaxmoe._testing import (
     Layer,
     assert_close,
@@ -20,6 +20,8 @@ from jaxmoe._testing import (
     poison,
     relative_error,
 )
+from tests import layers
+from tests.layers import moe_mlp
 
 pytestmark = pytest.mark.multi_gpu
 
@@ -65,7 +67,7 @@ def split(a, shape=(), **options):
     routing = Routing(a.pop("expert_ids"), a.pop("weights"))
     x, w1, w2 = (a.pop(n) for n in ("x", "w_gate_up", "w_down"))
     axes = {f"{name}_axis": name for name, _ in shape}
-    return expert_parallel.sharded_moe_mlp(
+    return layers.sharded(
         *(x, routing, w1, w2),
         mesh=mesh(*shape),
         axis_name="expert",

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import jaxmoe
+from tests import layers
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 E, N, K, R = 2, 130, 257, 5
@@ -265,9 +266,9 @@ def test_ops_of_plain_arrays_refuse_quantized_ones() -> None:
         (
             "moe_mlp",
             "b_gate_up",
-            lambda: jaxmoe.moe_mlp(x, routing, w_gate_up, w_down, b_gate_up=q),
+            lambda: layers.moe_mlp(x, routing, w_gate_up, w_down, b_gate_up=q),
         ),
-        ("moe_mlp", "residual", lambda: jaxmoe.moe_mlp(x, routing, w_gate_up, w_down, residual=q)),
+        ("moe_mlp", "residual", lambda: layers.moe_mlp(x, routing, w_gate_up, w_down, residual=q)),
         ("permute", "x", lambda: jaxmoe.permute(q, jaxmoe.plan(routing.expert_ids, 2))),
     ):
         assert_raises(TypeError, message.format(op, name, name, name), fn)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxmoe
+from tests import layers
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "numerics.md"
 FORMATS = ("fp8_tensor", "fp8_channel", "fp8_block")
@@ -95,7 +96,7 @@ def layer_errors() -> dict[str, float]:
         else:
             weights_of = [jaxmoe.quantize(w, format, weight_layout="nk") for w in weights_of]
             weights_of = [dataclasses.replace(w, dtype=jnp.bfloat16) for w in weights_of]
-        return jaxmoe.moe_mlp(x.astype(jnp.bfloat16), routing, *weights_of, weight_layout="nk")
+        return layers.moe_mlp(x.astype(jnp.bfloat16), routing, *weights_of, weight_layout="nk")
 
     run = jax.jit(layer, static_argnums=0)
     routing = jaxmoe.Routing(jnp.asarray(ids), jnp.asarray(weights))

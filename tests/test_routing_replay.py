@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe import Routing, moe_mlp, plan, route
+from jaxmoe import Routing, plan, route
 from jaxmoe._testing import assert_equal, normal
+from tests.layers import moe_mlp
 
 
 @pytest.mark.parametrize(

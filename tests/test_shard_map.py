@@ -9,8 +9,9 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxmoe import Routing, grouped_gemm, moe_mlp, reference
+from jaxmoe import Routing, grouped_gemm, reference
 from jaxmoe._testing import Layer, layer_inputs, normal
+from tests.layers import moe_mlp
 
 # f32 sums in another order, values of order 1; see test_transforms.py.
 TOLERANCE = {"rtol": 2e-4, "atol": 2e-5}

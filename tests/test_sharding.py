@@ -13,8 +13,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmoe
-from jaxmoe import Routing, _targets, moe_mlp
+from jaxmoe import Routing, _targets
 from jaxmoe._testing import Layer, layer_inputs, normal
+from tests.layers import moe_mlp
 from tests.sharding_programs import (
     AUTO,
     EXPLICIT,

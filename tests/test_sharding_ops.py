@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import jaxmoe
 from jaxmoe import _targets, _tgmm_rows, grouped_gemm, grouped_gemm_weight_grad
 from jaxmoe._testing import normal
+from tests import layers
 from tests.sharding_programs import (
     AUTO,
     EXPLICIT,
@@ -196,7 +197,7 @@ def test_no_cuda_call_is_left_for_xla_to_gather_its_operands():
 
     def loss(w1, w2, a):
         routing = jaxmoe.Routing(a["ids"], jnp.ones((24, 2)))
-        out = jaxmoe.moe_mlp(a["x"], routing, w1, w2, do_finalize=False, master_weights=True)
+        out = layers.moe_mlp(a["x"], routing, w1, w2, do_finalize=False, master_weights=True)
         sizes, rows = jnp.full((8,), 6), jax.lax.stop_gradient(out.rows)
         added = grouped_gemm_weight_grad(rows, rows, sizes, accumulate_into=w1)
         apart = added, jaxmoe.quantize_tokens(rows, "fp8_channel")

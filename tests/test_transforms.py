@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe import Routing, finalize, grouped_gemm, moe_mlp, permute, plan, reference
+from jaxmoe import Routing, finalize, grouped_gemm, permute, plan, reference
 from jaxmoe._testing import SMALL, layer_inputs, normal
+from tests.layers import moe_mlp
 
 # f32 against f32 in another order of summation, values of order 1 (products of several for second
 # derivatives): a few hundred ulp, and far below the effect of any wrong term.

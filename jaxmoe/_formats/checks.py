@@ -3,7 +3,7 @@
 from typing import Any
 
 from jaxmoe import _checks
-from jaxmoe._gmm_fp8 import ACCUMS
+from jaxmoe._formats.base import Format
 from jaxmoe.quantize import QuantizedArray, check_quantized
 
 
@@ -47,13 +47,7 @@ def check_tokens_are_plain(op: str, name: str, x: Any, *weights: str) -> None:
         raise TypeError(_checks.message(op, rule, **{name: x}))
 
 
-def check_accum(op: str, accum: Any, format: str | None) -> None:
-    """Refuses an `accum` that products in `format` (None: not quantized) do not have."""
-    if accum is None:
-        return
-    if format is None:
-        raise ValueError(_checks.message(op, "accum must be None if no weight is quantized"))
-    _checks.check_choice(op, "accum", accum, ACCUMS)
-    if format == "fp8_block" and accum == "fast":
-        rule = "accum='fast' must be 'promoted' or None: fp8_block scales each 128 of k apart"
-        raise ValueError(_checks.message(op, rule))
+def check_accum(op: str, accum: Any, format: Format) -> None:
+    """Refuses an `accum` that products in `format` do not have."""
+    if refused := format.refused_accum(accum):
+        raise ValueError(_checks.message(op, refused))

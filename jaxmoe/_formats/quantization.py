@@ -19,11 +19,16 @@ _BLOCK_AXES = {"tensor": (), "row": (), "group": (-1,), "block": (-2, -1)}
 _MAX_INT = 2**31 - 1
 
 
-def sharing(format: str, layout: str) -> str:
-    """What shares a scale in an array of this format: a key of `SHARING`."""
-    if format == "fp8_block":
-        return "group" if layout == "tokens" else "block"
-    return "tensor" if format == "fp8_tensor" else "row"
+# What shares a scale, a key of `SHARING`, by the dimensions of the scales.
+_SHARED_BY = {
+    **{"": "tensor", "t": "row", "t q": "group"},  # of tokens
+    **{"e": "tensor", "e n": "row", "e p q": "block"},  # of weights
+}
+
+
+def sharing(scales: str) -> str:
+    """What shares a scale in an array whose scales have these dimensions: a key of `SHARING`."""
+    return _SHARED_BY[scales]
 
 
 def scales_shape(shape: tuple[int, ...], shared: str) -> tuple[int, ...]:
@@ -63,11 +68,9 @@ def quantize(
     if any(_sharding.explicit_axes(jax.typeof(a)) for a in given):
         return quantize_xla(x, scale, **params)  # XLA splits it as its arguments are
     if x.ndim == 3:
-        values, scales = quantize_p(x, _or_empty(scale), **params)
+        values, scales = quantize_p(x, scale, **params)
         return values, scales
-    values, scales = quantize_p(
-        x[None], _or_empty(None if scale is None else scale[None]), **params
-    )
+    values, scales = quantize_p(x[None], None if scale is None else scale[None], **params)
     return values[0], scales[0]
 
 
@@ -119,40 +122,32 @@ def _dynamic_scales(largest: jax.Array, limit: float, e8m0: bool) -> jax.Array:
     return scales
 
 
-def _or_empty(scale: jax.Array | None) -> jax.Array:
-    return jnp.zeros((0,), jnp.float32) if scale is None else scale
-
-
 def _out(x: Any, _scale: Any, *, shared: str, element_type: str, e8m0: bool) -> Any:
     del e8m0
     dtype = jnp.dtype(ELEMENT_DTYPES[element_type])
     return [(x.shape, dtype), (scales_shape(x.shape, shared), jnp.float32)]
 
 
-def _xla(x: jax.Array, scale: jax.Array, **params: Any) -> tuple[jax.Array, jax.Array]:
-    # An array that needs no scale has none either, and then it does not matter which is computed.
-    return quantize_xla(x, scale if scale.size else None, **params)
-
-
 def _batch(args: Any, dims: Any, **params: Any) -> Any:
     """Folds the examples into the batch: a scale never spans two of its entries."""
     size = _primitive.batch_size(args, dims)
-    x, scale = (_primitive.move_batch_to_front(a, d, size) for a, d in zip(args, dims, strict=True))
+    x, scale = _primitive.move_batch_to_front(args.x, dims.x, size), args.scale
     fold = x.shape[0] * x.shape[1]
-    flat = scale.reshape(fold, *scale.shape[2:]) if scale.size else jnp.zeros((0,), jnp.float32)
-    values, scales = quantize_p(x.reshape(fold, *x.shape[2:]), flat, **params)
+    if scale is not None:
+        scale = _primitive.move_batch_to_front(scale, dims.scale, size)
+        scale = scale.reshape(fold, *scale.shape[2:])
+    values, scales = quantize_p(x.reshape(fold, *x.shape[2:]), scale, **params)
     return (values.reshape(x.shape), scales.reshape(*x.shape[:2], *scales.shape[1:])), (0, 0)
 
 
 def _scratch(avals: Sequence[Any], *, shared: str, **_params: Any) -> list[_primitive.Spec]:
-    x, scale = avals
-    dynamic_tensor = shared == "tensor" and scale.size == 0
-    return [((x.shape[0] * MAX_PARTIALS if dynamic_tensor else 0,), jnp.float32)]
+    dynamic_tensor = shared == "tensor" and avals.scale is None
+    return [((avals.x.shape[0] * MAX_PARTIALS if dynamic_tensor else 0,), jnp.float32)]
 
 
 def _fallback(avals: Sequence[Any], **_params: Any) -> str | None:
-    batch, rows, cols = avals[0].shape
-    row_bytes = cols * avals[0].dtype.itemsize
+    batch, rows, cols = avals.x.shape
+    row_bytes = cols * avals.x.dtype.itemsize
     if row_bytes % 16:
         return f"rows of {row_bytes} bytes are no multiple of 16"
     if max(batch * rows, cols) > _MAX_INT:
@@ -163,13 +158,14 @@ def _fallback(avals: Sequence[Any], **_params: Any) -> str | None:
 quantize_p = _primitive.define(
     "jaxmoe_quantize",
     out=_out,
-    xla=_xla,
+    xla=quantize_xla,
     batch=_batch,
     cuda=_primitive.CudaTarget(
         "jaxmoe_quantize_v1",
         attrs=lambda _avals, *, shared, e8m0, **_: {"shared": SHARING[shared], "e8m0": int(e8m0)},
         scratch=_scratch,
         fallback=_fallback,
+        absent={"scale": (1, jnp.float32)},
         xla_splits=True,
     ),
 )

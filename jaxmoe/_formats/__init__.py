@@ -1,0 +1,20 @@
+"""Weight formats: one file each, one row each in the tables below. See docs/adding_a_format.md."""
+
+from jaxmoe._formats.base import Format as Format
+from jaxmoe._formats.base import Tokens as Tokens
+from jaxmoe._formats.forward import Forward as Forward
+from jaxmoe._formats.forward import forward
+from jaxmoe._formats.fp8 import FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR
+from jaxmoe._formats.plain import MASTER as MASTER
+from jaxmoe._formats.plain import PLAIN as PLAIN
+
+# Formats of `jaxmoe.QuantizedArray`, by name.
+QUANTIZED: dict[str, Format] = {f.name: f for f in (FP8_TENSOR, FP8_CHANNEL, FP8_BLOCK)}
+
+# The same, quantized in the program from plain weights.
+FORWARD: dict[str, Format] = {name: forward(f) for name, f in QUANTIZED.items()}
+
+
+def codes() -> dict[str, int]:
+    """What the kernels call each format that is theirs."""
+    return {f.name: f.code for f in (PLAIN, *QUANTIZED.values())}

@@ -1,0 +1,139 @@
+"""What a weight format is: the questions that the rest of the package asks, with plain answers.
+
+A format is a frozen object without arrays, so it is a static parameter of every op that multiplies
+by weights. Nothing outside this package compares the name of a format.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+# (size of an axis, elements that a scale covers along it) -> is what a scale is shared by.
+Refusal = Callable[[str, dict[str, Any]], str]
+
+
+class Tokens(NamedTuple):
+    """Tokens as a product reads them.
+
+    Attributes:
+      values: [R, K].
+      scales: as the format shares them, None if they have none.
+    """
+
+    values: jax.Array
+    scales: jax.Array | None
+
+
+class Gradient(NamedTuple):
+    """How a layer with weights in a format is differentiated.
+
+    Attributes:
+      refused: why it is not, None if it is.
+      straight_through: whether the derivative is that of the layer with plain weights.
+    """
+
+    refused: str | None = None
+    straight_through: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """A weight format, here plain arrays; the others say what differs.
+
+    Attributes:
+      name: what users call it.
+      code: what the kernels call it; the extension exports the same table.
+      weight_scales: dimensions of the scales of weights [E, N, K], as einsum letters: "" without
+        scales, "e", "e n", or "e p q" for blocks of `block` along N and K.
+      token_scales: the same of tokens [R, K]: "", "t", "t q"; None if tokens are not quantized.
+      block: elements of an axis that share a scale, where blocks do; no axis is divided inside one.
+      element_types: what values may be stored as, the usual one first; none for plain arrays.
+      static_scales: whether checkpoints may bring scales of the activations.
+      composed: whether the layer is made of other ops, which are CUDA's too.
+      expands: whether those ops are divided over a mesh each by itself, not the layer as a whole.
+      master: whether weights are float32 beside tokens of a narrower dtype.
+      gradient: how the layer is differentiated.
+    """
+
+    name: str
+    code: int = 0
+    weight_scales: str = ""
+    token_scales: str | None = None
+    block: int = 1
+    element_types: tuple[str, ...] = ()
+    static_scales: bool = False
+    composed: bool = False
+    expands: bool = False
+    master: bool = False
+    gradient: Gradient = Gradient()
+
+    @property
+    def quantized(self) -> bool:
+        """Whether weights are a `jaxmoe.QuantizedArray`, values with scales, stored [E, N, K]."""
+        return bool(self.element_types)
+
+    @property
+    def quantizes_tokens(self) -> bool:
+        """Whether products read quantized tokens."""
+        return self.token_scales is not None
+
+    @property
+    def one_token_scale(self) -> bool:
+        """Whether all tokens share a scale, which is made of all of them."""
+        return self.token_scales == ""
+
+    def tokens(self, x: jax.Array, scale: jax.Array | None = None) -> Tokens:
+        """Returns the rows `x` [R, K] as products read them, with a static scale if there is one."""
+        del scale
+        return Tokens(x, None)
+
+    def by_row(self, values: jax.Array, scales: Any) -> tuple["Format", Any]:
+        """The format, and the scales of weights, in which each token has a scale of its own."""
+        del values
+        return self, scales
+
+    def token_scale_count(self, rows: int, k: int) -> int:
+        """Floats of scale that [rows, k] tokens have."""
+        del rows, k
+        return 0
+
+    @property
+    def token_dtype(self) -> Any:
+        """The dtype of quantized tokens, None if they are not quantized."""
+        return None
+
+    def sums(self, accum: str | None, k: int) -> bool | None:
+        """Whether a product over `k` adds its parts up outside of the tensor core; None: no choice.
+
+        `accum` is what the caller asked for.
+        """
+        del accum, k
+        return None
+
+    def refused_accum(self, accum: str | None) -> str | None:
+        """Why the format does not have these sums, None if it does."""
+        return None if accum is None else "accum must be None if no weight is quantized"
+
+    def shared_over(self, k: bool, rows: bool) -> bool:
+        """Whether one scale of tokens spans rows (or k) that lie on several devices."""
+        letters = self.token_scales
+        if letters is None:
+            return False
+        return (k and "q" not in letters) or (rows and "t" not in letters)
+
+
+def letters(text: str) -> tuple[str, ...]:
+    """The dimensions of an einsum operand."""
+    return tuple(text.split())
+
+
+def scratch_floats(format: Format, tokens: tuple[int, int], inner: tuple[int, int]) -> int:
+    """Floats of scale scratch of a layer: those of x and of the intermediate, each on 16 bytes."""
+    pad = lambda n: -(-n // 4) * 4  # noqa: E731
+    return pad(format.token_scale_count(*tokens)) + pad(format.token_scale_count(*inner))
+
+
+FLOAT32 = jnp.dtype("float32")

@@ -1,0 +1,1 @@
+"""The expert layer: its primitive, derivative, batches and division over a mesh."""

@@ -1,0 +1,181 @@
+"""Argument checks of the layer."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmoe import _checks
+from jaxmoe._formats import QUANTIZED, Format
+from jaxmoe._formats import checks as _formats_checks
+from jaxmoe._heuristics import BLOCK_ROWS, MAX_FP8_GATHER, WHOLE_BLOCKS
+from jaxmoe.experts import Experts, check_parts, format_of
+from jaxmoe.grouped_gemm import check_config
+from jaxmoe.quantize import QuantizedArray, check_quantized
+from jaxmoe.routing import Routing
+
+
+def check_tokens(op: str, x: Any, routing: Any, residual: Any) -> None:
+    """Checks what there is of each token."""
+    if isinstance(x, QuantizedArray):
+        _formats_checks.check_tokens(op, "x", x)
+    else:
+        _checks.check_float(op, "x", x)
+        _checks.check_rank(op, "x", x, "T,H")
+    if not isinstance(routing, Routing):
+        raise TypeError(_checks.message(op, "routing must be a jaxmoe.Routing", routing=routing))
+    ids, weights = routing.expert_ids, routing.weights
+    _checks.check_rank(op, "routing.expert_ids", ids, "T,K")
+    _checks.check_dtype(op, "routing.expert_ids", ids, ("int32",))
+    _checks.check_rank(op, "routing.weights", weights, "T,K")
+    _checks.check_dtype(op, "routing.weights", weights, ("float32",))
+    _checks.check_same_dim(op, "routing.expert_ids", ids, 0, "x", x, 0, "num_tokens")
+    for axis, meaning in ((0, "num_tokens"), (1, "top_k")):
+        _checks.check_same_dim(
+            op, "routing.weights", weights, axis, "routing.expert_ids", ids, axis, meaning
+        )
+    if residual is not None:
+        _checks.check_rank(op, "residual", residual, "T,H")
+        _checks.check_same_dtype(op, "residual", residual, "x", x)
+        _checks.check_same_dim(op, "residual", residual, 0, "x", x, 0, "num_tokens")
+        _checks.check_same_dim(op, "residual", residual, 1, "x", x, 1, "hidden")
+
+
+def check_experts(op: str, x: Any, experts: Any) -> Format:
+    """Checks the experts against the tokens. Returns the format of their weights."""
+    if not isinstance(experts, Experts):
+        rule = "experts must be a jaxmoe.Experts: jaxmoe.Experts(gate_up=..., down=...)"
+        raise TypeError(_checks.message(op, rule, experts=experts))
+    weights = {n: getattr(experts, n) for n in ("gate_up", "gate", "up", "down")}
+    weights = {f"experts.{n}": w for n, w in weights.items() if w is not None}
+    for name, w in weights.items():
+        _check_weight(op, name, w)
+    check_parts(experts)
+    format = format_of(experts)
+    _formats_checks.check_same_format(op, "x", x, "experts.down", experts.down)
+    if not format.quantized:
+        _formats_checks.check_tokens_are_plain(op, "x", x, *weights)
+        _check_dtype(op, x, experts)
+    k_axis = 1 if experts.layouts[0] == "kn" else 2
+    name = next(iter(weights))
+    _checks.check_same_dim(op, name, experts.first, k_axis, "x", x, 1, "hidden")
+    n_axis = 2 if experts.layouts[1] == "kn" else 1
+    _checks.check_same_dim(op, "experts.down", experts.down, n_axis, "x", x, 1, "hidden")
+    for name in ("gate_up_bias", "gate_bias", "up_bias", "down_bias"):
+        bias = getattr(experts, name)
+        if bias is not None:
+            _checks.check_rank(op, f"experts.{name}", bias, "E,N")
+            if format.quantized:
+                _checks.check_same_dtype(op, f"experts.{name}", bias, "x", x)
+    return format
+
+
+def _check_weight(op: str, name: str, w: Any) -> None:
+    if isinstance(w, QuantizedArray):
+        check_quantized(op, name, w)
+    else:
+        _checks.check_rank(op, name, w, "E,K,N")
+
+
+def _check_dtype(op: str, x: Any, experts: Experts) -> None:
+    """Checks the dtype of plain weights, or that which they are rounded to."""
+    down = experts.down
+    dtype = down.dtype if experts.dtype is None else experts.dtype
+    if x.dtype == dtype:
+        return
+    rule = (
+        f"x.dtype={_checks.dtype_name(x.dtype)} must equal that of the experts, "
+        f"{_checks.dtype_name(dtype)}"
+    )
+    if down.dtype == "float32" and experts.dtype is None:
+        rule += f"; Experts(..., dtype={x.dtype.name!r}) keeps float32 master weights"
+    raise TypeError(_checks.message(op, rule, **{"x": x, "experts.down": down}))
+
+
+def check_alone(op: str, format: Format, given: dict[str, bool]) -> None:
+    """Refuses options that a layer has not whose value is computed in another format."""
+    if not format.gradient.straight_through:
+        return
+    for name, there in given.items():
+        if there:
+            rule = f"{name} is not supported with experts.forward_format"
+            raise NotImplementedError(_checks.message(op, rule))
+
+
+def check_configs(
+    op: str,
+    config: Any,
+    hidden: int,
+    intermediate: int,
+    promoted: tuple[bool, bool] | None,
+    odd_blocks: bool,
+) -> None:
+    """Checks the tiles against the products they are for."""
+    if config is None:
+        return
+    if not isinstance(config, tuple) or len(config) != 2:
+        rule = "config must be a pair of GemmConfig, one for each product"
+        raise TypeError(_checks.message(op, rule, config=config))
+    for i, k in enumerate((hidden, intermediate)):
+        check_config(
+            op, f"config[{i}]", config[i], k, promoted=None if promoted is None else promoted[i]
+        )
+    first = config[0]
+    if promoted is not None and first and first.gather and first.token_tile > MAX_FP8_GATHER:
+        rule = (
+            f"config[0].gather must be False with token_tile={first.token_tile} and quantized "
+            f"weights: only tiles of up to {MAX_FP8_GATHER} tokens fetch rows of a byte by index"
+        )
+        raise ValueError(_checks.message(op, rule, config=config))
+    if odd_blocks and first and first.tile in WHOLE_BLOCKS:
+        rule = (
+            f"config[0] must have a tile of 128 rows and up to 192 tokens with blocks of scales "
+            f"and an intermediate size of {intermediate}, not a multiple of {BLOCK_ROWS}"
+        )
+        raise ValueError(_checks.message(op, rule, config=config))
+
+
+def check_scales(
+    op: str, x: Any, format: Format, experts: Experts, num_local: int
+) -> dict[str, jax.Array | None]:
+    """Checks the static scales. Returns them as x_scale [1] and h_scale [1] or [E], or None."""
+    given = {"x_scale": experts.x_scale, "h_scale": experts.h_scale}
+    arrays: dict[str, jax.Array | None] = dict.fromkeys(given)
+    for name, scale in given.items():
+        if scale is None:
+            continue
+        if not format.static_scales:
+            what = (
+                f"the weights are {format.name}" if format.quantized else "no weight is quantized"
+            )
+            those = " and ".join(f.name for f in QUANTIZED.values() if f.static_scales)
+            rule = f"experts.{name} must be None because {what}: it is for {those} alone"
+            raise ValueError(_checks.message(op, rule, **{name: scale}))
+        scale = np.asarray(scale) if isinstance(scale, np.generic) else scale
+        _checks.check_dtype(op, f"experts.{name}", scale, ("float32",))
+        shapes = ((), (num_local,)) if name == "h_scale" else ((),)
+        if scale.shape not in shapes:
+            wanted = " or ".join(f"[{','.join(map(str, shape))}]" for shape in shapes)
+            rule = f"experts.{name}.shape={list(scale.shape)} must be {wanted}"
+            raise ValueError(_checks.message(op, rule, **{name: scale}))
+        arrays[name] = jnp.asarray(scale).reshape(-1)
+    if experts.x_scale is not None and isinstance(x, QuantizedArray):
+        rule = "experts.x_scale must be None because x is quantized: it has its scale"
+        raise ValueError(_checks.message(op, rule, x_scale=experts.x_scale, x=x))
+    return arrays
+
+
+def check_batch_invariant_scales(
+    op: str, x: Any, format: Format, given: dict[str, jax.Array | None]
+) -> None:
+    """Refuses dynamic scales that all tokens of a batch make together."""
+    if not format.one_token_scale:
+        return
+    for name, scale in given.items():
+        if scale is None and not (name == "x_scale" and isinstance(x, QuantizedArray)):
+            rule = (
+                f"batch_invariant=True needs experts.{name} with {format.name} weights: the scale "
+                "is made of all tokens without it"
+            )
+            raise ValueError(_checks.message(op, rule, **{name: scale}))

@@ -1,0 +1,263 @@
+"""The primitive of the expert layer: one CUDA call, or the stages it is made of.
+
+moe_mlp: `Operands` -> y [T,H], or without finalize rows [R,H] in expert order, exactly 0 where no
+slot has them, and slot_to_row [T,K] int32
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+
+from jaxmoe import _gmm, _primitive, _sharding
+from jaxmoe._formats import PLAIN, Forward
+from jaxmoe._formats.base import scratch_floats
+from jaxmoe._formats.quantization import MAX_PARTIALS
+from jaxmoe._gate_up import of_moving
+from jaxmoe._gmm_fp8 import dtype_reason, refuse_derivative
+from jaxmoe._heuristics import mlp_configs, mlp_index_size, odd_blocks
+from jaxmoe._mlp import derivative, fold, sharding, whole
+from jaxmoe._mlp.operands import Layer, Operands, is_joined, join
+from jaxmoe._mlp.stages import result, rows_of
+from jaxmoe.activation import GATE_UP_ORDERS
+from jaxmoe.quantize import WEIGHT_LAYOUTS, quantize
+
+_OP = "moe_mlp"
+
+
+def layer_op(a: Operands, layer: Layer) -> tuple[jax.Array, ...]:
+    """Binds the primitive, or the value and the tangent apart where a format divides them so."""
+    arrays = [x for x in a if x is not None]
+    split = any(_sharding.explicit_axes(jax.typeof(x)) for x in arrays)
+    if layer.format.expands and split:
+        return _value_and_tangent_apart(a, layer)
+    return moe_mlp_p(*a, layer=layer)
+
+
+def _xla(*arrays: Any, layer: Layer) -> tuple[jax.Array, ...]:
+    a = Operands(*arrays)
+    if not is_joined(a):
+        return moe_mlp_p(*join(a, layer), layer=layer)
+    if isinstance(layer.format, Forward):
+        return _quantized(a, layer)
+    if layer.format.master:
+        return moe_mlp_p(*_rounded(a, layer), layer=layer.replace(format=PLAIN))
+    rows, order = rows_of(a, layer)
+    return result(rows, order, a, layer)
+
+
+def _composed(*, absent: tuple[str, ...], layer: Layer) -> bool:
+    return layer.format.composed or "b_up" not in absent or "up_scales" not in absent
+
+
+def _rounded(a: Operands, layer: Layer) -> Operands:
+    """Rounds float32 weights and biases to the dtype of the layer."""
+    names = ("w_gate_up", "w_up", "w_down", "b_gate_up", "b_up", "b_down")
+    given = {name: getattr(a, name) for name in names}
+    narrow = {n: None if w is None else w.astype(layer.dtype) for n, w in given.items()}
+    return a._replace(**narrow)
+
+
+def _quantized(a: Operands, layer: Layer) -> tuple[jax.Array, ...]:
+    """The layer of plain weights, which are quantized here, in the format of its value."""
+    assert isinstance(layer.format, Forward)
+    inner, (first, second) = layer.format.inner, layer.layouts
+    gate_up = quantize(a.w_gate_up, inner.name, weight_layout=first)
+    down = quantize(a.w_down, inner.name, weight_layout=second)
+    k = [q.values.shape[2] for q in (gate_up, down)]
+    a = a._replace(
+        w_gate_up=gate_up.values,
+        gate_up_scales=gate_up.scales,
+        w_down=down.values,
+        down_scales=down.scales,
+    )
+    if a.w_up is not None:
+        up = quantize(a.w_up, inner.name, weight_layout=first)
+        a = a._replace(w_up=up.values, up_scales=up.scales)
+    promoted = tuple(inner.sums(None, size) for size in k)
+    narrow = layer.replace(format=inner, layouts=("nk", "nk"), promoted=promoted)
+    return moe_mlp_p(*a, layer=narrow)
+
+
+def _value_and_tangent_apart(a: Operands, layer: Layer) -> tuple[jax.Array, ...]:
+    """The value and the tangent as ops that are divided each by its own rule."""
+    absent = [x is None for x in a]
+
+    def given(*there: jax.Array) -> Operands:
+        rest = iter(there)
+        return Operands(*(None if missing else next(rest) for missing in absent))
+
+    def plain(*there: jax.Array) -> Any:
+        return moe_mlp_p(*given(*there), layer=layer.replace(format=PLAIN))
+
+    value = jax.custom_jvp(lambda *there: _quantized(given(*there), layer))
+
+    def value_and_tangent(primals: Any, tangents: Any) -> Any:
+        moving = [None if isinstance(t, SymbolicZero) else t for t in tangents]
+        _, moved = jax.jvp(*of_moving(plain, primals, moving))
+        return value(*primals), moved
+
+    value.defjvp(value_and_tangent, symbolic_zeros=True)
+    return value(*(x for x in a if x is not None))
+
+
+def _out(*avals: Any, layer: Layer) -> list[_primitive.Spec]:
+    a = Operands(*avals)
+    if layer.finalize:
+        return [(a.x.shape, layer.dtype)]
+    return [((a.expert_ids.size, a.x.shape[1]), layer.dtype), (a.expert_ids.shape, jnp.int32)]
+
+
+def _jvp(primals: Operands, tangents: Operands, *, layer: Layer) -> Any:
+    gradient = layer.format.gradient
+    if gradient.refused is not None:
+        refuse_derivative(_OP, layer.format, primals.x, primals.w_gate_up)
+    if gradient.straight_through:
+        _, moved = _jvp(primals, tangents, layer=layer.replace(format=PLAIN))
+        return moe_mlp_p(*primals, layer=layer), moved
+    if not is_joined(primals):
+        tangents = _joined_tangents(primals, tangents, layer)
+        primals = join(primals, layer)
+    if layer.finalize and _sharding.divided_by_xla([x for x in primals if x is not None]):
+        return moe_mlp_p(*primals, layer=layer), (_tangent(primals, tangents, layer=layer),)
+    if layer.format.master:
+        primals = _rounded(primals, layer)
+    first, _ = configs_of(primals, layer)
+    return derivative.linearized(primals, tangents, layer.replace(format=PLAIN), first)
+
+
+def _joined_tangents(primals: Operands, tangents: Operands, layer: Layer) -> Operands:
+    if tangents.b_gate_up is None and tangents.b_up is None:
+        return tangents
+    parts = {
+        name: getattr(tangents, name)
+        if getattr(tangents, name) is not None
+        else jnp.zeros_like(getattr(primals, name))
+        for name in ("b_gate_up", "b_up")
+    }
+    return join(tangents._replace(**parts), layer)
+
+
+def configs_of(a: Operands, layer: Layer) -> tuple[Any, Any]:
+    """Returns the tiles of the two products: the ones asked for, else chosen from the shapes."""
+    intermediate = layer.intermediate(a.w_down)
+    chosen = mlp_configs(
+        num_rows=a.expert_ids.size,
+        num_experts=layer.num_experts,
+        num_local_experts=layer.num_local_experts,
+        hidden=a.x.shape[1],
+        intermediate=intermediate,
+        gated=layer.activation.gated,
+        promoted=layer.promoted,
+        odd_blocks=odd_blocks(
+            layer.format.block > 1, layer.activation.gated, layer.gate_up, intermediate
+        ),
+    )
+    first, second = layer.config or (None, None)
+    return first or chosen[0], second or chosen[1]
+
+
+def _attrs(a: Operands, *, layer: Layer) -> dict[str, Any]:
+    activation, promoted = layer.activation, layer.promoted or (False, False)
+    first, second = configs_of(a, layer)
+    return {
+        **layer.window,
+        "gate_up": GATE_UP_ORDERS.index(layer.gate_up),
+        "layout1": WEIGHT_LAYOUTS.index(layer.layouts[0]),
+        "layout2": WEIGHT_LAYOUTS.index(layer.layouts[1]),
+        "format": layer.format.code,
+        "promoted1": int(promoted[0]),
+        "promoted2": int(promoted[1]),
+        "finalize": int(layer.finalize),
+        "activation": {"gated": int(activation.gated), **activation.kernel_params()},
+        "gemm1": first.attrs(),
+        "gemm2": {**second.attrs(), "gather": 0},
+    }
+
+
+def _public(*, layer: Layer) -> tuple[int, ...]:
+    return (0,) if layer.finalize else (1, 2)
+
+
+def _scratch(a: Operands, *, layer: Layer) -> list[_primitive.Spec]:
+    """What the call has beside its public results: y, rows, slot_to_row, then what is below."""
+    format = layer.format
+    (tokens, hidden), num_rows = a.x.shape, a.expert_ids.size
+    intermediate = layer.intermediate(a.w_down)
+    nothing = (0, 0)
+    xq, hq, dtype, floats = nothing, nothing, layer.dtype, 0
+    if format.quantizes_tokens:
+        gathers = configs_of(a, layer)[0].gather
+        in_place = 0 if a.x_scales is not None else tokens
+        xq, hq = (in_place if gathers else num_rows, hidden), (num_rows, intermediate)
+        dtype = format.token_dtype
+        floats = scratch_floats(format, (tokens, hidden), (num_rows, intermediate)) + MAX_PARTIALS
+    own: list[_primitive.Spec] = [
+        ((num_rows, intermediate), layer.dtype),
+        (xq, dtype),
+        (hq, dtype),
+        ((floats,), jnp.float32),
+        ((mlp_index_size(num_rows, layer.num_local_experts),), jnp.int32),
+    ]
+    if layer.finalize:
+        return [((num_rows, hidden), layer.dtype), (nothing, jnp.int32), *own]
+    return [(nothing, layer.dtype), *own]
+
+
+def _reason(a: Operands, *, layer: Layer) -> str | None:
+    """Why the kernels cannot run these arguments, or None."""
+    format = layer.format
+    if format.quantized:
+        reason = dtype_reason(_OP, layer.dtype, x=a.x)
+        suffix = ".values"
+    else:
+        reason = _gmm.dtype_reason(_OP, x=a.x, w_gate_up=a.w_gate_up, w_down=a.w_down)
+        suffix = ""
+    reason = reason or _gmm.count_reason(_OP, a.expert_ids.size, expert_ids=a.expert_ids)
+    if format.quantized:
+        reason = reason or _gmm.row_reason(_OP, f"w_gate_up{suffix}", a.w_gate_up, 2)
+    else:
+        reason = reason or _gmm.row_reason(_OP, "x", a.x, 1)
+    axis = 1 if layer.layouts[1] == "kn" else 2
+    return reason or _gmm.row_reason(_OP, f"w_down{suffix}", a.w_down, axis)
+
+
+moe_mlp_p = _primitive.define(
+    "jaxmoe_moe_mlp",
+    operands=Operands,
+    out=_out,
+    xla=_xla,
+    batch=lambda args, dims, *, layer: fold.batch(moe_mlp_p, args, dims, layer),
+    jvp=_jvp,
+    cuda=_primitive.CudaTarget(
+        "jaxmoe_moe_mlp_v1",
+        attrs=_attrs,
+        scratch=_scratch,
+        reason=_reason,
+        public=_public,
+        operands=(
+            *("x", "x_scales", "expert_ids", "weights", "w_gate_up", "gate_up_scales", "w_up"),
+            *("w_down", "down_scales", "b_gate_up", "b_down", "expert_map", "residual"),
+            *("x_scale", "h_scale"),
+        ),
+        absent={
+            "x_scales": (1, jnp.float32),
+            "weights": (2, jnp.float32),
+            "gate_up_scales": (1, jnp.float32),
+            "w_up": (3, "w_gate_up"),
+            "down_scales": (1, jnp.float32),
+            "b_gate_up": (2, "layer.dtype"),
+            "b_down": (2, "layer.dtype"),
+            "expert_map": (1, jnp.int32),
+            "residual": (2, "layer.dtype"),
+            "x_scale": (1, jnp.float32),
+            "h_scale": (1, jnp.float32),
+        },
+    ),
+    rule=sharding.rule(lambda a, layer: moe_mlp_p(*a, layer=layer)),
+    composed=_composed,
+    expands=lambda layer, **_: layer.format.expands,
+)
+
+_tangent = whole.derivative("jaxmoe_moe_mlp", lambda a, layer: moe_mlp_p(*a, layer=layer))

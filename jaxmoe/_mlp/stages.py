@@ -1,0 +1,180 @@
+"""The layer as its stages, made of the other ops: what every device but a Hopper GPU runs.
+
+Devices that share a layer run the same stages and exchange something between them (`Exchange`).
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxmoe import _gmm
+from jaxmoe._formats import Format, Tokens
+from jaxmoe._gate_up import activate
+from jaxmoe._gmm_fp8 import gmm_fp8
+from jaxmoe._heuristics import NOT_PROMOTED, GemmConfig
+from jaxmoe._mlp.operands import Layer, Operands, halves
+from jaxmoe.finalize import finalize
+from jaxmoe.permute import permute
+from jaxmoe.plan import Plan, plan
+
+
+def _same(a: Any) -> Any:
+    return a
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """What devices that share a layer do between its stages.
+
+    Attributes:
+      between: makes of a device's first product all that its activations need.
+      after: makes of its activations those that its part of w_down contracts.
+      tokens: quantizes the activations; None: as the format does, for one device.
+      own: takes from [G] the groups of the experts whose weights are here.
+    """
+
+    between: Callable[[jax.Array], jax.Array] = _same
+    after: Callable[[jax.Array], jax.Array] = _same
+    tokens: Callable[[jax.Array], Tokens] | None = None
+    own: Callable[[jax.Array], jax.Array] = _same
+
+
+ALONE = Exchange()
+
+
+def order_of(a: Operands, layer: Layer) -> Plan:
+    """The plan of the layer's choices, under the name that rematerialization knows it by."""
+    order = plan(a.expert_ids, expert_map=a.expert_map, **layer.window)
+    return jax.tree.map(lambda index: checkpoint_name(index, "jaxmoe_plan"), order)
+
+
+def product(
+    tokens: Tokens,
+    w: jax.Array,
+    scales: jax.Array | None,
+    bias: jax.Array | None,
+    expert_offsets: jax.Array,
+    *,
+    format: Format,
+    layout: str,
+    dtype: Any,
+    out_dtype: Any,
+    own: Callable[[jax.Array], jax.Array] = _same,
+    promoted: bool | None = None,
+    config: Any = None,
+) -> jax.Array:
+    """Multiplies rows in expert order by the weights of their experts, float32 masters rounded."""
+    starts, sizes = own(expert_offsets[:-1]), own(jnp.diff(expert_offsets))
+    if format.quantized:
+        (out,) = gmm_fp8(
+            *(tokens.values, tokens.scales, w, scales, starts, sizes, bias),
+            format=format,
+            dtype=jnp.dtype(dtype),
+            out_dtype=jnp.dtype(out_dtype),
+            promoted=promoted,
+            config=config,
+        )
+        return out
+    op = _gmm.gmm if w.dtype == tokens.values.dtype else _gmm.gmm_master
+    (out,) = op(
+        tokens.values[None],
+        w[None],
+        starts[None],
+        sizes[None],
+        None if bias is None else bias[None],
+        weight_layout=layout,
+        out_dtype=jnp.dtype(out_dtype),
+        precision=None,
+        config=config,
+    )
+    return out[0]
+
+
+def rows_of(
+    a: Operands, layer: Layer, *, exchange: Exchange = ALONE, z_dtype: Any = jnp.float32
+) -> tuple[jax.Array, Plan]:
+    """Computes the layer up to finalize; its operands are joined."""
+    format, order = layer.format, order_of(a, layer)
+    configs = layer.config or (None, None)
+    promoted = layer.promoted or (None, None)
+    multiply = functools.partial(
+        product, expert_offsets=order.expert_offsets, dtype=layer.dtype, own=exchange.own
+    )
+    rows = _gathered(a, layer, order)
+    first = functools.partial(
+        multiply,
+        rows,
+        format=format,
+        layout=layer.layouts[0],
+        out_dtype=z_dtype,
+        promoted=promoted[0],
+        config=_with_float_output(configs[0], promoted[0]),
+    )
+    parts = [first(*of_half) for of_half in halves(a, layer)]
+    z = exchange.between(parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1))
+    h = activate(z, layer.activation, layer.gate_up).astype(layer.dtype)
+    down_format, w_scales = format, a.down_scales
+    if not format.quantizes_tokens:
+        tokens = Tokens(exchange.after(h), None)
+    elif a.h_scale is not None:
+        # A static scale of each expert is one of each row of its group.
+        of_expert = jnp.broadcast_to(a.h_scale, (layer.num_local_experts,))
+        sizes = order.group_sizes
+        of_row = jnp.repeat(of_expert, sizes, total_repeat_length=h.shape[0])
+        down_format, w_scales = format.by_row(a.w_down, w_scales)
+        tokens = down_format.tokens(exchange.after(h), of_row)
+    else:
+        # z is 0 in rows of no group, and so is every activation of it: they are no maximum.
+        tokens = (exchange.tokens or format.tokens)(h)
+    rows = multiply(
+        tokens,
+        a.w_down,
+        w_scales,
+        a.b_down,
+        format=down_format,
+        layout=layer.layouts[1],
+        out_dtype=layer.dtype,
+        promoted=promoted[1],
+        config=configs[1],
+    )
+    return rows, order
+
+
+def result(rows: jax.Array, order: Plan, a: Operands, layer: Layer) -> tuple[jax.Array, ...]:
+    """The results of the layer, made of its rows."""
+    if not layer.finalize:
+        return rows, order.slot_to_row
+    return (finalize(rows, order, a.weights, residual=a.residual),)
+
+
+def in_parts(a: Operands, layer: Layer, exchange: Exchange) -> tuple[jax.Array, ...]:
+    """The layer in parts. Plain products are rounded before devices exchange them."""
+    z_dtype = jnp.float32 if layer.format.quantized else layer.dtype
+    rows, order = rows_of(a, layer, exchange=exchange, z_dtype=z_dtype)
+    return result(rows, order, a, layer)
+
+
+def _gathered(a: Operands, layer: Layer, order: Plan) -> Tokens:
+    """The tokens in expert order, as the first product reads them."""
+    format = layer.format
+    if not format.quantizes_tokens:
+        return Tokens(permute(a.x, order), None)
+    tokens = Tokens(a.x, a.x_scales)
+    if a.x_scales is None:
+        tokens = format.tokens(a.x, None if a.x_scale is None else a.x_scale.reshape(()))
+    token = jnp.maximum(order.row_to_token, 0)  # rows of no group are in no product
+    scales = tokens.scales
+    assert scales is not None
+    return Tokens(tokens.values[token], scales[token] if scales.ndim else scales)
+
+
+def _with_float_output(config: Any, promoted: bool | None) -> Any:
+    """The tile asked for, or one that can have float32 output if a quantized product's cannot."""
+    if config is not None and promoted is False and config.tile in NOT_PROMOTED:
+        return GemmConfig(256, 128, raster=config.raster)
+    return config
