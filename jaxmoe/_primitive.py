@@ -198,9 +198,9 @@ def define(
     """Makes the primitives `name` and registers them in `OPS`. See the module docstring.
 
     `composed` says that `xla` calls other ops, which are CUDA's calls too, so `cuda` is not asked;
-    it may depend on the static parameters, and so may `expands`. Without `rule` CUDA runs `xla` too in a program of
-    several devices that XLA divides. `operands` is the NamedTuple of the operands, if they are not
-    the positional parameters of `xla`.
+    it may depend on the static parameters, and so may `expands`. Without `rule` CUDA runs `xla` too
+    in a program of several devices that XLA divides. `operands` is the NamedTuple of the operands,
+    if they are not the positional parameters of `xla`.
     """
     named = operands or _operands_of(xla)
     is_composed = composed if callable(composed) else lambda **_params: composed

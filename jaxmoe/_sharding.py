@@ -341,7 +341,7 @@ def _text(dims: Dims) -> str:
 def on_auto_axes(
     rule: Rule, op: Callable[..., Any], avals: Any, params: dict[str, Any]
 ) -> Callable[..., tuple[jax.Array, ...]]:
-    """Returns the call of `op` as XLA's partitioner takes it, a function of what there is of `avals`.
+    """Returns the call of `op` as XLA's partitioner takes it, a function of the given arguments.
 
     Arguments without elements, of no tokens, stay out of the partitioned call.
     """

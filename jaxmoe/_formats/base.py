@@ -86,7 +86,7 @@ class Format:
         return self.token_scales == ""
 
     def tokens(self, x: jax.Array, scale: jax.Array | None = None) -> Tokens:
-        """Returns the rows `x` [R, K] as products read them, with a static scale if there is one."""
+        """Returns rows [R, K] as products read them, with a static scale if there is one."""
         del scale
         return Tokens(x, None)
 

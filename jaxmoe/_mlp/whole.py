@@ -33,6 +33,11 @@ _COUNT = len(Operands._fields)
 LayerOp = Callable[[Operands, Layer], tuple[jax.Array, ...]]
 
 
+def _backward_out(*avals: Any, wrt: Any, layer: Layer) -> list[_primitive.Spec]:
+    del layer
+    return [(a.shape, a.dtype) for a in _values(Operands(*avals[:-1]), wrt)]
+
+
 def derivative(name: str, op: LayerOp) -> Callable[..., jax.Array | None]:
     """Defines the two ops for the primitive `name`, which `op` binds.
 
@@ -74,9 +79,7 @@ def derivative(name: str, op: LayerOp) -> Callable[..., jax.Array | None]:
     backward = _primitive.define(
         f"{name}_backward",
         operands=_WithCotangent,
-        out=lambda *avals, wrt, layer: [
-            (a.shape, a.dtype) for a in _values(Operands(*avals[:-1]), wrt)
-        ],
+        out=_backward_out,
         xla=backward_xla,
         batch=functools.partial(_batch, backward_xla),
         jvp=functools.partial(_jvp, backward_xla),
