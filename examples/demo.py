@@ -39,61 +39,63 @@ LAYERS = 8  # in one timed program
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def make_inputs(shape: Shape) -> tuple[jax.Array, ...]:
-    """Draws tokens, router logits and weights on the device."""
+def make_inputs(shape: Shape) -> tuple[jax.Array, jax.Array, jaxmoe.Experts]:
+    """Draws tokens, router logits and experts on the device."""
     keys = jax.random.split(jax.random.key(0), 4)
     x = jax.random.normal(keys[0], (shape.tokens, shape.hidden), jnp.bfloat16)
     logits = jax.random.normal(keys[1], (shape.tokens, shape.experts))
 
-    def experts(key: jax.Array, rows: int, columns: int) -> jax.Array:
+    def weights(key: jax.Array, rows: int, columns: int) -> jax.Array:
         def one(key: jax.Array) -> jax.Array:
             return rows**-0.5 * jax.random.normal(key, (rows, columns), jnp.bfloat16)
 
         return jax.lax.map(one, jax.random.split(key, shape.experts))
 
-    w_gate_up = experts(keys[2], shape.hidden, 2 * shape.intermediate)
-    return x, logits, w_gate_up, experts(keys[3], shape.intermediate, shape.hidden)
+    gate_up = weights(keys[2], shape.hidden, 2 * shape.intermediate)
+    down = weights(keys[3], shape.intermediate, shape.hidden)
+    return x, logits, jaxmoe.Experts(gate_up=gate_up, down=down)
 
 
-def jaxmoe_layer(x, logits, w_gate_up, w_down, residual, *, top_k):
+def jaxmoe_layer(x, logits, experts, residual, *, top_k):
     """Routes, runs the experts, adds the residual."""
-    routing = jaxmoe.route(logits, top_k=top_k)
-    return jaxmoe.moe_mlp(x, routing, w_gate_up, w_down, activation="swiglu", residual=residual)
+    return jaxmoe.moe_mlp(x, jaxmoe.route(logits, top_k=top_k), experts, residual=residual)
 
 
-def ragged_dot_layer(x, logits, w_gate_up, w_down, residual, *, top_k):
+def ragged_dot_layer(x, logits, experts, residual, *, top_k):
     """Computes the same with what JAX itself offers."""
     chosen, expert_ids = jax.lax.top_k(logits, top_k)
     weights = jax.nn.softmax(chosen, axis=-1)
     order = jnp.argsort(expert_ids.reshape(-1), stable=True)
-    group_sizes = jnp.bincount(expert_ids.reshape(-1), length=w_down.shape[0]).astype(jnp.int32)
-    h = jax.lax.ragged_dot(x[order // top_k], w_gate_up, group_sizes)
+    group_sizes = jnp.bincount(expert_ids.reshape(-1), length=experts.num_experts).astype(jnp.int32)
+    h = jax.lax.ragged_dot(x[order // top_k], experts.gate_up, group_sizes)
     gate, up = jnp.split(h.astype(jnp.float32), 2, axis=-1)
     h = (jax.nn.silu(gate) * up).astype(x.dtype)
-    rows = jax.lax.ragged_dot(h, w_down, group_sizes)
+    rows = jax.lax.ragged_dot(h, experts.down, group_sizes)
     slots = jnp.zeros_like(rows).at[order].set(rows).reshape(*weights.shape, -1)
     y = jnp.sum(slots.astype(jnp.float32) * weights[:, :, None], axis=1)
     return (y + residual.astype(jnp.float32)).astype(x.dtype)
 
 
 @functools.partial(jax.jit, static_argnames="top_k")
-def reference_tokens(x, logits, w_gate_up, w_down, *, top_k):
+def reference_tokens(x, logits, experts, *, top_k):
     """Computes tokens one by one in float32, each with a copy of its own K experts."""
     routing = jaxmoe.Routing(*reference.route(logits, top_k=top_k))
 
     def one(token):
         x, ids, weights = token
         own = jnp.arange(top_k, dtype=jnp.int32)[None]
-        return reference.moe_mlp(x[None], own, weights[None], w_gate_up[ids], w_down[ids])[0]
+        return reference.moe_mlp(
+            x[None], own, weights[None], experts.gate_up[ids], experts.down[ids]
+        )[0]
 
     return jax.lax.map(one, (x, routing.expert_ids, routing.weights))
 
 
 def relative_error(layer, inputs, top_k: int) -> float:
     """Compares the first tokens with the reference."""
-    x, logits, *weights = inputs
+    x, logits, experts = inputs
     y = jax.jit(functools.partial(layer, top_k=top_k))(*inputs, jnp.zeros_like(x))
-    expected = reference_tokens(x[:8], logits[:8], *weights, top_k=top_k)
+    expected = reference_tokens(x[:8], logits[:8], experts, top_k=top_k)
     return float(jnp.linalg.norm(y[:8] - expected) / jnp.linalg.norm(expected))
 
 
@@ -110,12 +112,12 @@ def microseconds(layer, inputs, top_k: int) -> float | None:
 
 def time_layers(layer, inputs, top_k: int, layers: int) -> float:
     """Times programs of several layers, each waiting for the one before through the residual."""
-    x, logits, *weights = inputs
+    x, logits, experts = inputs
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def run(y, x, all_logits, *weights):
+    def run(y, x, all_logits, experts):
         for logits in all_logits:
-            y = layer(x, logits, *weights, y, top_k=top_k)
+            y = layer(x, logits, experts, y, top_k=top_k)
         return y
 
     # Every layer routes differently: of equal layers XLA would compute one.
@@ -124,7 +126,7 @@ def time_layers(layer, inputs, top_k: int, layers: int) -> float:
     for _ in range(8):  # the first compiles, two more warm up
         start = time.perf_counter()
         for _ in range(count):
-            y = run(y, x, all_logits, *weights)
+            y = run(y, x, all_logits, experts)
         jax.block_until_ready(y)
         samples.append((time.perf_counter() - start) / (count * layers))
         count = max(1, min(50, int(0.02 / (layers * samples[-1]))))

@@ -37,8 +37,8 @@ def draw(num_tokens, num_experts, dtype):
     return {
         "x": normal(num_tokens, HIDDEN).astype(dtype),
         "logits": normal(num_tokens, num_experts),
-        "w_gate_up": normal(num_experts, HIDDEN, 2 * INTER).astype(dtype),
-        "w_down": normal(num_experts, INTER, HIDDEN).astype(dtype),
+        "gate_up": normal(num_experts, HIDDEN, 2 * INTER).astype(dtype),
+        "down": normal(num_experts, INTER, HIDDEN).astype(dtype),
     }
 
 
@@ -47,7 +47,8 @@ def value_and_gradient(layer, arrays):
 
     def loss(arrays):
         routing = jaxmoe.route(arrays["logits"], top_k=TOP_K)
-        y = layer(arrays["x"], routing, arrays["w_gate_up"], arrays["w_down"])
+        experts = jaxmoe.Experts(gate_up=arrays["gate_up"], down=arrays["down"])
+        y = layer(arrays["x"], routing, experts)
         return jnp.square(y.astype(jnp.float32)).mean() * y.shape[0], y
 
     gradient, y = jax.grad(loss, has_aux=True)(arrays)
@@ -87,9 +88,9 @@ def run(modes):
     right = True
     for mode in modes:
 
-        def layer(x, routing, w_gate_up, w_down, mode=mode):
+        def layer(x, routing, experts, mode=mode):
             return expert_parallel.sharded_moe_mlp(
-                *(x, routing, w_gate_up, w_down), mesh=mesh, axis_name="expert", dispatch=mode
+                x, routing, experts, mesh=mesh, axis_name="expert", dispatch=mode
             )
 
         got = jax.jit(lambda a, layer=layer: value_and_gradient(layer, a))(mine)

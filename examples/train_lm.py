@@ -107,8 +107,8 @@ def init(config: Config, seed: int | jax.Array) -> Params:
             "attention_out": normal(c.layers, c.hidden, c.hidden, fan_in=2 * c.layers * c.hidden),
             "norm_experts": jnp.ones((c.layers, c.hidden)),
             "router": normal(c.layers, c.hidden, c.experts, fan_in=c.hidden),
-            "w_gate_up": normal(c.layers, c.experts, c.hidden, 2 * c.intermediate, fan_in=c.hidden),
-            "w_down": normal(
+            "gate_up": normal(c.layers, c.experts, c.hidden, 2 * c.intermediate, fan_in=c.hidden),
+            "down": normal(
                 c.layers, c.experts, c.intermediate, c.hidden, fan_in=2 * c.layers * c.intermediate
             ),
         },
@@ -145,19 +145,18 @@ def attention(x: jax.Array, w: Params, heads: int) -> jax.Array:
 
 def sparse_experts(tokens: jax.Array, routing: Routing, w: Params, x: jax.Array) -> jax.Array:
     """The experts of each token, added to x; the float32 weights get float32 gradients."""
-    return jaxmoe.moe_mlp(
-        tokens, routing, w["w_gate_up"], w["w_down"], residual=x, master_weights=True
-    )
+    experts = jaxmoe.Experts(gate_up=w["gate_up"], down=w["down"], dtype=tokens.dtype)
+    return jaxmoe.moe_mlp(tokens, routing, experts, residual=x)
 
 
 def dense_experts(tokens: jax.Array, routing: Routing, w: Params, x: jax.Array) -> jax.Array:
     """The same by einsum: every expert on every token, those not chosen with weight 0."""
-    w_gate_up, w_down = (w[name].astype(tokens.dtype) for name in ("w_gate_up", "w_down"))
-    chosen = jax.nn.one_hot(routing.expert_ids, w_down.shape[0])
+    gate_up, down = (w[name].astype(tokens.dtype) for name in ("gate_up", "down"))
+    chosen = jax.nn.one_hot(routing.expert_ids, down.shape[0])
     weights = jnp.einsum("tk,tke->et", routing.weights, chosen)
-    gate, up = jnp.split(jnp.einsum("th,ehn->etn", tokens, w_gate_up), 2, axis=-1)
+    gate, up = jnp.split(jnp.einsum("th,ehn->etn", tokens, gate_up), 2, axis=-1)
     h = jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32) * weights[:, :, None]
-    return x + jnp.einsum("eti,eih->th", h.astype(tokens.dtype), w_down)
+    return x + jnp.einsum("eti,eih->th", h.astype(tokens.dtype), down)
 
 
 EXPERTS = {"jaxmoe": sparse_experts, "dense": dense_experts}
