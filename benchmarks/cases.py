@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import jaxmoe
 from benchmarks import bounds
 from benchmarks.models import SKEWS, Layer, experts_used, layer_bytes
 from jaxmoe import reference
@@ -21,22 +22,13 @@ SAMPLED_TOKENS = 16
 _NEVER = -1e6  # log-probability of an expert that is not in use; finite, as a router's logits are
 
 
-class Weights(NamedTuple):
-    """Stacked weights of one layer; biases are None where the model has none."""
-
-    w_gate_up: jax.Array
-    w_down: jax.Array
-    b_gate_up: jax.Array | None
-    b_down: jax.Array | None
-
-
-class WeightSets(list[Weights]):
+class WeightSets(list[jaxmoe.Experts]):
     """Distinct layers of one model, [E, H, 2I] and [E, I, H], the contraction first."""
 
     @functools.cached_property
-    def nk(self) -> list[Weights]:
+    def nk(self) -> list[jaxmoe.Experts]:
         """The same layers in checkpoint order, [E, 2I, H] and [E, H, I]."""
-        return [_turned(w) for w in self]
+        return [turned(w) for w in self]
 
     @functools.cached_property
     def quantized(self) -> dict[str, Any]:
@@ -53,11 +45,14 @@ class Routed(NamedTuple):
 
 
 @jax.jit
-def _turned(w: Weights) -> Weights:
+def turned(w: jaxmoe.Experts) -> jaxmoe.Experts:
+    """Returns the same experts in the other layout."""
+
     def turn(a: jax.Array) -> jax.Array:
         return jax.lax.map(lambda one: one.T, a)
 
-    return w._replace(w_gate_up=turn(w.w_gate_up), w_down=turn(w.w_down))
+    layout = "kn" if w.layout == "nk" else "nk"
+    return dataclasses.replace(w, gate_up=turn(w.gate_up), down=turn(w.down), layout=layout)
 
 
 def stack_size(model: Layer, layers: int, device: Any) -> int:
@@ -74,18 +69,19 @@ def weight_sets(model: Layer, seed: int) -> WeightSets:
 
 
 @functools.partial(jax.jit, static_argnames="model")
-def _layer_weights(key: jax.Array, model: Layer) -> Weights:
+def _layer_weights(key: jax.Array, model: Layer) -> jaxmoe.Experts:
     hidden, intermediate = model.hidden, model.intermediate
     keys = jax.random.split(key, 4)
-    b_gate_up = b_down = None
+    biases = {}
     if model.bias:
-        b_gate_up = _stack(keys[2], model.num_experts, (model.width,), 0.1)
-        b_down = _stack(keys[3], model.num_experts, (hidden,), 0.1)
-    return Weights(
-        _stack(keys[0], model.num_experts, (hidden, model.width), hidden**-0.5),
-        _stack(keys[1], model.num_experts, (intermediate, hidden), intermediate**-0.5),
-        b_gate_up,
-        b_down,
+        biases["gate_up_bias"] = _stack(keys[2], model.num_experts, (model.width,), 0.1)
+        biases["down_bias"] = _stack(keys[3], model.num_experts, (hidden,), 0.1)
+    return jaxmoe.Experts(
+        gate_up=_stack(keys[0], model.num_experts, (hidden, model.width), hidden**-0.5),
+        down=_stack(keys[1], model.num_experts, (intermediate, hidden), intermediate**-0.5),
+        activation=model.activation,
+        order=model.gate_up,
+        **biases,
     )
 
 
@@ -197,16 +193,16 @@ class Case:
         some = rng.integers(0, self.num_tokens, SAMPLED_TOKENS - 2)
         return np.unique(np.concatenate([[0, self.num_tokens - 1], some]))
 
-    def stack(self, count: int) -> list[Weights]:
+    def stack(self, count: int) -> list[jaxmoe.Experts]:
         """Returns distinct layers in checkpoint order, those of `sets` first."""
         if len(self._stack) != count:
             own = self.sets.nk[:count]
             keys = jax.random.split(self._key(3), count - len(own))
-            self._stack[:] = own + [_turned(_layer_weights(key, self.model)) for key in keys]
+            self._stack[:] = own + [turned(_layer_weights(key, self.model)) for key in keys]
         return self._stack
 
     @functools.cached_property
-    def _stack(self) -> list[Weights]:
+    def _stack(self) -> list[jaxmoe.Experts]:
         return []
 
     def _key(self, stream: int) -> jax.Array:
@@ -219,31 +215,41 @@ class Case:
         """Returns the relative error of the layer's output for `fresh` on sampled tokens."""
         x, r = self.fresh
         at = self.sample
-        expected = _reference_layer(
-            x[at], r.expert_ids[at], r.weights[at], self.sets[0], self.model
-        )
+        expected = _by_token(x[at], r.expert_ids[at], r.weights[at], self.sets[0])
         return relative_error(y[at], expected)
 
 
-@functools.partial(jax.jit, static_argnames="model")
-def _reference_layer(
-    x: jax.Array, expert_ids: jax.Array, weights: jax.Array, w: Weights, model: Layer
+def reference_layer(
+    x: jax.Array, expert_ids: jax.Array, weights: jax.Array, w: jaxmoe.Experts, **options: Any
+) -> jax.Array:
+    """Returns `jaxmoe.reference.moe_mlp` of the experts `w`: every expert on every token."""
+    return reference.moe_mlp(
+        x,
+        expert_ids,
+        weights,
+        w.gate_up,
+        w.down,
+        b_gate_up=w.gate_up_bias,
+        b_down=w.down_bias,
+        activation=w.activation,
+        gate_up=w.order,
+        weight_layout=w.layout,
+        x_scale=w.x_scale,
+        intermediate_scale=w.h_scale,
+        **options,
+    )
+
+
+@jax.jit
+def _by_token(
+    x: jax.Array, expert_ids: jax.Array, weights: jax.Array, w: jaxmoe.Experts
 ) -> jax.Array:
     # Token by token with copies of its own K experts: the reference computes every expert it gets.
     def one(token: Any) -> jax.Array:
         x, ids, weights = token
         mine = jax.tree.map(lambda a: a[ids], w)
-        return reference.moe_mlp(
-            x[None],
-            jnp.arange(model.top_k, dtype=jnp.int32)[None],
-            weights[None],
-            mine.w_gate_up,
-            mine.w_down,
-            b_gate_up=mine.b_gate_up,
-            b_down=mine.b_down,
-            activation=model.activation,
-            gate_up=model.gate_up,
-        )[0]
+        slots = jnp.arange(ids.size, dtype=jnp.int32)[None]
+        return reference_layer(x[None], slots, weights[None], mine)[0]
 
     return jax.lax.map(one, (x, expert_ids, weights))
 

@@ -1,16 +1,23 @@
 """FP8 weights of a case, made from its bf16 ones, and what the layer should give with them."""
 
+import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 import jaxmoe
-from benchmarks.cases import DTYPE, WEIGHT_BYTES, Case, Weights, WeightSets, relative_error
+from benchmarks.cases import (
+    DTYPE,
+    WEIGHT_BYTES,
+    Case,
+    WeightSets,
+    reference_layer,
+    relative_error,
+)
 from benchmarks.models import Layer, layer_bytes
-from jaxmoe import reference
 from jaxmoe._testing import assert_close
 from jaxmoe.activation import resolve, split_gate_up
 
@@ -19,24 +26,13 @@ _SHARE = 4  # of `WEIGHT_BYTES`: three formats lie next to both layouts of the b
 _LARGEST = float(jnp.finfo(jnp.float8_e4m3fn).max)
 
 
-class Quantized(NamedTuple):
-    """Weights of one layer in checkpoint order, and static scales of what they multiply."""
-
-    w_gate_up: jaxmoe.QuantizedArray
-    w_down: jaxmoe.QuantizedArray
-    b_gate_up: jax.Array | None
-    b_down: jax.Array | None
-    x_scale: jax.Array | None = None
-    intermediate_scale: jax.Array | None = None
-
-
 def count(sets: WeightSets, model: Layer) -> int:
     """Returns how many distinct layers there are in each format, at most those of `sets`."""
     fitting = WEIGHT_BYTES // _SHARE // layer_bytes(model, SCHEME)
     return max(1, min(len(sets), fitting))
 
 
-def weight_sets(case: Case, format: str) -> Sequence[Quantized]:
+def weight_sets(case: Case, format: str) -> Sequence[jaxmoe.Experts]:
     """Returns the first layers of a case in a format; made once for all cases of a model."""
     made = case.sets.quantized
     if format not in made:
@@ -45,7 +41,7 @@ def weight_sets(case: Case, format: str) -> Sequence[Quantized]:
 
 
 @functools.partial(jax.jit, static_argnames="format")
-def _quantized(w: Weights, format: str) -> Quantized:
+def _quantized(w: jaxmoe.Experts, format: str) -> jaxmoe.Experts:
     # One expert at a time: a second layer of deepseek-v3 in bf16 would not fit next to the rest.
     def one(matrix: jax.Array) -> jaxmoe.QuantizedArray:
         return jaxmoe.quantize(matrix.T[None], format, weight_layout="nk")
@@ -54,26 +50,24 @@ def _quantized(w: Weights, format: str) -> Quantized:
         q = jax.lax.map(one, matrices)
         return jax.tree.map(lambda a: a.reshape(a.shape[0], *a.shape[2:]), q)
 
-    return Quantized(stacked(w.w_gate_up), stacked(w.w_down), w.b_gate_up, w.b_down)
+    return dataclasses.replace(w, gate_up=stacked(w.gate_up), down=stacked(w.down), layout="nk")
 
 
-def with_static_scales(case: Case) -> Sequence[Quantized]:
+def with_static_scales(case: Case) -> Sequence[jaxmoe.Experts]:
     """Returns the layers in fp8_tensor with scales of the data's maxima.
 
     The data are those of the check, so that dynamic scales are the same numbers there.
     """
     sets = weight_sets(case, "fp8_tensor")
     x, r = case.fresh
-    x_scale, intermediate_scale = _scales(x, r.expert_ids, sets[0], case.model)
-    return [w._replace(x_scale=x_scale, intermediate_scale=intermediate_scale) for w in sets]
+    x_scale, h_scale = _scales(x, r.expert_ids, sets[0])
+    return [dataclasses.replace(w, x_scale=x_scale, h_scale=h_scale) for w in sets]
 
 
-@functools.partial(jax.jit, static_argnames="model")
-def _scales(
-    x: jax.Array, expert_ids: jax.Array, w: Quantized, model: Layer
-) -> tuple[jax.Array, jax.Array]:
+@jax.jit
+def _scales(x: jax.Array, expert_ids: jax.Array, w: jaxmoe.Experts) -> tuple[jax.Array, jax.Array]:
     """Returns the scales of x and of the activation's result, the latter by every row of it."""
-    q, act = jaxmoe.quantize_tokens(x, "fp8_tensor"), resolve(model.activation)
+    q, act = jaxmoe.quantize_tokens(x, "fp8_tensor"), resolve(w.activation)
     tokens = q.values.astype(DTYPE)  # exact, and products of such numbers are exact in float32
 
     def step(largest: jax.Array, item: Any) -> tuple[jax.Array, None]:
@@ -87,18 +81,18 @@ def _scales(
         z = z * (q.scales * scale)
         if bias is not None:
             z = z + bias[None, :].astype(jnp.float32)
-        h = act(*split_gate_up(z, model.gate_up)) if act.gated else act(z)
+        h = act(*split_gate_up(z, w.order)) if act.gated else act(z)
         mine = (expert_ids == expert).any(axis=1, keepdims=True)
         h = jnp.where(mine, jnp.abs(h.astype(x.dtype)), 0)
         return jnp.maximum(largest, h.max().astype(jnp.float32)), None
 
-    experts = jnp.arange(model.num_experts, dtype=expert_ids.dtype)
-    items = experts, w.w_gate_up.values, w.w_gate_up.scales, w.b_gate_up
+    experts = jnp.arange(w.num_experts, dtype=expert_ids.dtype)
+    items = experts, w.gate_up.values, w.gate_up.scales, w.gate_up_bias
     largest, _ = jax.lax.scan(step, jnp.zeros((), jnp.float32), items)
     return q.scales, jnp.maximum(largest / _LARGEST, 2.0**-126)
 
 
-def error(case: Case, y: jax.Array, w: Quantized, *, rounds_tokens: bool = True) -> float:
+def error(case: Case, y: jax.Array, w: jaxmoe.Experts, *, rounds_tokens: bool = True) -> float:
     """Checks sampled tokens of the output for `fresh` by the tests' rule.
 
     Args:
@@ -115,44 +109,31 @@ def error(case: Case, y: jax.Array, w: Quantized, *, rounds_tokens: bool = True)
     x, r = case.fresh
     at = case.sample
     inputs = x[at], r.expert_ids[at], r.weights[at], w
-    exact, naive = (
-        _reference(*inputs, case.model, dtype, rounds_tokens) for dtype in (jnp.float32, DTYPE)
-    )
+    exact, naive = (_reference(*inputs, dtype, rounds_tokens) for dtype in (jnp.float32, DTYPE))
     assert_close(y[at], exact, naive)
     return relative_error(y[at], exact)
 
 
-@functools.partial(jax.jit, static_argnames=("model", "dtype", "rounds_tokens"))
+@functools.partial(jax.jit, static_argnames=("dtype", "rounds_tokens"))
 def _reference(
     x: jax.Array,
     expert_ids: jax.Array,
     weights: jax.Array,
-    w: Quantized,
-    model: Layer,
+    w: jaxmoe.Experts,
     dtype: Any,
     rounds_tokens: bool,
 ) -> jax.Array:
-    stacked = w._replace(x_scale=None, intermediate_scale=None)  # the rest has an expert axis
+    scales = {"x_scale": w.x_scale, "h_scale": w.h_scale}
+    stacked = dataclasses.replace(w, x_scale=None, h_scale=None)  # the rest has an expert axis
 
     def one(token: Any) -> jax.Array:
         x, ids, weights = token
         mine = jax.tree.map(lambda a: a[ids], stacked)
-        products = mine.w_gate_up, mine.w_down
+        first, down = mine.gate_up, mine.down
         if not rounds_tokens:
-            products = tuple(jaxmoe.dequantize(q) for q in products)
-        return reference.moe_mlp(
-            x[None],
-            jnp.arange(model.top_k, dtype=jnp.int32)[None],
-            weights[None],
-            *products,
-            b_gate_up=mine.b_gate_up,
-            b_down=mine.b_down,
-            activation=model.activation,
-            gate_up=model.gate_up,
-            weight_layout="nk",
-            x_scale=w.x_scale,
-            intermediate_scale=w.intermediate_scale,
-            dtype=dtype,
-        )[0]
+            first, down = jaxmoe.dequantize(first), jaxmoe.dequantize(down)
+        mine = dataclasses.replace(mine, gate_up=first, down=down, **scales)
+        slots = jnp.arange(ids.size, dtype=jnp.int32)[None]
+        return reference_layer(x[None], slots, weights[None], mine, dtype=dtype)[0]
 
     return jax.lax.map(one, (x, expert_ids, weights))

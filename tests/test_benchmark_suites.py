@@ -35,7 +35,6 @@ from benchmarks.suites import (  # noqa: E402
     train_products,
 )
 from jaxmoe._heuristics import mlp_configs  # noqa: E402
-from tests import layers
 
 
 def _product(mean_rows: float, most_rows: int, gathers: bool = False) -> tiles.Product:
@@ -113,7 +112,7 @@ def test_tiles_are_compared_with_the_choice_of_the_heuristics(
         used.add(config)
         return moe_mlp(*args, config=config, **options)
 
-    moe_mlp = layers.moe_mlp
+    moe_mlp = jaxmoe.moe_mlp
     monkeypatch.setattr(jaxmoe, "moe_mlp", recorded)
     every = tiles.candidates
     monkeypatch.setattr(tiles, "candidates", lambda product: every(product)[:2])
@@ -167,13 +166,13 @@ def test_a_stack_adds_up_layers_of_distinct_weights() -> None:
     case = Case(model, 2, "uniform", 0, WeightSets(weight_sets(model, 0)[:3]))
     weights = case.stack(stack.LAYERS)
     assert len(weights) == 48 and case.stack(48)[5] is weights[5]
-    assert np.array_equal(weights[2].w_down, np.swapaxes(case.sets[2].w_down, 1, 2))
-    firsts = np.stack([np.ravel(w.w_down)[:8] for w in weights])
+    assert np.array_equal(weights[2].down, np.swapaxes(case.sets[2].down, 1, 2))
+    firsts = np.stack([np.ravel(w.down)[:8] for w in weights])
     assert len(np.unique(firsts, axis=0)) == 48
     entry = next(e for e in SUITES["stack"](case) if e.impl == "jaxmoe")
     chained = entry.make(4)
     chained.launch(1)
-    one = layer.step(layer.moe_mlp, model)
+    one = layer.step(layer.moe_mlp)
     y = case.x
     for r, w in zip(case.routings(4), weights, strict=False):
         y = one(case.x, r, w, y)
@@ -243,7 +242,7 @@ def test_training_checks_every_gradient(tmp_path: Path) -> None:
     case = Case(model, 8, "uniform", 1, weight_sets(model, 0))
     x, r = case.fresh
     ct = train._cotangent(case)  # pyright: ignore[reportPrivateUsage]
-    call = train._training("jaxmoe[kn]", model)  # pyright: ignore[reportPrivateUsage]
+    call = train._training("jaxmoe[kn]")  # pyright: ignore[reportPrivateUsage]
     right = jax.jit(call)(x, r, case.sets[0], ct)
     assert train._error(case, *right) < 1e-2  # pyright: ignore[reportPrivateUsage]
     for i in range(4):

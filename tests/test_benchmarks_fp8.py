@@ -54,7 +54,7 @@ def test_fp8_weights_are_those_of_the_case() -> None:
         made = quantized.weight_sets(case, format)
         assert made is quantized.weight_sets(case, format) and len(made) == 2
         for w, plain in zip(made, case.sets.nk, strict=True):
-            for q, bf16 in ((w.w_gate_up, plain.w_gate_up), (w.w_down, plain.w_down)):
+            for q, bf16 in ((w.gate_up, plain.gate_up), (w.down, plain.down)):
                 expected = jaxmoe.quantize(bf16, format, weight_layout="nk")
                 assert np.array_equal(q.values, expected.values)
                 assert np.array_equal(q.scales, expected.scales) and q.shape == bf16.shape
@@ -75,30 +75,30 @@ def test_static_scales_are_the_maxima_of_the_data(name: str) -> None:
     w, (x, r), model = quantized.with_static_scales(case)[0], case.fresh, case.model
     assert float(w.x_scale) == pytest.approx(float(jnp.abs(x).max()) / 448)  # type: ignore[arg-type]
     tokens = np.asarray(jaxmoe.dequantize(jaxmoe.quantize_tokens(x, "fp8_tensor")), np.float32)
-    w1, act = jaxmoe.dequantize(w.w_gate_up, dtype=jnp.float32), resolve(model.activation)
+    w1, act = jaxmoe.dequantize(w.gate_up, dtype=jnp.float32), resolve(model.activation)
     largest = 0.0
     for t, ids in enumerate(np.asarray(r.expert_ids)):
         for e in ids:
             z = tokens[t] @ np.asarray(w1[e]).T
-            if w.b_gate_up is not None:
-                z = z + np.asarray(w.b_gate_up[e], np.float32)
+            if w.gate_up_bias is not None:
+                z = z + np.asarray(w.gate_up_bias[e], np.float32)
             h = act(*split_gate_up(jnp.asarray(z)[None], model.gate_up))
             largest = max(largest, float(jnp.abs(h).max()))
     # bf16 rounds the tokens after dequantizing here, and the activation there
-    assert float(w.intermediate_scale) == pytest.approx(largest / 448, rel=1e-2)  # type: ignore[arg-type]
+    assert float(w.h_scale) == pytest.approx(largest / 448, rel=1e-2)  # type: ignore[arg-type]
 
 
 def test_outputs_of_wrong_weights_or_routings_are_found() -> None:
     case = small_case()
     (x, r), w = case.fresh, quantized.weight_sets(case, "fp8_channel")[0]
     zero = jnp.zeros_like(x)
-    y = layer_fp8.moe_mlp(case.model, x, r, w, zero, None)
+    y = layer_fp8.moe_mlp(x, r, w, zero)
     assert quantized.error(case, y, w) < 5e-2
     others = jax.tree.map(lambda a: jnp.roll(a, 1, axis=0), w)
     swapped = r._replace(weights=r.weights[:, ::-1])
     for wrong in (
-        layer_fp8.moe_mlp(case.model, x, r, others, zero, None),
-        layer_fp8.moe_mlp(case.model, x, swapped, w, zero, None),
+        layer_fp8.moe_mlp(x, r, others, zero),
+        layer_fp8.moe_mlp(x, swapped, w, zero),
         y.at[0].set(0),
     ):
         with pytest.raises(AssertionError, match="is more than"):

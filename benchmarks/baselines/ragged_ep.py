@@ -5,8 +5,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+import jaxmoe
 from benchmarks.baselines import xla_ragged_dot
-from benchmarks.cases import Weights
+from benchmarks.cases import Routed
 from benchmarks.models import Layer
 from jaxmoe.activation import resolve, split_gate_up
 
@@ -15,23 +16,15 @@ ROOM = 1.25  # of the receive buffer, in parts of what even routing sends
 _MORE_ROWS = 64  # for few tokens
 
 
-def layer(
-    model: Layer,
-    x: jax.Array,
-    expert_ids: jax.Array,
-    weights: jax.Array,
-    w: Weights,
-    residual: jax.Array,
-    axis: str,
-) -> jax.Array:
+def layer(x: jax.Array, r: Routed, w: jaxmoe.Experts, residual: jax.Array, axis: str) -> jax.Array:
     """Computes residual + MoE(x) inside `jax.shard_map`: each choice of a token is a row sent."""
     num_devices, me = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
-    num_local = model.num_experts // num_devices
-    num_tokens, top_k = expert_ids.shape
+    num_local = w.num_experts
+    num_tokens, top_k = r.expert_ids.shape
     num_rows, room = num_tokens * top_k, received_rows(num_tokens * top_k, num_devices)
-    ids = expert_ids.reshape(-1)
+    ids = r.expert_ids.reshape(-1)
     order = jnp.argsort(ids, stable=True)
-    mine = jnp.bincount(ids, length=model.num_experts).astype(jnp.int32)
+    mine = jnp.bincount(ids, length=num_local * num_devices).astype(jnp.int32)
     counts = jax.lax.all_gather(mine, axis)  # [source, expert]
     sizes = counts.reshape(num_devices, num_devices, num_local).sum(axis=2)
     starts = jnp.cumsum(sizes, axis=1) - sizes
@@ -55,15 +48,15 @@ def layer(
     )
     by_expert = jnp.argsort(expert, stable=True)
     group_sizes = here.sum(axis=0)
-    h = xla_ragged_dot.product(rows[by_expert], w.w_gate_up, group_sizes).astype(jnp.float32)
-    act = resolve(model.activation)
-    h = act(*split_gate_up(h, model.gate_up)) if act.gated else act(h)
-    out = xla_ragged_dot.product(h.astype(x.dtype), w.w_down, group_sizes)
+    h = xla_ragged_dot.product(rows[by_expert], w.gate_up, group_sizes).astype(jnp.float32)
+    act = resolve(w.activation)
+    h = act(*split_gate_up(h, w.order)) if act.gated else act(h)
+    out = xla_ragged_dot.product(h.astype(x.dtype), w.down, group_sizes)
     out = jnp.zeros_like(out).at[by_expert].set(out, unique_indices=True)
     own = send(out, num_rows, back)
     slots = jnp.zeros_like(own).at[order].set(own, unique_indices=True)
     slots = slots.reshape(num_tokens, top_k, -1).astype(jnp.float32)
-    y = jnp.sum(slots * weights[:, :, None], axis=1)
+    y = jnp.sum(slots * r.weights[:, :, None], axis=1)
     return (y + residual.astype(jnp.float32)).astype(x.dtype)
 
 

@@ -25,9 +25,10 @@ import jaxmoe
 from benchmarks import bounds, chain
 from benchmarks.baselines import collectives, ragged_ep
 from benchmarks.baselines.collectives import AXIS, OPTIONS
-from benchmarks.cases import Case, Routed, Weights, tokens
-from benchmarks.models import BYTES, Layer
+from benchmarks.cases import Case, Routed, tokens
+from benchmarks.models import BYTES
 from benchmarks.suites.entry import Entry, chain_length
+from benchmarks.suites.layer import moe_mlp
 from jaxmoe import expert_parallel
 from jaxmoe._ep_cost import DISPATCHES, share_per_device
 
@@ -119,12 +120,12 @@ class Spread:
         return min(MOST_LAYERS, chain_length(self.work, times_floor=1.5))
 
     @functools.cached_property
-    def nk(self) -> list[Weights]:
+    def nk(self) -> list[jaxmoe.Experts]:
         """The case's weights over the devices, in checkpoint order."""
         return [put(w, P(AXIS)) for w in self.case.sets.nk]
 
     @functools.cached_property
-    def kn(self) -> list[Weights]:
+    def kn(self) -> list[jaxmoe.Experts]:
         """The same with the contraction first."""
         return [put(w, P(AXIS)) for w in self.case.sets]
 
@@ -164,74 +165,44 @@ def _split(fn: Callable[..., jax.Array], specs: Any) -> Callable[..., jax.Array]
     return jax.shard_map(fn, mesh=mesh(), in_specs=specs, out_specs=P(AXIS), check_vma=False)
 
 
-Call = Callable[[jax.Array, Routed, Weights, jax.Array], jax.Array]
+Call = Callable[[jax.Array, Routed, jaxmoe.Experts, jax.Array], jax.Array]
 
 
 @functools.cache
-def _ep_call(model: Layer, impl: str) -> Call:
+def _ep_call(impl: str) -> Call:
     way = VARIANTS[impl]
 
-    def call(x: jax.Array, r: Routed, w: Weights, y: jax.Array) -> jax.Array:
+    def call(x: jax.Array, r: Routed, w: jaxmoe.Experts, y: jax.Array) -> jax.Array:
         return expert_parallel.moe_mlp(  # pyright: ignore[reportReturnType]
             x,
             jaxmoe.Routing(r.expert_ids, r.weights),
-            w.w_gate_up,
-            w.w_down,
+            w,
             axis_name=AXIS,
             dispatch=way.dispatch,
             num_chunks=way.chunks,
             own_apart=way.own_apart,
             residual=y,
-            **_options(model, w),
         )
 
     return call
 
 
-@functools.cache
-def _local_call(model: Layer) -> Call:
-    def call(x: jax.Array, r: Routed, w: Weights, y: jax.Array) -> jax.Array:
-        first = jax.lax.axis_index(AXIS) * w.w_down.shape[0]
-        here = jnp.arange(model.num_experts, dtype=jnp.int32) - first
-        routing = jaxmoe.Routing(r.expert_ids, r.weights + _zero(y))
-        own = _options(model, w)
-        return jaxmoe.moe_mlp(x, routing, w.w_gate_up, w.w_down, expert_map=here, **own)
-
-    return call
+def _local_call(x: jax.Array, r: Routed, w: jaxmoe.Experts, y: jax.Array) -> jax.Array:
+    count = w.num_experts * jax.lax.axis_size(AXIS)
+    here = jnp.arange(count, dtype=jnp.int32) - jax.lax.axis_index(AXIS) * w.num_experts
+    routing = jaxmoe.Routing(r.expert_ids, r.weights + _zero(y))
+    return jaxmoe.moe_mlp(x, routing, w, expert_map=here)
 
 
-@functools.cache
-def _alone_call(model: Layer) -> Call:
-    def call(x: jax.Array, r: Routed, w: Weights, y: jax.Array) -> jax.Array:
-        routing = jaxmoe.Routing(r.expert_ids, r.weights)
-        return jaxmoe.moe_mlp(x, routing, w.w_gate_up, w.w_down, residual=y, **_options(model, w))
-
-    return call
-
-
-@functools.cache
-def _ragged_call(model: Layer) -> Call:
-    def call(x: jax.Array, r: Routed, w: Weights, y: jax.Array) -> jax.Array:
-        return ragged_ep.layer(model, x, r.expert_ids, r.weights, w, y, AXIS)
-
-    return call
-
-
-def _options(model: Layer, w: Weights) -> dict[str, Any]:
-    return {
-        "activation": model.activation,
-        "gate_up": model.gate_up,
-        "weight_layout": "nk",
-        "b_gate_up": w.b_gate_up,
-        "b_down": w.b_down,
-    }
+def _ragged_call(x: jax.Array, r: Routed, w: jaxmoe.Experts, y: jax.Array) -> jax.Array:
+    return ragged_ep.layer(x, r, w, y, AXIS)
 
 
 @functools.cache
 def _step(call: Call, specs: Any) -> Callable[..., jax.Array]:
     """Wraps a call for a chain: tokens by slice, and over the devices if there are specs."""
 
-    def step(many: jax.Array, item: Any, w: Weights, y: jax.Array) -> jax.Array:
+    def step(many: jax.Array, item: Any, w: jaxmoe.Experts, y: jax.Array) -> jax.Array:
         r, layer = item
         return call(many if specs is _WHOLE else _slice(many, layer, y), r, w, y)
 
@@ -273,7 +244,7 @@ def _spread_entry(
     wide, model = spread.wide, spread.case.model
     per_token = specs[0]
 
-    def weights() -> list[Weights]:
+    def weights() -> list[jaxmoe.Experts]:
         return spread.nk if turned else spread.kn
 
     def make(count: int, graphs: bool = False) -> chain.Chain:
@@ -313,35 +284,35 @@ def _spread_entry(
 
 
 def _variant(spread: Spread, impl: str) -> Entry:
-    call = _ep_call(spread.case.model, impl)
+    call = _ep_call(impl)
     return _spread_entry(spread, impl, call, _SPLIT, spread.sent(VARIANTS[impl].dispatch))
 
 
 def _local(spread: Spread) -> Entry:
-    return _spread_entry(spread, LOCAL, _local_call(spread.case.model), _WHOLE, None)
+    return _spread_entry(spread, LOCAL, _local_call, _WHOLE, None)
 
 
 def _ragged(spread: Spread) -> Entry:
     case, model = spread.case, spread.case.model
     why = ragged_ep.refusal(model, spread.work.flops, case.num_rows, spread.count, case.skew)
     sent = spread.case.num_rows * 2.0 * model.hidden * BYTES * (1 - 1 / spread.count)
-    call = _ragged_call(model)
-    return _spread_entry(spread, ragged_ep.NAME, call, _SPLIT, sent, turned=False, refusal=why)
+    return _spread_entry(
+        spread, ragged_ep.NAME, _ragged_call, _SPLIT, sent, turned=False, refusal=why
+    )
 
 
 def _alone(spread: Spread) -> Entry:
     case, model = spread.case, spread.case.model
-    call = _alone_call(model)
 
     def make(count: int) -> chain.Chain:
         y = jnp.zeros((case.num_tokens, model.hidden), jnp.bfloat16)
         many = tokens(jax.random.key(case.seed), 2 * case.num_tokens, model.hidden)
         inputs = (many, _items(case.routings(count), None), tuple(case.sets.nk))
-        return chain.Chain(_program(_step(call, None)), y, inputs, count)
+        return chain.Chain(_program(_step(moe_mlp, None)), y, inputs, count)
 
     def check() -> float:
         x, r = case.fresh
-        return case.layer_error(chain.single(call)(x, r, case.sets.nk[0], jnp.zeros_like(x)))
+        return case.layer_error(chain.single(moe_mlp)(x, r, case.sets.nk[0], jnp.zeros_like(x)))
 
     hit = case.hit(spread.layers)
     work = bounds.layer(model, case.num_tokens, hit)

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import jaxmoe
 from benchmarks import bounds, chain
 from benchmarks.baselines import composed, dense, tokamax_gmm, xla_ragged_dot
-from benchmarks.cases import SCHEME, Case, Routed, Weights
-from benchmarks.models import Layer
+from benchmarks.cases import SCHEME, Case, Routed
 from benchmarks.suites.entry import Entry, chain_length
 
 KN = "jaxmoe[kn]"
@@ -21,61 +20,22 @@ Tiles = tuple[jaxmoe.GemmConfig | None, jaxmoe.GemmConfig | None]  # gate-up and
 MOST_LAYERS = 16  # of a layer made of many XLA ops, whose compilation takes long
 
 
-def moe_mlp(
-    model: Layer, x: Any, r: Routed, w: Weights, residual: Any, config: Tiles | None = None
-) -> jax.Array:
-    """Runs jaxmoe's layer with the routing given as data, weights in checkpoint order."""
+def moe_mlp(x: Any, r: Routed, w: jaxmoe.Experts, residual: Any, **options: Any) -> jax.Array:
+    """Runs jaxmoe's layer with the routing given as data."""
     routing = jaxmoe.Routing(r.expert_ids, r.weights)
-    return _call(model, x, routing, w, residual, "nk", config)
+    return jaxmoe.moe_mlp(x, routing, w, residual=residual, **options)
 
 
-def moe_mlp_kn(model: Layer, x: Any, r: Routed, w: Weights, residual: Any) -> jax.Array:
-    """Runs the same with the contraction first in the weights, as `ragged_dot` has it."""
-    return _call(model, x, jaxmoe.Routing(r.expert_ids, r.weights), w, residual, "kn")
-
-
-def routed_moe_mlp(model: Layer, x: Any, r: Routed, w: Weights, residual: Any) -> jax.Array:
+def routed_moe_mlp(x: Any, r: Routed, w: jaxmoe.Experts, residual: Any, *, top_k: int) -> jax.Array:
     """Runs jaxmoe's router on given logits, then its layer."""
-    routing = jaxmoe.route(r.logits, top_k=model.top_k)
-    return _call(model, x, routing, w, residual, "nk")
-
-
-def _call(
-    model: Layer,
-    x: Any,
-    routing: Any,
-    w: Weights,
-    residual: Any,
-    weight_layout: str,
-    config: Tiles | None = None,
-) -> jax.Array:
-    return jaxmoe.moe_mlp(
-        x,
-        routing,
-        w.w_gate_up,
-        w.w_down,
-        activation=model.activation,
-        b_gate_up=w.b_gate_up,
-        b_down=w.b_down,
-        gate_up=model.gate_up,
-        weight_layout=weight_layout,
-        residual=residual,
-        config=config,
-    )
-
-
-def _ragged_dot(model: Layer, x: Any, r: Routed, w: Weights, y: Any) -> jax.Array:
-    return composed.layer(xla_ragged_dot.product, model, x, r.expert_ids, r.weights, w, y)
-
-
-def _tokamax(model: Layer, x: Any, r: Routed, w: Weights, y: Any) -> jax.Array:
-    return composed.layer(tokamax_gmm.product, model, x, r.expert_ids, r.weights, w, y)
+    routing = jaxmoe.route(r.logits, top_k=top_k)
+    return jaxmoe.moe_mlp(x, routing, w, residual=residual)
 
 
 @functools.cache  # equal steps share executables
-def step(layer: Step, model: Layer, **options: Any) -> Step:
-    """Returns `layer` for one model: (x, routing, weights, residual) -> y."""
-    return functools.partial(layer, model, **options)
+def step(layer: Step, **options: Any) -> Step:
+    """Returns `layer` with its options: (x, routing, experts, residual) -> y."""
+    return functools.partial(layer, **options)
 
 
 def even_work(case: Case, scheme: str = SCHEME) -> bounds.Work:
@@ -127,24 +87,25 @@ def entries(case: Case) -> list[Entry]:
     """Returns the implementations of the layer for one case."""
     model, even = case.model, even_work(case)
 
-    def entry(op: str, impl: str, layer: Step) -> Entry:
+    def entry(op: str, impl: str, one: Step) -> Entry:
         kn = None if impl == "jaxmoe" else lambda: case.sets
-        return layer_entry(case, op, impl, step(layer, model), sets=kn)
+        return layer_entry(case, op, impl, one, sets=kn)
 
-    def peer(impl: str, layer: Step, times_floor: float, refusal: str | None) -> Entry:
+    def peer(impl: str, product: Any, times_floor: float, refusal: str | None) -> Entry:
         layers = min(chain_length(even, times_floor=times_floor), MOST_LAYERS)
-        return dataclasses.replace(entry("moe_mlp", impl, layer), layers=layers, refusal=refusal)
+        one = step(composed.layer, product=product)
+        return dataclasses.replace(entry("moe_mlp", impl, one), layers=layers, refusal=refusal)
 
-    ours = entry("moe_mlp", "jaxmoe", moe_mlp)
+    ours = entry("moe_mlp", "jaxmoe", step(moe_mlp))
     slow, width = xla_ragged_dot, max(model.hidden, model.intermediate)
     slower = slow.times_floor(even, model.num_experts)
     too_slow = slow.refusal(ours.work.flops, model.num_experts, case.num_rows, width)
     out = [
         ours,
-        entry("moe_mlp", KN, moe_mlp_kn),
-        entry("route+moe_mlp", "jaxmoe", routed_moe_mlp),
-        peer(slow.NAME, _ragged_dot, slower, too_slow),
-        peer(tokamax_gmm.NAME, _tokamax, 2.0, tokamax_gmm.refusal()),
+        entry("moe_mlp", KN, step(moe_mlp)),
+        entry("route+moe_mlp", "jaxmoe", step(routed_moe_mlp, top_k=model.top_k)),
+        peer(slow.NAME, slow.product, slower, too_slow),
+        peer(tokamax_gmm.NAME, tokamax_gmm.product, 2.0, tokamax_gmm.refusal()),
     ]
     if ours.work.compute_heavy(case.ceiling):
         make = functools.partial(dense.layers, model, case.num_rows, seed=case.seed)

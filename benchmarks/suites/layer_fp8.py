@@ -3,18 +3,16 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 
 import jaxmoe
 from benchmarks import quantized
 from benchmarks.baselines import composed, dense, xla_ragged_dot
-from benchmarks.cases import Case, Routed
-from benchmarks.models import Layer
-from benchmarks.quantized import SCHEME, Quantized
+from benchmarks.cases import Case
+from benchmarks.quantized import SCHEME
 from benchmarks.suites.entry import Entry, chain_length
-from benchmarks.suites.layer import MOST_LAYERS, Step, even_work, layer_entry, step
+from benchmarks.suites.layer import MOST_LAYERS, Step, even_work, layer_entry, moe_mlp, step
 
 # Implementation: format, whether its scales are static, accum.
 VARIANTS: dict[str, tuple[str, bool, str | None]] = {
@@ -30,39 +28,13 @@ _DEQUANTIZED_FORMAT = "fp8_block"
 _DEQUANTIZING = 5  # bytes moved for each weight: read, written as bf16, read again
 
 
-def moe_mlp(
-    model: Layer, x: Any, r: Routed, w: Quantized, residual: Any, accum: str | None
-) -> jax.Array:
-    """Runs jaxmoe's layer on bf16 tokens, which it quantizes itself."""
-    return jaxmoe.moe_mlp(
-        x,
-        jaxmoe.Routing(r.expert_ids, r.weights),
-        w.w_gate_up,
-        w.w_down,
-        activation=model.activation,
-        b_gate_up=w.b_gate_up,
-        b_down=w.b_down,
-        gate_up=model.gate_up,
-        weight_layout="nk",
-        residual=residual,
-        x_scale=w.x_scale,
-        intermediate_scale=w.intermediate_scale,
-        accum=accum,
-    )
-
-
-def _dequantized(model: Layer, x: Any, r: Routed, w: Quantized, y: Any) -> jax.Array:
-    product = xla_ragged_dot.dequantized_product
-    return composed.layer(product, model, x, r.expert_ids, r.weights, w, y)
-
-
 def entries(case: Case) -> list[Entry]:
     """Returns the implementations of the layer with FP8 weights for one case."""
     static = functools.cache(lambda: quantized.with_static_scales(case))
     out = []
     for impl, (format, is_static, accum) in VARIANTS.items():
         dynamic = functools.partial(quantized.weight_sets, case, format)
-        one = step(moe_mlp, case.model, accum=accum)
+        one = step(moe_mlp, accum=accum)  # bf16 tokens, which it quantizes itself
         out.append(
             _entry(
                 case,
@@ -86,9 +58,9 @@ def _entry(
     case: Case,
     impl: str,
     one: Step,
-    sets: Callable[[], Sequence[Quantized]],
+    sets: Callable[[], Sequence[jaxmoe.Experts]],
     *,
-    expected: Callable[[], Sequence[Quantized]],
+    expected: Callable[[], Sequence[jaxmoe.Experts]],
     rounds_tokens: bool = True,
 ) -> Entry:
     def error(y: jax.Array) -> float:
@@ -101,7 +73,7 @@ def _entry(
 def _dequantized_entry(case: Case) -> Entry:
     model, slow, even = case.model, xla_ragged_dot, even_work(case, SCHEME)
     sets = functools.partial(quantized.weight_sets, case, _DEQUANTIZED_FORMAT)
-    one = step(_dequantized, model)
+    one = step(composed.layer, product=slow.dequantized_product)
     entry = _entry(case, DEQUANTIZED, one, sets, expected=sets, rounds_tokens=False)
     times = slow.times_floor(even, model.num_experts)
     times += _DEQUANTIZING * model.num_experts / case.even_hit

@@ -198,7 +198,7 @@ def _grouped_gemm(case: Case, name: str, k: int, n: int) -> list[Entry]:
 
     def weights(i: int) -> jax.Array:
         w = case.sets[i % len(case.sets)]
-        return w.w_gate_up if name == "gate_up" else w.w_down
+        return w.gate_up if name == "gate_up" else w.down
 
     def entry(impl: str, call: Any, times_floor: float = 1.0, refusal: str | None = None) -> Entry:
         def make(count: int) -> chain.Chain:

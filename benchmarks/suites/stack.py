@@ -20,7 +20,7 @@ CHAIN = "jaxmoe[chain]"  # what suite `layer` measures
 
 def entries(case: Case) -> list[Entry]:
     """Returns the stack, and the chain of suite `layer`."""
-    one = layer.step(layer.moe_mlp, case.model)
+    one = layer.step(layer.moe_mlp)
     count = stack_size(case.model, LAYERS, jax.devices()[0])
     stack = layer.layer_entry(
         case, "moe_mlp", "jaxmoe", one, layers=LAYERS, sets=lambda: case.stack(count)

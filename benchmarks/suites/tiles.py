@@ -125,7 +125,7 @@ def _entries(
 ) -> list[Entry]:
     out = []
     for config in candidates(product):
-        one = layer.step(layer.moe_mlp, case.model, config=tiles(config))
+        one = layer.step(layer.moe_mlp, config=tiles(config))
         impl = name(product.name, config)
         entry = layer.layer_entry(case, f"moe_mlp/{product.name}", impl, one)
         out.append(dataclasses.replace(entry, chosen=config == product.chosen))

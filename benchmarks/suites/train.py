@@ -17,50 +17,35 @@ import numpy as np
 import jaxmoe
 from benchmarks import bounds, chain
 from benchmarks.baselines import composed, dense, xla_ragged_dot
-from benchmarks.cases import Case, Routed, Weights, relative_error, tokens
-from benchmarks.models import BYTES, Layer, layer_bytes
+from benchmarks.cases import Case, Routed, reference_layer, relative_error, tokens, turned
+from benchmarks.models import BYTES, layer_bytes
 from benchmarks.suites import train_products
 from benchmarks.suites.entry import Entry, Memory, chain_length
-from jaxmoe import reference
 
 KN, RECOMPUTE = "jaxmoe[kn]", "jaxmoe[recompute_z]"
 DEFAULT_MODELS = ("mixtral-8x7b", "qwen3-30b-a3b")
 DEFAULT_TOKENS = (1024, 4096, 16384)
 PASS = "forward+backward"
 _MOST_LAYERS = 4  # each leaves its gradients behind, and is many XLA ops to compile
-_Forward = Callable[[Layer, jax.Array, Routed, Weights], jax.Array]
+_Forward = Callable[[jax.Array, Routed, jaxmoe.Experts], jax.Array]
 
 
-def _moe_mlp(
-    model: Layer, x: jax.Array, r: Routed, w: Weights, *, layout: str, recompute: str | None = None
-) -> jax.Array:
-    return jaxmoe.moe_mlp(
-        x,
-        jaxmoe.Routing(r.expert_ids, r.weights),
-        w.w_gate_up,
-        w.w_down,
-        activation=model.activation,
-        b_gate_up=w.b_gate_up,
-        b_down=w.b_down,
-        gate_up=model.gate_up,
-        weight_layout=layout,
-        recompute=recompute,
-    )
+def _moe_mlp(x: jax.Array, r: Routed, w: jaxmoe.Experts, recompute: str | None = None) -> jax.Array:
+    routing = jaxmoe.Routing(r.expert_ids, r.weights)
+    return jaxmoe.moe_mlp(x, routing, w, recompute=recompute)
 
 
-def _ragged_dot(model: Layer, x: jax.Array, r: Routed, w: Weights) -> jax.Array:
-    nothing = jnp.zeros_like(x)
-    product = xla_ragged_dot.product
-    return composed.layer(product, model, x, r.expert_ids, r.weights, w, nothing)
+def _ragged_dot(x: jax.Array, r: Routed, w: jaxmoe.Experts) -> jax.Array:
+    return composed.layer(x, r, w, jnp.zeros_like(x), product=xla_ragged_dot.product)
 
 
 @functools.cache  # equal calls share executables
-def _training(forward: str, model: Layer) -> Callable[..., Any]:
+def _training(forward: str) -> Callable[..., Any]:
     layer = _FORWARD[forward]
 
-    def call(x: jax.Array, r: Routed, w: Weights, ct: jax.Array) -> Any:
-        def of(x: jax.Array, weights: jax.Array, w: Weights) -> jax.Array:
-            return layer(model, x, r._replace(weights=weights), w)
+    def call(x: jax.Array, r: Routed, w: jaxmoe.Experts, ct: jax.Array) -> Any:
+        def of(x: jax.Array, weights: jax.Array, w: jaxmoe.Experts) -> jax.Array:
+            return layer(x, r._replace(weights=weights), w)
 
         y, pull = jax.vjp(of, x, r.weights, w)
         return y, *pull(ct)
@@ -69,9 +54,9 @@ def _training(forward: str, model: Layer) -> Callable[..., Any]:
 
 
 _FORWARD: dict[str, _Forward] = {
-    "jaxmoe": functools.partial(_moe_mlp, layout="nk"),
-    KN: functools.partial(_moe_mlp, layout="kn"),
-    RECOMPUTE: functools.partial(_moe_mlp, layout="nk", recompute="z"),
+    "jaxmoe": _moe_mlp,
+    KN: _moe_mlp,
+    RECOMPUTE: functools.partial(_moe_mlp, recompute="z"),
     xla_ragged_dot.NAME: _ragged_dot,
 }
 
@@ -99,11 +84,11 @@ def entries(case: Case) -> list[Entry]:
 
 
 def _entry(case: Case, impl: str, work: bounds.Work, layers: int) -> Entry:
-    call = _training(impl, case.model)
-    turned = impl in ("jaxmoe", RECOMPUTE)
+    call = _training(impl)
+    in_order = impl in ("jaxmoe", RECOMPUTE)
 
-    def sets() -> list[Weights]:
-        return case.sets.nk if turned else case.sets
+    def sets() -> list[jaxmoe.Experts]:
+        return case.sets.nk if in_order else case.sets
 
     def arguments(x: jax.Array, r: Routed, i: int) -> tuple[Any, ...]:
         return x, r, sets()[i % len(sets())], _cotangent(case)
@@ -118,10 +103,7 @@ def _entry(case: Case, impl: str, work: bounds.Work, layers: int) -> Entry:
 
     def check() -> float:
         y, dx, dweights, dw = program()(*arguments(*case.fresh, 0))
-        if turned:
-            turn = functools.partial(jnp.swapaxes, axis1=1, axis2=2)
-            dw = dw._replace(w_gate_up=turn(dw.w_gate_up), w_down=turn(dw.w_down))
-        return _error(case, y, dx, dweights, dw)
+        return _error(case, y, dx, dweights, turned(dw) if in_order else dw)
 
     def memory() -> Memory:
         return Memory.of(program())
@@ -144,19 +126,19 @@ def _cotangent(case: Case) -> jax.Array:
     return tokens(jax.random.key(case.seed + 1), case.num_tokens, case.model.hidden)
 
 
-def _error(case: Case, y: Any, dx: Any, dweights: Any, dw: Weights) -> float:
+def _error(case: Case, y: Any, dx: Any, dweights: Any, dw: jaxmoe.Experts) -> float:
     """The largest relative error: of sampled tokens, and of the weights of one expert."""
     x, r = case.fresh
     ct, at, w = _cotangent(case), case.sample, case.sets[0]
     errors = [case.layer_error(y)]
-    want = _token_gradients(x[at], r.expert_ids[at], r.weights[at], ct[at], w, case.model)
+    want = _token_gradients(x[at], r.expert_ids[at], r.weights[at], ct[at], w)
     errors += [relative_error(a[at], b) for a, b in zip((dx, dweights), want, strict=True)]
     ids = np.asarray(r.expert_ids)
     expert = int(ids[0, 0])
     own = np.nonzero((ids == expert).any(axis=1))[0]
     factor = jnp.where(r.expert_ids == expert, r.weights, 0.0).sum(axis=1)
     one = jax.tree.map(lambda a: a[expert], w)
-    wanted = _expert_gradients(x[own], factor[own], ct[own], one, case.model)
+    wanted = _expert_gradients(x[own], factor[own], ct[own], one)
     got = jax.tree.map(lambda a: a[expert], dw)
     errors += [
         relative_error(a, b) for a, b in zip(*map(jax.tree.leaves, (got, wanted)), strict=True)
@@ -164,43 +146,29 @@ def _error(case: Case, y: Any, dx: Any, dweights: Any, dw: Weights) -> float:
     return max(errors)
 
 
-@functools.partial(jax.jit, static_argnames="model")
-def _token_gradients(x: Any, ids: Any, weights: Any, ct: Any, w: Weights, model: Layer) -> Any:
+@jax.jit
+def _token_gradients(x: Any, ids: Any, weights: Any, ct: Any, w: jaxmoe.Experts) -> Any:
     # Token by token with copies of its own K experts, as `Case.layer_error` does.
     def one(token: Any) -> Any:
         x, ids, weights, ct = token
         mine = jax.tree.map(lambda a: a[ids], w)
 
         def of(x: jax.Array, weights: jax.Array) -> jax.Array:
-            slots = jnp.arange(model.top_k, dtype=jnp.int32)[None]
-            return _reference(x[None], slots, weights[None], mine, model)[0]
+            slots = jnp.arange(ids.size, dtype=jnp.int32)[None]
+            return reference_layer(x[None], slots, weights[None], mine)[0]
 
         return jax.vjp(of, x.astype(jnp.float32), weights)[1](ct.astype(jnp.float32))
 
     return jax.lax.map(one, (x, ids, weights, ct))
 
 
-@functools.partial(jax.jit, static_argnames="model")
-def _expert_gradients(x: Any, factor: Any, ct: Any, w: Weights, model: Layer) -> Any:
-    def of(w: Weights) -> jax.Array:
+@jax.jit
+def _expert_gradients(x: Any, factor: Any, ct: Any, w: jaxmoe.Experts) -> Any:
+    def of(w: jaxmoe.Experts) -> jax.Array:
         alone = jax.tree.map(lambda a: a[None], w)
         ids = jnp.zeros((x.shape[0], 1), jnp.int32)
-        return _reference(x, ids, factor[:, None], alone, model)
+        return reference_layer(x, ids, factor[:, None], alone)
 
     wide = jax.tree.map(lambda a: a.astype(jnp.float32), w)
     (dw,) = jax.vjp(of, wide)[1](ct.astype(jnp.float32))
     return dw
-
-
-def _reference(x: Any, ids: Any, weights: Any, w: Weights, model: Layer) -> jax.Array:
-    return reference.moe_mlp(
-        x,
-        ids,
-        weights,
-        w.w_gate_up,
-        w.w_down,
-        b_gate_up=w.b_gate_up,
-        b_down=w.b_down,
-        activation=model.activation,
-        gate_up=model.gate_up,
-    )

@@ -68,7 +68,7 @@ def _entry(case: Case, impl: str, name: str, k: int, n: int, pass_: str) -> Entr
     def arguments(count: int) -> list[tuple[jax.Array, ...]]:
         lhs, ct = rows()
         sets = [case.sets[i % len(case.sets)] for i in range(count)]
-        weights = [w.w_gate_up if name == "gate_up" else w.w_down for w in sets]
+        weights = [w.gate_up if name == "gate_up" else w.down for w in sets]
         sizes = jnp.asarray(case.group_sizes(count), jnp.int32)
         return [(lhs, w, size, ct) for w, size in zip(weights, sizes, strict=True)]
 
