@@ -57,6 +57,7 @@ struct MoeGemmArgs {
   ActivationParams activation;
   void* z;           // null, or where the sums go that the activation is of; not FP8
   ScaleArgs scales;  // FP8
+  int64_t x_rows;    // rows of X that row_index may name; others are zeros
 };
 
 // One instantiated kernel. `launch` sets attributes and launches on `grid` CTAs.

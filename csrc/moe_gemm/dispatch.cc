@@ -120,6 +120,7 @@ const char* LaunchMoeGemm(const MoeGemmProblem& p, const TileConfig& tile, cudaS
   args.row_index = p.row_index;
   args.tile_counter = p.tile_counter;
   args.x = p.x;
+  args.x_rows = p.x_rows;
   args.bias = p.bias;
   args.out = p.out;
   args.num_groups = p.num_groups;

@@ -148,7 +148,8 @@ __device__ void RunTokenProducer(const MoeGemmArgs& args, const SharedStorage<T>
   }
 }
 
-// Rows of X by 16-byte copies of a warpgroup: eight threads a row, swizzled by hand.
+// Rows of X by 16-byte copies of a warpgroup: eight threads a row, swizzled by hand. A row whose
+// index is no row of X is zeros, as the copy engine makes it.
 template <class T>
 __device__ void RunGatherProducer(const MoeGemmArgs& args,
                                   const SharedStorage<T>& smem,
@@ -171,10 +172,16 @@ __device__ void RunGatherProducer(const MoeGemmArgs& args,
     if (info.end()) break;
 
     const uint4* source[kPasses];
+    unsigned exists = 0;  // bit i: row i of this thread is one of X
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) {
       const int r = first_row + i * kRowsPerPass;
-      const int64_t row = r < info.rows ? args.row_index[info.row + r] : 0;
+      int64_t row = r < info.rows ? args.row_index[info.row + r] : 0;
+      if (static_cast<uint64_t>(row) < static_cast<uint64_t>(args.x_rows)) {
+        exists |= 1u << i;
+      } else {
+        row = 0;
+      }
       source[i] = static_cast<const uint4*>(args.x) + row * row_chunks + chunk;
     }
     for (int step = 0; step < args.num_k_steps; ++step) {
@@ -184,7 +191,8 @@ __device__ void RunGatherProducer(const MoeGemmArgs& args,
 #pragma unroll
       for (int i = 0; i < kPasses; ++i) {
         if (first_row + i * kRowsPerPass < info.rows) {
-          ptx::CopyAsync16(dst + i * kRowsPerPass * T::kStepBytes, source[i], inside);
+          ptx::CopyAsync16(
+              dst + i * kRowsPerPass * T::kStepBytes, source[i], inside && (exists >> i & 1));
         }
         source[i] += inside ? kChunks : 0;
       }
