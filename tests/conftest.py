@@ -1,7 +1,11 @@
 """Test session setup: strict JAX promotion, 8 CPU devices, and the `gpu` tiers."""
 
+import contextlib
 import gc
 import os
+import shutil
+import tempfile
+import time
 from pathlib import Path
 
 import jax
@@ -16,8 +20,37 @@ def _wants_gpu(config: pytest.Config) -> bool:
     return "gpu" in expression.replace("not gpu", "").replace("not multi_gpu", "")
 
 
+_CPU_DEVICES = 8
+_STALE_S = 24 * 3600.0  # age of a session that was killed, not one that still runs
+_programs = pytest.StashKey[Path]()
+
+
+def link_programs(source: Path, target: Path) -> None:
+    """Makes the compiled programs of directory `source` appear in `target`, each in one step."""
+    for entry in source.glob("*-cache"):
+        with contextlib.suppress(FileExistsError):
+            os.link(entry, target / entry.name)
+
+
+def own_programs(shared: Path) -> Path:
+    """Returns a new directory that links to the compiled programs of directory `shared`.
+
+    JAX writes an entry of its compilation cache in place. Another process may read the entry half
+    written, and every later one does if the writer is killed. Each process therefore writes to a
+    directory of its own, whose entries are linked into `shared` when its session ends.
+    """
+    shared.mkdir(parents=True, exist_ok=True)
+    for session in shared.glob("session-*"):
+        with contextlib.suppress(FileNotFoundError):  # that session ends now
+            if time.time() - session.stat().st_mtime > _STALE_S:
+                shutil.rmtree(session)
+    own = Path(tempfile.mkdtemp(prefix="session-", dir=shared))
+    link_programs(shared, own)
+    return own
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    jax.config.update("jax_num_cpu_devices", 8)
+    jax.config.update("jax_num_cpu_devices", _CPU_DEVICES)
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     jax.config.update("jax_numpy_rank_promotion", "raise")
     if not _wants_gpu(config):
@@ -26,13 +59,21 @@ def pytest_configure(config: pytest.Config) -> None:
         flags = os.environ.get("XLA_FLAGS", "")
         quick = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
         os.environ["XLA_FLAGS"] = f"{flags} {quick}".strip()
-        # Programs that did not change are not compiled again by the next run or another worker.
-        jax.config.update("jax_compilation_cache_dir", str(config.rootpath / "build" / "jax_cache"))
+        # Programs that did not change are not compiled again by the next session.
+        own = config.stash[_programs] = own_programs(config.rootpath / "build" / "jax_cache")
+        jax.config.update("jax_compilation_cache_dir", str(own))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
         # A tenth goes into looking for cycles among the many objects that tracing makes.
         gc.freeze()
         gc.set_threshold(200_000, 10, 20)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    # xdist ends a worker only after this hook has returned.
+    if own := session.config.stash.get(_programs, None):
+        link_programs(own, own.parent)
+        shutil.rmtree(own)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

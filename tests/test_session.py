@@ -1,0 +1,44 @@
+"""conftest.py: a compiled program is shared whole or not at all."""
+
+import os
+import time
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+CONFTEST = str(Path(__file__).with_name("conftest.py"))
+
+
+@pytest.fixture
+def conftest(pytestconfig: pytest.Config):
+    return pytestconfig.pluginmanager.get_plugin(CONFTEST)
+
+
+def test_programs_of_a_session_are_seen_once_it_ends(conftest, tmp_path) -> None:
+    first, second = conftest.own_programs(tmp_path), conftest.own_programs(tmp_path)
+    for session, text in ((first, "first"), (second, "second")):
+        (session / "both-cache").write_text(text)
+    (second / "second-cache").write_text("second")
+    (second / "second-atime").write_text("")
+    assert sorted(tmp_path.glob("*-cache")) == []
+    conftest.link_programs(first, tmp_path)
+    conftest.link_programs(second, tmp_path)
+    seen = {path.name: path.read_text() for path in conftest.own_programs(tmp_path).iterdir()}
+    assert seen == {"both-cache": "first", "second-cache": "second"}
+
+
+def test_only_old_sessions_are_removed(conftest, tmp_path) -> None:
+    old, running = conftest.own_programs(tmp_path), conftest.own_programs(tmp_path)
+    (old / "half-cache").write_text("written by a session that was kil")
+    two_days_ago = time.time() - 2 * 86400
+    os.utime(old, (two_days_ago, two_days_ago))
+    assert list(conftest.own_programs(tmp_path).iterdir()) == []
+    assert running.is_dir() and not old.exists()
+
+
+def test_programs_of_this_session_are_its_own(conftest, pytestconfig) -> None:
+    own = pytestconfig.stash[conftest._programs]
+    jnp.arange(3).block_until_ready()
+    assert own.parent == pytestconfig.rootpath / "build" / "jax_cache"
+    assert any(own.glob("*-cache"))
