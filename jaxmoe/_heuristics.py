@@ -11,7 +11,7 @@ import math
 from jaxmoe import _checks
 from jaxmoe.plan import plan_scratch_size
 
-# (weight_tile, token_tile, cluster, split_k) of each kernel in csrc/moe_gemm/moe_gemm.cuh, with the
+# (weight_tile, token_tile, cluster, split_k) of each kernel in csrc/gemm/sm90/kernel.cuh, with the
 # CTAs that share an SM. Tiles of 128 weight rows by up to 32 tokens are for reading weights (two
 # CTAs an SM); the others hold a whole SM's registers in accumulators.
 TILES: dict[tuple[int, int, int, int], int] = {
@@ -204,7 +204,7 @@ def gmm_scratch_size() -> int:
 
 
 def mlp_index_size(num_rows: int, num_local_experts: int) -> int:
-    """int32 elements of the fused layer's index scratch; MlpIndex in csrc/moe_gemm/moe_mlp.h."""
+    """int32 elements of the fused layer's index scratch; MlpIndex in csrc/gemm/moe_mlp.h."""
 
     def pad(count: int) -> int:
         return -(-count // 4) * 4

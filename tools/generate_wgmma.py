@@ -1,4 +1,4 @@
-"""Writes csrc/moe_gemm/wgmma_shapes.cuh: the wgmma shapes that CUTLASS's light headers lack.
+"""Writes csrc/common/wgmma_shapes.cuh: the wgmma shapes that CUTLASS's light headers lack.
 
 CUTLASS keeps most shapes in an extension header that takes half a minute to parse. Run from
 the repository root: python tools/generate_wgmma.py
@@ -59,7 +59,7 @@ def atom(n: int, name: str, ptx_a: str, ptx_b: str, k: int) -> str:
 
 def main() -> None:
     body = "".join(atom(n, *kind) for n in SHAPES for kind in TYPES)
-    path = pathlib.Path("csrc/moe_gemm/wgmma_shapes.cuh")
+    path = pathlib.Path("csrc/common/wgmma_shapes.cuh")
     path.write_text(HEADER + body + "\n}  // namespace jaxmoe::ptx\n// clang-format on\n")
 
 

@@ -5,7 +5,7 @@
 #include <charconv>
 #include <stdexcept>
 
-#include "csrc/moe_gemm/args.h"
+#include "csrc/gemm/args.h"
 
 namespace jaxmoe::bench {
 namespace {

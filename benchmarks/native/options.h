@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "csrc/moe_gemm/moe_gemm.h"
+#include "csrc/gemm/moe_gemm.h"
 
 namespace jaxmoe::bench {
 

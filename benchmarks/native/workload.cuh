@@ -13,9 +13,9 @@
 
 #include "benchmarks/native/device.h"
 #include "benchmarks/native/options.h"
+#include "csrc/gemm/moe_mlp.h"
 #include "csrc/kernels/permute.h"
 #include "csrc/kernels/plan.h"
-#include "csrc/moe_gemm/moe_mlp.h"
 
 namespace jaxmoe::bench {
 

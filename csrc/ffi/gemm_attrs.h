@@ -1,7 +1,7 @@
 // Attribute structs shared by the handlers that launch the grouped GEMM.
 #pragma once
 
-#include "csrc/moe_gemm/moe_gemm.h"
+#include "csrc/gemm/moe_gemm.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jaxmoe {

@@ -3,7 +3,7 @@
 
 #include "csrc/ffi/checks.h"
 #include "csrc/ffi/gemm_attrs.h"
-#include "csrc/moe_gemm/moe_mlp.h"
+#include "csrc/gemm/moe_mlp.h"
 
 namespace jaxmoe {
 

@@ -3,7 +3,7 @@
 
 #include "csrc/ffi/checks.h"
 #include "csrc/kernels/zero_rows.h"
-#include "csrc/moe_gemm/tgmm.h"
+#include "csrc/weight_grad/tgmm.h"
 
 namespace jaxmoe {
 

@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "benchmarks/native/workload.cuh"
-#include "csrc/moe_gemm/ptx.cuh"
-#include "csrc/moe_gemm/tgmm.h"
+#include "csrc/common/ptx.cuh"
+#include "csrc/weight_grad/tgmm.h"
 
 namespace jaxmoe::bench {
 

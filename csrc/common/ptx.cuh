@@ -1,0 +1,327 @@
+// Bulk tensor copies, wgmma, stmatrix: the Hopper instructions the kernel is made of.
+//
+// wgmma comes from CUTLASS's architecture atoms (light headers: no cute tensors, no collectives).
+#pragma once
+
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+#include <cutlass/arch/reg_reconfig.h>
+
+#include <cstdint>
+#include <cute/arch/mma_sm90_gmma.hpp>
+#include <utility>
+
+#include "csrc/common/mbarrier.cuh"
+#include "csrc/common/wgmma_shapes.cuh"
+
+namespace jaxmoe::ptx {
+
+__device__ __forceinline__ void NamedBarrierSync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// ---- bulk tensor copies ---------------------------------------------------------------------
+
+__device__ __forceinline__ void PrefetchTensorMap(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(reinterpret_cast<uint64_t>(map)) : "memory");
+}
+
+enum class CachePolicy { kEvictFirst, kEvictNormal, kEvictLast };
+
+template <CachePolicy kPolicy>
+__device__ __forceinline__ uint64_t CreatePolicy() {
+  uint64_t policy;
+  if constexpr (kPolicy == CachePolicy::kEvictFirst) {
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  } else if constexpr (kPolicy == CachePolicy::kEvictNormal) {
+    asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+  } else {
+    asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  }
+  return policy;
+}
+
+__device__ __forceinline__ void TmaLoad2D(
+    void* dst, const CUtensorMap* map, uint64_t* bar, int c0, int c1, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(SmemAddress(dst)),
+      "l"(reinterpret_cast<uint64_t>(map)),
+      "r"(SmemAddress(bar)),
+      "r"(c0),
+      "r"(c1),
+      "l"(policy)
+      : "memory");
+}
+
+__device__ __forceinline__ void TmaLoad3D(
+    void* dst, const CUtensorMap* map, uint64_t* bar, int c0, int c1, int c2, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(SmemAddress(dst)),
+      "l"(reinterpret_cast<uint64_t>(map)),
+      "r"(SmemAddress(bar)),
+      "r"(c0),
+      "r"(c1),
+      "r"(c2),
+      "l"(policy)
+      : "memory");
+}
+
+// Writes the box to the same place in every CTA of the cluster whose bit is set, and completes on
+// the barrier at the same place in each.
+__device__ __forceinline__ void TmaLoad3DMulticast(void* dst,
+                                                   const CUtensorMap* map,
+                                                   uint64_t* bar,
+                                                   int c0,
+                                                   int c1,
+                                                   int c2,
+                                                   uint16_t ctas,
+                                                   uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster.L2::cache_hint [%0], [%1, {%3, %4, %5}], [%2], %6, %7;" ::"r"(
+          SmemAddress(dst)),
+      "l"(reinterpret_cast<uint64_t>(map)),
+      "r"(SmemAddress(bar)),
+      "r"(c0),
+      "r"(c1),
+      "r"(c2),
+      "h"(ctas),
+      "l"(policy)
+      : "memory");
+}
+
+// ---- asynchronous copies by threads ----------------------------------------------------------
+
+// Copies 16 bytes, or writes zeros when `valid` is false.
+__device__ __forceinline__ void CopyAsync16(uint32_t dst, const void* src, bool valid) {
+  // NOTE: no "memory" clobber: it would keep later index loads behind every copy.
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst),
+               "l"(src),
+               "r"(valid ? 16 : 0));
+}
+
+// Copies four bytes.
+__device__ __forceinline__ void CopyAsync4(uint32_t dst, const void* src) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(dst), "l"(src));
+}
+
+// The barrier gets this thread's arrival when all its copies so far have landed.
+__device__ __forceinline__ void CopyAsyncArrive(uint64_t* bar) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(SmemAddress(bar))
+               : "memory");
+}
+
+__device__ __forceinline__ void CopyAsyncWaitAll() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
+}
+
+// Makes shared memory written by threads visible to wgmma.
+__device__ __forceinline__ void FenceProxyAsync() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// ---- wgmma ----------------------------------------------------------------------------------
+
+// Descriptor of a 128-byte-swizzled operand whose 8-row (or 8-k) groups are 1024 bytes apart.
+// MN-major and wider than 64: its blocks of 64 are kBlockBytes apart.
+template <int kBlockBytes = 16>
+__device__ __forceinline__ uint64_t Swizzle128Descriptor(uint32_t smem_address) {
+  constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
+  constexpr uint64_t kStride = uint64_t{1024 >> 4} << 32;
+  constexpr uint64_t kLeading = uint64_t{kBlockBytes >> 4} << 16;  // else unused
+  return kSwizzle128 | kStride | kLeading | ((smem_address & 0x3FFFF) >> 4);
+}
+
+// A descriptor moved by bytes. Addresses of shared memory never carry into the fields above them.
+__device__ __forceinline__ uint64_t MoveDescriptor(uint64_t descriptor, uint32_t bytes) {
+  constexpr uint64_t kFields = 0xFFFFFFFF00000000u;
+  return (descriptor & kFields) | (static_cast<uint32_t>(descriptor) + (bytes >> 4));
+}
+
+template <class Atom, int kSize, int... kIs>
+__device__ __forceinline__ void WgmmaCall(uint64_t a,
+                                          uint64_t b,
+                                          float (&acc)[kSize],
+                                          bool accumulate,
+                                          std::integer_sequence<int, kIs...>) {
+  Atom::fma(a,
+            b,
+            acc[kIs]...,
+            accumulate ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
+}
+
+template <class Element, int kN, cute::SM90::GMMA::Major kMajorA, cute::SM90::GMMA::Major kMajorB>
+struct WgmmaAtom;
+
+#define JAXMOE_WGMMA_ATOM(N, BF16_ATOM, FP16_ATOM)                            \
+  template <cute::SM90::GMMA::Major kMajorA, cute::SM90::GMMA::Major kMajorB> \
+  struct WgmmaAtom<__nv_bfloat16, N, kMajorA, kMajorB> {                      \
+    using type = BF16_ATOM<kMajorA, kMajorB>;                                 \
+  };                                                                          \
+  template <cute::SM90::GMMA::Major kMajorA, cute::SM90::GMMA::Major kMajorB> \
+  struct WgmmaAtom<__half, N, kMajorA, kMajorB> {                             \
+    using type = FP16_ATOM<kMajorA, kMajorB>;                                 \
+  }
+#define JAXMOE_CUTLASS_ATOM(N)                                        \
+  JAXMOE_WGMMA_ATOM(N,                                                \
+                    cute::SM90::GMMA::MMA_64x##N##x16_F32BF16BF16_SS, \
+                    cute::SM90::GMMA::MMA_64x##N##x16_F32F16F16_SS)
+#define JAXMOE_OWN_ATOM(N) JAXMOE_WGMMA_ATOM(N, Mma64x##N##x16F32BF16BF16, Mma64x##N##x16F32F16F16)
+JAXMOE_CUTLASS_ATOM(8);
+JAXMOE_CUTLASS_ATOM(16);
+JAXMOE_CUTLASS_ATOM(32);
+JAXMOE_OWN_ATOM(48);
+JAXMOE_CUTLASS_ATOM(64);
+JAXMOE_OWN_ATOM(80);
+JAXMOE_CUTLASS_ATOM(96);
+JAXMOE_OWN_ATOM(112);
+JAXMOE_CUTLASS_ATOM(128);
+JAXMOE_OWN_ATOM(144);
+JAXMOE_OWN_ATOM(160);
+JAXMOE_CUTLASS_ATOM(256);
+#undef JAXMOE_OWN_ATOM
+#undef JAXMOE_CUTLASS_ATOM
+#undef JAXMOE_WGMMA_ATOM
+
+// FP8: tokens are e4m3, weights either. No transposed operands.
+#define JAXMOE_FP8_ATOM(N, E4M3_ATOM, E5M2_ATOM)                                               \
+  template <>                                                                                  \
+  struct WgmmaAtom<__nv_fp8_e4m3, N, cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::K> { \
+    using type = E4M3_ATOM;                                                                    \
+  };                                                                                           \
+  template <>                                                                                  \
+  struct WgmmaAtom<__nv_fp8_e5m2, N, cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::K> { \
+    using type = E5M2_ATOM;                                                                    \
+  }
+#define JAXMOE_CUTLASS_ATOM(N)                                           \
+  JAXMOE_FP8_ATOM(N,                                                     \
+                  cute::SM90::GMMA::MMA_64x##N##x32_F32E4M3E4M3_SS_TN<>, \
+                  cute::SM90::GMMA::MMA_64x##N##x32_F32E5M2E4M3_SS_TN<>)
+#define JAXMOE_OWN_ATOM(N) JAXMOE_FP8_ATOM(N, Mma64x##N##x32F32E4M3E4M3, Mma64x##N##x32F32E5M2E4M3)
+JAXMOE_CUTLASS_ATOM(8);
+JAXMOE_CUTLASS_ATOM(16);
+JAXMOE_CUTLASS_ATOM(32);
+JAXMOE_OWN_ATOM(48);
+JAXMOE_CUTLASS_ATOM(64);
+JAXMOE_OWN_ATOM(80);
+JAXMOE_CUTLASS_ATOM(96);
+JAXMOE_OWN_ATOM(112);
+JAXMOE_CUTLASS_ATOM(128);
+JAXMOE_OWN_ATOM(144);
+JAXMOE_OWN_ATOM(160);
+#undef JAXMOE_OWN_ATOM
+#undef JAXMOE_CUTLASS_ATOM
+#undef JAXMOE_FP8_ATOM
+
+// acc[64 x kN] (+)= A[64 x k] * B[kN x k]^T, both operands in shared memory, 32 bytes of k. Uses
+// the first kN columns of an accumulator that may have more.
+template <class Element,
+          int kN,
+          cute::SM90::GMMA::Major kMajorA,
+          cute::SM90::GMMA::Major kMajorB = cute::SM90::GMMA::Major::K,
+          int kSize>
+__device__ __forceinline__ void Wgmma(uint64_t a,
+                                      uint64_t b,
+                                      float (&acc)[kSize],
+                                      bool accumulate) {
+  static_assert(kN / 2 <= kSize, "the accumulator is too small");
+  using Atom = typename WgmmaAtom<Element, kN, kMajorA, kMajorB>::type;
+  WgmmaCall<Atom>(a, b, acc, accumulate, std::make_integer_sequence<int, kN / 2>{});
+}
+
+// The same of tokens [64 x k], which are e4m3, and 128 FP8 weight rows.
+template <class Weight>
+__device__ __forceinline__ void WgmmaTokensOnM(uint64_t tokens,
+                                               uint64_t weights,
+                                               float (&acc)[64],
+                                               bool accumulate) {
+  using Atom = std::conditional_t<std::is_same_v<Weight, __nv_fp8_e5m2>,
+                                  cute::SM90::GMMA::MMA_64x128x32_F32E4M3E5M2_SS_TN<>,
+                                  cute::SM90::GMMA::MMA_64x128x32_F32E4M3E4M3_SS_TN<>>;
+  WgmmaCall<Atom>(tokens, weights, acc, accumulate, std::make_integer_sequence<int, 64>{});
+}
+
+template <int kSize>
+__device__ __forceinline__ void FenceAccumulator(float (&acc)[kSize]) {
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) {
+    asm volatile("" : "+f"(acc[i])::"memory");
+  }
+}
+
+// ---- stores ---------------------------------------------------------------------------------
+
+// Stores two 8x8 matrices of 16-bit elements, each transposed: lane i of the first 8 gives the
+// address of row i of the first matrix, lanes 8-15 those of the second.
+__device__ __forceinline__ void StoreMatrix2Transposed(void* row, uint32_t a, uint32_t b) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(SmemAddress(row)),
+      "r"(a),
+      "r"(b)
+      : "memory");
+}
+
+// Stores four of them, or transposed: lanes 8 i to 8 i + 7 give the addresses of the rows of
+// matrix i.
+__device__ __forceinline__ void StoreMatrix4(
+    void* row, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(SmemAddress(row)),
+      "r"(a),
+      "r"(b),
+      "r"(c),
+      "r"(d)
+      : "memory");
+}
+__device__ __forceinline__ void StoreMatrix4Transposed(
+    void* row, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                   SmemAddress(row)),
+               "r"(a),
+               "r"(b),
+               "r"(c),
+               "r"(d)
+               : "memory");
+}
+
+template <class Element>
+__device__ __forceinline__ uint32_t Pack2(float lo, float hi);
+
+template <>
+__device__ __forceinline__ uint32_t Pack2<__nv_bfloat16>(float lo, float hi) {
+  __nv_bfloat162 v = __floats2bfloat162_rn(lo, hi);
+  return reinterpret_cast<uint32_t&>(v);
+}
+
+template <>
+__device__ __forceinline__ uint32_t Pack2<__half>(float lo, float hi) {
+  __half2 v = __floats2half2_rn(lo, hi);
+  return reinterpret_cast<uint32_t&>(v);
+}
+
+// Four floats to e4m3 in 32 bits; beyond 448 they become 448, NaN stays NaN.
+__device__ __forceinline__ uint32_t PackE4M3(float a, float b, float c, float d) {
+  const uint32_t lo = __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE, __NV_E4M3);
+  const uint32_t hi = __nv_cvt_float2_to_fp8x2(make_float2(c, d), __NV_SATFINITE, __NV_E4M3);
+  return lo | hi << 16;
+}
+
+__device__ __forceinline__ float ToFloat(__nv_bfloat16 v) { return __bfloat162float(v); }
+__device__ __forceinline__ float ToFloat(__half v) { return __half2float(v); }
+
+template <class Element>
+__device__ __forceinline__ Element FromFloat(float v);
+template <>
+__device__ __forceinline__ __nv_bfloat16 FromFloat<__nv_bfloat16>(float v) {
+  return __float2bfloat16_rn(v);
+}
+template <>
+__device__ __forceinline__ __half FromFloat<__half>(float v) {
+  return __float2half_rn(v);
+}
+
+}  // namespace jaxmoe::ptx

@@ -1,0 +1,93 @@
+// The kernel's argument block, passed by value in constant memory.
+#pragma once
+
+#include <cuda.h>
+
+#include "csrc/gemm/moe_gemm.h"
+
+namespace jaxmoe {
+
+// Scales of an FP8 product, in floats and strides of floats. Steps are those of k.
+struct ScaleArgs {
+  const float* w;
+  const float* x;
+  const float* out;    // null: the output is not quantized
+  float* out_groups;   // null, or where the scales go that the output's groups of 128 get
+  const int* x_index;  // row -> row of x's scales; null: the same
+  int64_t w_stride;    // from a weight to the next
+  int w_row_stride;    // from a weight row (128 of them, if by_step) to the next
+  int x_row_stride;
+  int num_x;     // weight w starts at x[w % num_x]
+  int num_out;   // the output of weight w is quantized by out[w % num_out]
+  bool by_step;  // a scale for each step
+  bool half;     // bias and output are fp16, else bf16
+};
+
+struct MoeGemmArgs {
+  CUtensorMap
+      w_map;  // 3-D: (k, n, weight) or (n, k, weight), box 128 bytes of rows x 64 x 1, swizzled
+  CUtensorMap x_map;  // 2-D: (k, row), box 128 bytes x box_rows, or x 1 when gathering by boxes
+  const int* group_starts;
+  const int* group_sizes;
+  const int* row_index;
+  int* tile_counter;
+  const void* x;
+  const void* bias;
+  void* out;
+  int num_groups;
+  int groups_per_batch;
+  int rows_per_batch;
+  int num_weights;
+  int k;
+  int n;      // weight rows
+  int n_out;  // output features
+  int num_k_steps;
+  int num_w_tiles;
+  int raster;     // weight tiles per panel, >= 1
+  int gate_base;  // first weight row of the gate half (halves layout)
+  int up_base;
+  bool interleaved;  // gate and up alternate by row
+  bool gather;
+  bool out_f32;
+  bool early_groups;
+  bool stream_weights;  // L2 may drop weights first
+  bool plans;           // groups and row_index come from `plan`, see slot_plan.cuh
+  bool writes_plan;     // slot_to_row and the number of rows, for the kernels after
+  PlanParams plan;
+  ActivationParams activation;
+  void* z;           // null, or where the sums go that the activation is of; not FP8
+  ScaleArgs scales;  // FP8
+  int64_t x_rows;    // rows of X that row_index may name; others are zeros
+};
+
+// One instantiated kernel. `launch` sets attributes and launches on `grid` CTAs.
+struct Variant {
+  DType dtype;
+  WeightLayout layout;
+  bool promoted;
+  bool gated;
+  int weight_tile;
+  int token_tile;
+  int ctas_per_sm;
+  int cluster;   // CTAs that share a tile of cluster * token_tile rows
+  int split_k;   // CTAs that share the k loop of a tile
+  int box_rows;  // rows of X a bulk copy brings
+  cudaError_t (*launch)(const MoeGemmArgs&, int grid, bool pdl, cudaStream_t);
+};
+
+struct VariantTable {
+  const Variant* rows;
+  int size;
+};
+
+// One table per translation unit (inst_*.cu); dispatch.cc searches them all.
+VariantTable Bf16KnVariants();
+VariantTable Bf16NkVariants();
+VariantTable Fp16KnVariants();
+VariantTable Fp16NkVariants();
+VariantTable E4M3Variants();
+VariantTable E4M3PromotedVariants();
+VariantTable E5M2Variants();
+VariantTable E5M2PromotedVariants();
+
+}  // namespace jaxmoe

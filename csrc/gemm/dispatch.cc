@@ -1,0 +1,196 @@
+// From a problem and a tile to a launched kernel: the one table of variants, unknown rows refused.
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+
+#include "csrc/common/launch.h"
+#include "csrc/common/tensor_map.h"
+#include "csrc/gemm/args.h"
+
+namespace jaxmoe {
+namespace {
+
+constexpr VariantTable (*kTables[])() = {&Bf16KnVariants,
+                                         &Bf16NkVariants,
+                                         &Fp16KnVariants,
+                                         &Fp16NkVariants,
+                                         &E4M3Variants,
+                                         &E4M3PromotedVariants,
+                                         &E5M2Variants,
+                                         &E5M2PromotedVariants};
+
+const Variant* FindVariant(const MoeGemmProblem& p, const TileConfig& tile) {
+  for (const auto& table_of : kTables) {
+    const VariantTable table = table_of();
+    for (int i = 0; i < table.size; ++i) {
+      const Variant& v = table.rows[i];
+      if (v.dtype == p.dtype && v.layout == p.layout && v.promoted == p.scales.promoted &&
+          v.gated == p.gated && v.weight_tile == tile.weight_tile &&
+          v.token_tile == tile.token_tile && v.cluster == tile.cluster &&
+          v.split_k == tile.split_k) {
+        return &v;
+      }
+    }
+  }
+  return nullptr;
+}
+
+// With step scales, so promoted sums.
+bool ByStep(const MoeGemmProblem& p) { return p.scales.format == ScaleFormat::kBlock; }
+
+ScaleArgs MakeScales(const MoeGemmProblem& p) {
+  constexpr int kBlock = 128;
+  const int blocks = static_cast<int>(CeilDiv(p.k, kBlock));
+  ScaleArgs s{};
+  s.w = p.scales.w;
+  s.x = p.scales.x;
+  s.out = p.scales.out;
+  s.out_groups = p.scales.out_groups;
+  s.x_index = p.scales.x_index;
+  s.num_x = 1;
+  s.num_out = p.scales.num_out;
+  s.by_step = ByStep(p);
+  s.half = p.out_dtype == DType::kFloat16;
+  switch (p.scales.format) {
+    case ScaleFormat::kTensor:
+      s.w_stride = 1;
+      s.num_x = p.scales.num_x;
+      break;
+    case ScaleFormat::kChannel:
+      s.w_stride = p.n;
+      s.w_row_stride = 1;
+      s.x_row_stride = 1;
+      break;
+    case ScaleFormat::kBlock:
+      s.w_stride = CeilDiv(p.n, kBlock) * blocks;
+      s.w_row_stride = blocks;
+      s.x_row_stride = blocks;
+      break;
+  }
+  return s;
+}
+
+template <class... Args>
+const char* Message(const char* format, Args... args) {
+  thread_local char text[160];
+  std::snprintf(text, sizeof(text), format, args...);
+  return text;
+}
+
+}  // namespace
+
+const char* LaunchMoeGemm(const MoeGemmProblem& p, const TileConfig& tile, cudaStream_t stream) {
+  const Variant* variant = FindVariant(p, tile);
+  const bool fp8 = IsFloat8(p.dtype);
+  if (variant == nullptr || (fp8 && p.out_f32 && tile.token_tile == 160)) {
+    return Message("no kernel with weight_tile=%d token_tile=%d cluster=%d split_k=%d%s%s",
+                   tile.weight_tile,
+                   tile.token_tile,
+                   tile.cluster,
+                   tile.split_k,
+                   p.scales.promoted ? ", promoted sums" : "",
+                   p.out_f32 ? ", float32 output" : "");
+  }
+  if (p.num_groups == 0 || p.rows_per_batch == 0 || p.n == 0) return nullptr;
+  const int unit = 16 / ElementSize(p.dtype);
+  if (p.k % unit != 0 || (p.gated ? p.n / 2 : p.n) % 8 != 0 || p.n % 8 != 0 || p.k == 0) {
+    return Message("k=%d must be a positive multiple of %d and n=%d%s of 8 (16-byte rows)",
+                   p.k,
+                   unit,
+                   p.n,
+                   p.gated ? " (both halves)" : "");
+  }
+  if (p.z != nullptr && (fp8 || p.out_f32)) {
+    return "sums beside the activation are those of bf16 and fp16 products";
+  }
+  const int step_k = 128 / ElementSize(p.dtype);
+  if (fp8 && tile.gather && tile.token_tile > 32) return "wide FP8 tiles do not gather";
+  if (ByStep(p) && (!p.scales.promoted || p.x_rows * CeilDiv(p.k, step_k) > INT32_MAX)) {
+    return "block scales need promoted sums and at most 2^31 scales of X";
+  }
+  if (ByStep(p) && p.gated && p.n % 32 != 0) return "with block scales n / 2 is a multiple of 16";
+
+  MoeGemmArgs args{};
+  constexpr int kWeightBoxRows = 64;
+  const bool k_inner = p.layout == WeightLayout::kNK;
+  if (const char* error = EncodeMatricesMap(p.dtype,
+                                            p.w,
+                                            p.num_weights,
+                                            k_inner ? p.n : p.k,
+                                            k_inner ? p.k : p.n,
+                                            kWeightBoxRows,
+                                            &args.w_map)) {
+    return error;
+  }
+  const int x_box_rows = tile.gather ? 1 : variant->box_rows;
+  if (const char* error = EncodeMatrixMap(p.dtype, p.x, p.x_rows, p.k, x_box_rows, &args.x_map)) {
+    return error;
+  }
+  args.group_starts = p.group_starts;
+  args.group_sizes = p.group_sizes;
+  args.row_index = p.row_index;
+  args.tile_counter = p.tile_counter;
+  args.x = p.x;
+  args.x_rows = p.x_rows;
+  args.bias = p.bias;
+  args.out = p.out;
+  args.num_groups = p.num_groups;
+  args.groups_per_batch = p.groups_per_batch;
+  args.rows_per_batch = p.rows_per_batch;
+  args.num_weights = p.num_weights;
+  args.k = p.k;
+  args.n = p.n;
+  args.n_out = p.gated ? p.n / 2 : p.n;
+  args.num_k_steps = static_cast<int>(CeilDiv(p.k, step_k));
+  if (args.num_k_steps < variant->split_k) {
+    return Message(
+        "split_k=%d needs k > %d, not %d", tile.split_k, (tile.split_k - 1) * step_k, p.k);
+  }
+  if (p.plan != nullptr && (p.plan->num_tokens * p.plan->top_k > kMaxPlannedSlots ||
+                            (tile.gather && tile.token_tile > 32))) {
+    return "too many slots or rows a tile to plan inside the product";
+  }
+  args.num_w_tiles = static_cast<int>(CeilDiv(p.n, tile.weight_tile));
+  args.raster = tile.raster <= 0 ? args.num_w_tiles : std::min(tile.raster, args.num_w_tiles);
+  args.gate_base = p.gate_up == GateUp::kUpGate ? args.n_out : 0;
+  args.up_base = p.gate_up == GateUp::kUpGate ? 0 : args.n_out;
+  args.interleaved = p.gate_up == GateUp::kInterleaved;
+  args.gather = tile.gather;
+  args.out_f32 = p.out_f32;
+  args.early_groups = p.early_groups;
+  const int tile_rows = tile.token_tile * variant->cluster;
+  const int64_t mean_rows = CeilDiv(p.rows_per_batch, p.groups_per_batch);
+  args.stream_weights = mean_rows <= tile_rows;  // about one token tile a group
+  args.activation = p.activation;
+  args.z = p.z;
+  args.plans = p.plan != nullptr;
+  args.writes_plan = p.writes_plan;
+  if (args.plans) args.plan = *p.plan;
+  if (fp8) args.scales = MakeScales(p);
+
+  // A thread takes one scale for its warpgroup's 64 gate rows and one for the up rows.
+  if (ByStep(p) && p.gated && !args.interleaved && args.n_out % 64 != 0 &&
+      (tile.weight_tile == 256 || tile.token_tile == 256)) {
+    return "block scales and a tile of 256 need halves of a multiple of 64 rows";
+  }
+  if (p.scales.out_groups != nullptr && !QuantizesGroups(p.scales.format, tile)) {
+    return "this tile has no whole groups to quantize";
+  }
+
+  int sm_count = 0;
+  if (cudaError_t status = GetSmCount(&sm_count); status != cudaSuccess) {
+    return cudaGetErrorString(status);
+  }
+  // Token tiles of all groups together: at most one ragged tile a group beyond the full ones.
+  const int64_t batches = CeilDiv(p.num_groups, p.groups_per_batch);
+  const int64_t rows = batches * p.rows_per_batch;
+  const int64_t token_tiles = rows / tile_rows + std::min<int64_t>(p.num_groups, rows);
+  const int cluster_ctas = variant->cluster * variant->split_k;
+  const int64_t clusters = std::min<int64_t>(token_tiles * args.num_w_tiles,
+                                             sm_count * variant->ctas_per_sm / cluster_ctas);
+  const int grid = static_cast<int>(clusters) * cluster_ctas;
+  const cudaError_t status = variant->launch(args, grid, p.pdl, stream);
+  return status == cudaSuccess ? nullptr : cudaGetErrorString(status);
+}
+
+}  // namespace jaxmoe

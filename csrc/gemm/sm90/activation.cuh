@@ -1,0 +1,75 @@
+// Device forms of the activations defined in jaxmoe/activation.py; float32 in, float32 out.
+#pragma once
+
+#include "csrc/gemm/moe_gemm.h"
+
+namespace jaxmoe {
+
+// min.NaN / max.NaN: a NaN must stay visible, fminf would hide it.
+__device__ __forceinline__ float MinPropagateNan(float a, float b) {
+  float r;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+  return r;
+}
+
+__device__ __forceinline__ float MaxPropagateNan(float a, float b) {
+  float r;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+  return r;
+}
+
+// Each form maps (gate, up) to the output; ungated callers pass up = 1, for which the sigmoid form
+// needs beta = 0 and a limit of infinity.
+
+// 1 / x for x >= 1, infinity included. Plain division would scale x first, four instructions more.
+__device__ __forceinline__ float Reciprocal(float x) {
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
+
+__device__ __forceinline__ float SigmoidTimes(const ActivationParams& p,
+                                              float gate,
+                                              float slope,
+                                              float up) {
+  const float g = MinPropagateNan(gate, p.limit);
+  const float u = MaxPropagateNan(MinPropagateNan(up, p.limit), -p.limit);
+  // exp(-z) overflows to infinity for very negative z, where the quotient is 0 as it should be.
+  return g * Reciprocal(1.0f + __expf(-g * slope)) * (u + p.beta);
+}
+
+// g * sigmoid(c1 g) * (u + beta) after clamping: silu and (clamped) swiglu.
+struct SiluForm {
+  static __device__ __forceinline__ float Apply(const ActivationParams& p, float gate, float up) {
+    return SigmoidTimes(p, gate, p.c1, up);
+  }
+};
+
+struct OtherForm {
+  static __device__ __forceinline__ float Apply(const ActivationParams& p, float gate, float up) {
+    switch (p.kind) {
+      case ActivationParams::kSigmoid:
+        // c3 = 0 must not meet an infinite gate.
+        return SigmoidTimes(p, gate, p.c3 == 0.0f ? p.c1 : fmaf(p.c3 * gate, gate, p.c1), up);
+      case ActivationParams::kErf:
+        // 1 + erf would cancel for negative gates.
+        return 0.5f * gate * erfcf(gate * -0.70710678118654752f) * up;
+      case ActivationParams::kRelu:
+        return MaxPropagateNan(gate, 0.0f) * up;
+      case ActivationParams::kRelu2: {
+        const float r = MaxPropagateNan(gate, 0.0f);
+        return r * r * up;
+      }
+      default:
+        return gate * up;
+    }
+  }
+};
+
+struct IdentityForm {
+  static __device__ __forceinline__ float Apply(const ActivationParams&, float gate, float) {
+    return gate;
+  }
+};
+
+}  // namespace jaxmoe

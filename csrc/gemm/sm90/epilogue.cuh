@@ -1,0 +1,317 @@
+// Accumulators to global memory: scales, bias, activation, rounding, transposition, predicated
+// stores, of FP8 operands perhaps quantization.
+//
+// A thread's accumulators lie along tokens of one weight row (feature), memory lies along features
+// of one token. stmatrix.trans turns them: chunks of tokens are staged as [token][feature] in
+// shared memory, then every thread stores 16 bytes of features.
+#pragma once
+
+#include "csrc/gemm/sm90/activation.cuh"
+#include "csrc/gemm/sm90/scales.cuh"
+
+namespace jaxmoe {
+
+// What of the output a warpgroup holds.
+struct EpilogueSite {
+  int weight;       // index of the weight matrix, for bias and scales
+  int row;          // first output row
+  int rows;         // rows to store
+  int feature;      // first output feature
+  int weight_row0;  // first weight row of its two 64-row blocks, for the same
+  int weight_row1;
+  int consumer;  // for its staging buffer and named barrier
+  int thread;    // 0..127
+};
+
+// Conversions of what is neither an operand nor an accumulator: bias and output have the operands'
+// type, or if that is FP8 one that is known at run time.
+template <class T>
+struct OutType {
+  bool half;  // of FP8: fp16, not bf16
+
+  using Bf16Or16 = std::conditional_t<T::kFp8, __nv_bfloat16, typename T::Weight>;
+
+  __device__ __forceinline__ float Load(const void* at, int64_t i) const {
+    if (T::kFp8 && half) return ptx::ToFloat(static_cast<const __half*>(at)[i]);
+    return ptx::ToFloat(static_cast<const Bf16Or16*>(at)[i]);
+  }
+
+  __device__ __forceinline__ uint32_t Pack2(float lo, float hi) const {
+    if (T::kFp8 && half) return ptx::Pack2<__half>(lo, hi);
+    return ptx::Pack2<Bf16Or16>(lo, hi);
+  }
+
+  __device__ __forceinline__ float2 Unpack2(uint32_t v) const {
+    if (T::kFp8 && half) return __half22float2(reinterpret_cast<__half2&>(v));
+    return __bfloat1622float2(reinterpret_cast<__nv_bfloat162&>(v));
+  }
+
+  // Eight values times s in e4m3.
+  __device__ __forceinline__ uint2 Quantize(const uint4& v, float s) const {
+    const float2 a = Unpack2(v.x);
+    const float2 b = Unpack2(v.y);
+    const float2 c = Unpack2(v.z);
+    const float2 d = Unpack2(v.w);
+    return make_uint2(ptx::PackE4M3(a.x * s, a.y * s, b.x * s, b.y * s),
+                      ptx::PackE4M3(c.x * s, c.y * s, d.x * s, d.y * s));
+  }
+};
+
+// TileScales, or of operands without scales anything.
+struct NoScales {};
+
+template <class T, class Scales>
+class Epilogue {
+ public:
+  __device__ Epilogue(const MoeGemmArgs& args,
+                      const SharedStorage<T>& smem,
+                      const EpilogueSite& site,
+                      const Scales& scales)
+      : args_(args),
+        site_(site),
+        scales_(scales),
+        staging_(smem.staging(site.consumer)),
+        token_scales_(smem.token_scales(site.consumer)),
+        warp_(site.thread / 32),
+        lane_(site.thread % 32) {}
+
+  __device__ __forceinline__ void Run(Accumulators<T>& acc) {
+    LoadBias();
+    if constexpr (T::kFp8) {
+      scales_.Publish(token_scales_, site_.thread);
+      Sync();
+    } else {
+      if (args_.z != nullptr) StoreSums(acc);
+    }
+    if constexpr (T::kGated) {
+      const bool silu =
+          args_.activation.kind == ActivationParams::kSigmoid && args_.activation.c3 == 0.0f;
+      if (args_.interleaved) {
+        silu ? StageAll<StageMode::kInterleaved, SiluForm>(acc)
+             : StageAll<StageMode::kInterleaved, OtherForm>(acc);
+      } else {
+        silu ? StageAll<StageMode::kHalves, SiluForm>(acc)
+             : StageAll<StageMode::kHalves, OtherForm>(acc);
+      }
+    } else {
+      if (args_.activation.kind == ActivationParams::kIdentity) {
+        if (args_.out_f32) {
+          if constexpr (T::kStoresFloat) StoreFloat(acc);
+        } else {
+          StageAll<StageMode::kSingle, IdentityForm>(acc);
+        }
+      } else {
+        StageAll<StageMode::kSingle, OtherForm>(acc);
+      }
+    }
+  }
+
+ private:
+  enum class StageMode { kHalves, kInterleaved, kSingle };
+
+  // How the threads copy a chunk out of the staging buffer: 8 features of a token each.
+  static constexpr int kChunksPerRow = T::kOutFeatures / 8;
+  static constexpr int kRowsPerPass = 128 / kChunksPerRow;
+  static constexpr int kPasses = (T::kChunkTokens + kRowsPerPass - 1) / kRowsPerPass;
+
+  // Accumulator e of an 8-column group: row lane/4 + 8 * (e / 2), column 2 * (lane % 4) + e % 2.
+  __device__ __forceinline__ void LoadBias() {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int r = warp_ * 16 + half * 8 + lane_ / 4;
+      bias_[0][half] = BiasAt(site_.weight_row0 + r);
+      bias_[1][half] = BiasAt(site_.weight_row1 + r);
+    }
+  }
+
+  __device__ __forceinline__ float BiasAt(int weight_row) const {
+    if (args_.bias == nullptr || weight_row >= args_.n) return 0.0f;
+    return Out().Load(args_.bias, static_cast<int64_t>(site_.weight) * args_.n + weight_row);
+  }
+
+  __device__ __forceinline__ OutType<T> Out() const { return {args_.scales.half}; }
+
+  // Accumulators 4 * group ... of a block, scaled and with bias.
+  __device__ __forceinline__ float4 Values(const Accumulators<T>& acc, int block, int group) const {
+    const float* a = &acc[block][4 * group];
+    const float* b = bias_[block];
+    if constexpr (T::kFp8) {
+      const float2 x =
+          *reinterpret_cast<const float2*>(token_scales_ + 8 * group + 2 * (lane_ % 4));
+      const float w0 = scales_.weight(block, 0);
+      const float w1 = scales_.weight(block, 1);
+      return make_float4(fmaf(a[0], x.x * w0, b[0]),
+                         fmaf(a[1], x.y * w0, b[0]),
+                         fmaf(a[2], x.x * w1, b[1]),
+                         fmaf(a[3], x.y * w1, b[1]));
+    }
+    return make_float4(a[0] + b[0], a[1] + b[0], a[2] + b[1], a[3] + b[1]);
+  }
+
+  __device__ __forceinline__ void Sync() const { ptx::NamedBarrierSync(1 + site_.consumer, 128); }
+
+  template <StageMode kMode, class Form>
+  __device__ __forceinline__ void StageAll(Accumulators<T>& acc) {
+#pragma unroll
+    for (int t0 = 0; t0 < T::kWarpgroupTokens; t0 += T::kChunkTokens) {
+      if (t0 < site_.rows) {
+        if (t0 > 0) Sync();  // the chunk before has been copied out
+#pragma unroll
+        for (int j = 0; j < T::kChunkTokens / 8; ++j) {
+          StageColumns<kMode, Form>(acc, t0 / 8 + j, j);
+        }
+        Sync();
+        CopyOut(t0);
+      }
+    }
+    if (T::kFp8 || site_.rows > 0) Sync();  // staging and scales are free for the next tile
+  }
+
+  // The sums that the activation is of, in the weight's own order of columns: as many 64-row blocks
+  // at a time as there are features of the output.
+  __device__ __forceinline__ void StoreSums(const Accumulators<T>& acc) const {
+    constexpr int kBlocks = T::kOutFeatures / 64;
+#pragma unroll
+    for (int t0 = 0; t0 < T::kWarpgroupTokens; t0 += T::kChunkTokens) {
+      if (t0 >= site_.rows) break;
+#pragma unroll
+      for (int first = 0; first < 2; first += kBlocks) {
+#pragma unroll
+        for (int j = 0; j < T::kChunkTokens / 8; ++j) {
+#pragma unroll
+          for (int b = 0; b < kBlocks; ++b) {
+            const float4 v = Values(acc, first + b, t0 / 8 + j);
+            StageBlock(b, j, v.x, v.y, v.z, v.w);
+          }
+        }
+        Sync();
+        const int chunk = site_.thread % kChunksPerRow;
+        const int column = (first == 0 ? site_.weight_row0 : site_.weight_row1) + 8 * chunk;
+        const bool exists = T::kGated && !args_.interleaved
+                                ? site_.feature + 8 * chunk < args_.n_out
+                                : column < args_.n;
+        uint16_t* const z = static_cast<uint16_t*>(args_.z) + column;
+        ForEachStaged(t0, exists, [&](int row, const uint4& v) {
+          *reinterpret_cast<uint4*>(z + row * static_cast<int64_t>(args_.n)) = v;
+        });
+        Sync();  // the staging buffer is free again
+      }
+    }
+  }
+
+  // Eight tokens of a 64-row block of weights, rounded.
+  __device__ __forceinline__ void StageBlock(
+      int block, int j, float v0, float v1, float v2, float v3) const {
+    const int token = 8 * j + lane_ % 8;
+    const int feature = block * 64 + warp_ * 16 + (lane_ / 8 % 2) * 8;
+    ptx::StoreMatrix2Transposed(staging_ + token * T::kStagingPitch + feature * 2,
+                                Out().Pack2(v0, v1),
+                                Out().Pack2(v2, v3));
+  }
+
+  // Eight tokens: accumulator columns group `group`, staging rows 8 * j ...
+  template <StageMode kMode, class Form>
+  __device__ __forceinline__ void StageColumns(Accumulators<T>& acc, int group, int j) {
+    const ActivationParams& p = args_.activation;
+    if constexpr (kMode == StageMode::kInterleaved) {
+      // Gate and up of a feature are neighbouring rows, so neighbouring lanes / 4. Lanes on even
+      // rows take the features of block 0, lanes on odd rows those of block 1.
+      const int row = lane_ / 4;
+      const bool odd = row % 2 != 0;
+      const float4 block0 = Values(acc, 0, group);
+      const float4 block1 = Values(acc, 1, group);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float v0 = Get(block0, e);
+        const float v1 = Get(block1, e);
+        const float other = __shfl_xor_sync(0xffffffffu, odd ? v0 : v1, 4);
+        const float y = Form::Apply(p, odd ? other : v0, odd ? v1 : other);
+        const int feature = (odd ? 32 : 0) + (warp_ * 16 + (e / 2) * 8 + row) / 2;
+        const int token = 8 * j + 2 * (lane_ % 4) + e % 2;
+        *reinterpret_cast<uint16_t*>(staging_ + token * T::kStagingPitch + feature * 2) =
+            static_cast<uint16_t>(Out().Pack2(y, 0.0f));
+      }
+    } else {
+      constexpr int kBlocks = kMode == StageMode::kHalves ? 1 : 2;
+#pragma unroll
+      for (int block = 0; block < kBlocks; ++block) {
+        const float4 gate = Values(acc, block, group);
+        float4 up = make_float4(1.0f, 1.0f, 1.0f, 1.0f);
+        if constexpr (kMode == StageMode::kHalves) up = Values(acc, 1, group);
+        float y[4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) y[e] = Form::Apply(p, Get(gate, e), Get(up, e));
+        StageBlock(block, j, y[0], y[1], y[2], y[3]);
+      }
+    }
+  }
+
+  static __device__ __forceinline__ float Get(const float4& v, int e) {
+    return e == 0 ? v.x : e == 1 ? v.y : e == 2 ? v.z : v.w;
+  }
+
+  // Rows past the group belong to the next expert and are not stored; neither are features past
+  // n_out (a multiple of 8, so 16-byte chunks are all in or all out).
+  __device__ __forceinline__ void CopyOut(int t0) const {
+    const int feature = site_.feature + 8 * (site_.thread % kChunksPerRow);
+    ForEachStaged(t0, feature < args_.n_out, [&](int row, const uint4& v) {
+      const int64_t at = row * static_cast<int64_t>(args_.n_out) + feature;
+      if constexpr (T::kFp8) {
+        if (args_.scales.out != nullptr) {
+          *reinterpret_cast<uint2*>(static_cast<uint8_t*>(args_.out) + at) =
+              Out().Quantize(v, scales_.out_inverse());
+          return;
+        }
+      }
+      *reinterpret_cast<uint4*>(static_cast<uint16_t*>(args_.out) + at) = v;
+    });
+  }
+
+  // Calls use(row, 16 bytes) for this thread's columns, if they exist, of the chunk's rows.
+  template <class Use>
+  __device__ __forceinline__ void ForEachStaged(int t0, bool exists, const Use& use) const {
+    if (!exists) return;
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const int token = pass * kRowsPerPass + site_.thread / kChunksPerRow;
+      if (token < T::kChunkTokens && t0 + token < site_.rows) {
+        use(site_.row + t0 + token,
+            *reinterpret_cast<const uint4*>(staging_ + token * T::kStagingPitch +
+                                            16 * (site_.thread % kChunksPerRow)));
+      }
+    }
+  }
+
+  // float32 output skips the staging: 8 lanes write 32 contiguous bytes, whole sectors.
+  __device__ __forceinline__ void StoreFloat(Accumulators<T>& acc) const {
+    float* out = static_cast<float*>(args_.out);
+#pragma unroll
+    for (int block = 0; block < 2; ++block) {
+#pragma unroll
+      for (int group = 0; group < T::kWarpgroupTokens / 8; ++group) {
+        const float4 values = Values(acc, block, group);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int token = group * 8 + 2 * (lane_ % 4) + e % 2;
+          const int feature = site_.feature + block * 64 + warp_ * 16 + (e / 2) * 8 + lane_ / 4;
+          if (token < site_.rows && feature < args_.n_out) {
+            const int64_t row = site_.row + token;
+            out[row * args_.n_out + feature] = Get(values, e);
+          }
+        }
+      }
+    }
+    if constexpr (T::kFp8) Sync();  // the token scales have been read
+  }
+
+  const MoeGemmArgs& args_;
+  const EpilogueSite site_;
+  const Scales& scales_;
+  uint8_t* const staging_;
+  float* const token_scales_;
+  const int warp_;
+  const int lane_;
+  float bias_[2][2];
+};
+
+}  // namespace jaxmoe

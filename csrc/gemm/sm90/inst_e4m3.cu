@@ -1,0 +1,11 @@
+// Kernel instances: e4m3.
+#include "csrc/gemm/sm90/kernel.cuh"
+
+namespace jaxmoe {
+
+VariantTable E4M3Variants() {
+  return MakeVariants<Operands<__nv_fp8_e4m3>, cute::SM90::GMMA::Major::K>(DType::kFloat8E4M3,
+                                                                           WeightLayout::kNK);
+}
+
+}  // namespace jaxmoe

@@ -1,0 +1,232 @@
+// The grouped GEMM kernel: roles of the warps and the launch of one variant.
+//
+//   Y[r, n] = epilogue(sum_k W[e(r)][n, k] * X[x_row(r), k])
+//
+// Persistent CTAs of a producer warpgroup (warp 0 schedules, one thread of warp 1 loads weights,
+// warp 2 loads rows of X, warp 3 the scales of FP8 blocks), in wide tiles one that gathers rows of
+// X, and one or two of consumers. Weights sit on wgmma's M side and tokens on N, for decode and
+// prefill alike, so the token tile goes down to 8 (the other way round in the wide tiles of
+// promoted sums, see promoted.cuh). One tensor map serves all experts: the expert is a coordinate.
+// Measurements behind the tile shapes are in docs/notes.md.
+#pragma once
+
+#include "csrc/gemm/sm90/epilogue.cuh"
+#include "csrc/gemm/sm90/producer.cuh"
+#include "csrc/gemm/sm90/scheduler.cuh"
+#include "csrc/gemm/sm90/token_epilogue.cuh"
+
+namespace jaxmoe {
+
+template <class T>
+__device__ __forceinline__ WarpgroupShare Share(int rows, int consumer, bool gathered) {
+  if constexpr (T::kSplit == Split::kTokens) {
+    constexpr int kToken = T::kTokensOnM ? 64 : T::kTokenStep;
+    const int half = (rows + 2 * kToken - 1) / (2 * kToken) * kToken;
+    const int first = consumer * half;
+    return {0, first, min(max(rows - first, 0), half), half, gathered};
+  }
+  return {T::kSplit == Split::kWeights ? 2 * consumer : 0, 0, rows, rows, gathered};
+}
+
+template <class T>
+__device__ __forceinline__ void RunConsumer(const MoeGemmArgs& args,
+                                            const SharedStorage<T>& smem,
+                                            int consumer) {
+  const int thread = threadIdx.x % 128;
+  const int lane = thread % 32;
+  const StepRange steps = StepsOf<T>(args.num_k_steps);
+  uint32_t slices_parity = 0;
+  int token_of_row = -1;
+  if constexpr (T::kFp8) {
+    GridDependencyWait();  // scales of X are the previous kernel's output
+    if constexpr (T::kDecode) token_of_row = TileScales<T>::TokenOfRow(args, lane);
+  }
+  using Scales = std::conditional_t<T::kFp8, TileScales<T>, NoScales>;
+  PipelineState<T::kStages> stage;
+  PipelineState<T::kRing> slot;
+  while (true) {
+    const TileInfo info = NextTile<T>(smem, slot, lane);
+    if (info.end()) break;
+
+    const WarpgroupShare share = Share<T>(info.rows, consumer, args.gather);
+    Accumulators<T> acc;
+    Scales scales;
+    StepScales step_scales{};
+    if constexpr (T::kPromoted) step_scales = FetchStepScales<T>(args, info, share, thread);
+    if constexpr (T::kFp8 && !T::kLateScales) {
+      scales.Fetch(args, info, share, token_of_row, thread);
+    }
+    RunMainloop<T>(smem, steps.last - steps.first, share, thread, step_scales, stage, acc);
+    if (lane == 0) ReleaseRing<T>(smem.ring_empty(slot.index));
+    slot.Advance();
+    if constexpr (T::kSplitK > 1) {
+      const bool sum_is_here = ReduceSlices<T>(smem, thread, slices_parity, acc);
+      slices_parity ^= 1;
+      if (!sum_is_here) continue;
+    }
+
+    EpilogueSite site;
+    site.weight = info.weight;
+    site.row = info.row + share.first_token;
+    site.rows = share.rows;
+    site.feature = info.w_tile * (T::kGated ? T::kWeightTile / 2 : T::kWeightTile) +
+                   (share.first_block / 2) * T::kOutFeatures;
+    site.weight_row0 = WeightRow<T>(args, info.w_tile, share.first_block);
+    site.weight_row1 = WeightRow<T>(args, info.w_tile, share.first_block + 1);
+    site.consumer = consumer;
+    site.thread = thread;
+    if constexpr (T::kTokensOnM) {
+      TokenMajorEpilogue<T>(args, smem, site).Run(info, share, acc);
+    } else {
+      if constexpr (T::kFp8 && T::kLateScales) {
+        scales.Fetch(args, info, share, token_of_row, thread);
+      }
+      Epilogue<T, Scales>(args, smem, site, scales).Run(acc);
+    }
+  }
+}
+
+template <class T>
+__global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
+    MoeGemmKernel(const __grid_constant__ MoeGemmArgs args) {
+  extern __shared__ __align__(1024) uint8_t raw_smem[];
+  const SharedStorage<T> smem(raw_smem);
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // known to be the same
+  const int lane = threadIdx.x % 32;
+
+  if (warp == 0 && lane == 0) {
+    ptx::PrefetchTensorMap(&args.w_map);
+    ptx::PrefetchTensorMap(&args.x_map);
+    constexpr int kWarpgroup = 128;
+    const bool by_threads = args.gather && T::kGatherByThreads;
+    const bool step_scales = T::kPromoted && args.scales.by_step;
+    const int full_arrivals = 1 + (by_threads ? kWarpgroup : 0) + (step_scales ? 32 : 0);
+    for (int s = 0; s < T::kStages; ++s) {
+      ptx::BarrierInit(smem.full(s), full_arrivals);
+      ptx::BarrierInit(smem.empty(s), 4 * T::kConsumers * T::kMulticast);
+    }
+    ptx::BarrierInit(smem.partial_full(), 1);
+    ptx::BarrierInit(smem.partial_empty(), 4);  // the warps of the CTA that adds up
+    for (int s = 0; s < T::kRing; ++s) {
+      ptx::BarrierInit(smem.ring_full(s), 1);
+      // The weight thread, the warps that load X, its scales, and the consumers of this slot.
+      const int warps = 1 + (by_threads ? 4 : 1) + (step_scales ? 1 : 0) + 4 * T::kConsumers;
+      ptx::BarrierInit(smem.ring_empty(s), T::kCluster * warps);
+    }
+    ptx::BarrierInitFence();
+  }
+  if (T::kPromoted && !args.scales.by_step) {
+    for (int i = threadIdx.x; i < T::kStages * T::kStepScaleBytes / 4; i += T::kThreads) {
+      smem.step_scales(0)[i] = 1.0f;
+    }
+  }
+  if constexpr (T::kCluster > 1) ptx::ClusterSyncInit();
+  // The barrier of a cluster orders nothing but the initialization of barriers.
+  if constexpr (T::kCluster == 1 || T::kPromoted) __syncthreads();
+
+  // Each role is one branch, or ptxas ignores setmaxnreg.
+  if (warp < 4) {
+    if constexpr (T::kReconfigureRegisters) {
+      cutlass::arch::warpgroup_reg_dealloc<T::kProducerRegisters>();
+    }
+    if (warp == 0) {
+      if (T::kCluster == 1 || ptx::ClusterRank() == 0) {
+        if (!args.early_groups) GridDependencyWait();
+        RunScheduler<T>(args, smem, lane);
+      }
+    } else if (warp == 1) {
+      if (lane == 0) RunWeightProducer<T>(args, smem);
+    } else {
+      if (warp == 3) {
+        // The next kernel may start only when this one has seen the end of the one before: then it
+        // may rely, before its own wait, on everything written two launches back.
+        GridDependencyWait();
+        GridDependencyLaunch();
+        if constexpr (T::kPromoted) {
+          if (args.scales.by_step) RunScaleProducer<T>(args, smem, lane);
+        }
+      }
+      if (warp == 2 && !(T::kGatherByThreads && args.gather)) {
+        RunTokenProducer<T>(args, smem, lane);
+      }
+    }
+  } else if (warp < 4 * T::kProducers) {
+    if constexpr (T::kReconfigureRegisters) {
+      cutlass::arch::warpgroup_reg_dealloc<T::kProducerRegisters>();
+    }
+    if constexpr (T::kGatherByThreads) {
+      if (args.gather) RunGatherProducer<T>(args, smem, threadIdx.x - 128);
+    }
+  } else {
+    if constexpr (T::kReconfigureRegisters) {
+      cutlass::arch::warpgroup_reg_alloc<T::kConsumerRegisters>();
+    }
+    RunConsumer<T>(args, smem, warp / 4 - T::kProducers);
+  }
+  // Others still write to this CTA's shared memory, or arrive at its barriers.
+  if constexpr (T::kCluster > 1) ptx::ClusterSync();
+}
+
+template <class T>
+cudaError_t LaunchVariant(const MoeGemmArgs& args, int grid, bool pdl, cudaStream_t stream) {
+  return LaunchClusters(&MoeGemmKernel<T>,
+                        dim3(grid),
+                        dim3(T::kThreads),
+                        T::kCluster,
+                        T::kSharedBytes,
+                        stream,
+                        pdl,
+                        args);
+}
+
+template <class T>
+Variant MakeVariant(DType dtype, WeightLayout layout) {
+  return {dtype,
+          layout,
+          T::kPromoted,
+          T::kGated,
+          T::kWeightTile,
+          T::kTokenTile,
+          T::kCtasPerSm,
+          T::kMulticast,
+          T::kSplitK,
+          T::kBoxRows,
+          &LaunchVariant<T>};
+}
+
+// The tile table of one kind of operands and weight layout. Decode tiles (one consumer warpgroup,
+// two CTAs an SM) keep >= 96 KB of weights in flight per SM; the others use the whole SM. Promoted
+// sums of 256 x 160 would not fit the registers.
+template <class Operands, cute::SM90::GMMA::Major kMajor>
+VariantTable MakeVariants(DType dtype, WeightLayout layout) {
+#define JAXMOE_VARIANT(gated, ...) \
+  MakeVariant<Tile<Operands, kMajor, gated, __VA_ARGS__>>(dtype, layout)
+#define JAXMOE_TILE(wt, tt, stages, split, ctas, cluster, split_k)            \
+  JAXMOE_VARIANT(true, wt, tt, stages, Split::split, ctas, cluster, split_k), \
+      JAXMOE_VARIANT(false, wt, tt, stages, Split::split, ctas, cluster, split_k)
+  if constexpr (Operands::kPromoted) {
+    static const Variant rows[] = {
+        JAXMOE_TILE(128, 8, 6, kNone, 2, 1, 1),
+        JAXMOE_TILE(128, 8, 6, kNone, 2, 1, 2),
+        JAXMOE_TILE(128, 32, 5, kNone, 2, 1, 1),
+        JAXMOE_TILE(128, 192, 5, kTokens, 1, 1, 1),
+        JAXMOE_TILE(128, 256, 4, kTokens, 1, 1, 1),
+        JAXMOE_TILE(256, 128, 4, kWeights, 1, 1, 1),
+    };
+    return {rows, static_cast<int>(std::size(rows))};
+  } else {
+    static const Variant rows[] = {
+        JAXMOE_TILE(128, 8, 6, kNone, 2, 1, 1),
+        JAXMOE_TILE(128, 8, 6, kNone, 2, 1, 2),
+        JAXMOE_TILE(128, 32, 5, kNone, 2, 1, 1),
+        JAXMOE_TILE(128, 192, 5, kTokens, 1, 1, 1),
+        JAXMOE_TILE(256, 128, 4, kWeights, 1, 1, 1),
+        JAXMOE_TILE(256, 160, 4, kWeights, 1, 2, 1),
+    };
+    return {rows, static_cast<int>(std::size(rows))};
+  }
+#undef JAXMOE_TILE
+#undef JAXMOE_VARIANT
+}
+
+}  // namespace jaxmoe

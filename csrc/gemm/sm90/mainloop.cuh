@@ -1,0 +1,140 @@
+// One warpgroup's k loop: 128 weight rows by its tokens accumulated in registers.
+#pragma once
+
+#include "csrc/gemm/sm90/promoted.cuh"
+
+namespace jaxmoe {
+
+// A k step is four instructions. K-major: 32 bytes along the 128-byte row. MN-major: 16 rows of 128
+// bytes.
+template <class T>
+inline constexpr uint32_t kWeightAdvance = T::kMajor == cute::SM90::GMMA::Major::K ? 32 : 16 * 128;
+
+template <class T, int kN>
+__device__ __forceinline__ void RunKSteps(const SharedStorage<T>& smem,
+                                          int num_k_steps,
+                                          const WarpgroupShare& share,
+                                          int lane,
+                                          PipelineState<T::kStages>& stage,
+                                          Accumulators<T>& acc) {
+  int previous = -1;
+  for (int step = 0; step < num_k_steps; ++step) {
+    ptx::BarrierWait(smem.full(stage.index), stage.parity);
+    // Rows copied by threads were written through the generic proxy, wgmma reads through the
+    // async one.
+    if (T::kGatherByThreads && share.gathered) ptx::FenceProxyAsync();
+    const uint32_t weights =
+        ptx::SmemAddress(smem.weights(stage.index)) + share.first_block * T::kBlockBytes;
+    const uint32_t tokens =
+        ptx::SmemAddress(smem.tokens(stage.index)) + share.first_token * T::kStepBytes;
+    ptx::FenceAccumulator(acc[0]);
+    ptx::FenceAccumulator(acc[1]);
+    cute::warpgroup_arrive();
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint64_t b = ptx::Swizzle128Descriptor(tokens + i * 32);
+#pragma unroll
+      for (int block = 0; block < 2; ++block) {
+        const uint64_t a =
+            ptx::Swizzle128Descriptor(weights + block * T::kBlockBytes + i * kWeightAdvance<T>);
+        ptx::Wgmma<typename T::Weight, kN, T::kMajor>(a, b, acc[block], step > 0 || i > 0);
+      }
+    }
+    cute::warpgroup_commit_batch();
+    ptx::FenceAccumulator(acc[0]);
+    ptx::FenceAccumulator(acc[1]);
+    // The step before this one has been read: its stage goes back to the producers.
+    cute::warpgroup_wait<1>();
+    if (previous >= 0) ReleaseStage(smem, previous, lane);
+    previous = stage.index;
+    stage.Advance();
+  }
+  cute::warpgroup_wait<0>();
+  ptx::FenceAccumulator(acc[0]);
+  ptx::FenceAccumulator(acc[1]);
+  ReleaseStage(smem, previous, lane);
+}
+
+// Runs the k loop with the smallest wgmma N that covers the share. Columns past it stay undefined.
+// With tokens on M there is one N; blocks of tokens past the share are zeros.
+template <class T, int kN = T::kTokenStep>
+__device__ __forceinline__ void RunMainloop(const SharedStorage<T>& smem,
+                                            int num_k_steps,
+                                            const WarpgroupShare& share,
+                                            int thread,
+                                            const StepScales& scales,
+                                            PipelineState<T::kStages>& stage,
+                                            Accumulators<T>& acc) {
+  if constexpr (kN < T::kWarpgroupTokens) {
+    if (share.columns > kN) {
+      RunMainloop<T, kN + T::kTokenStep>(smem, num_k_steps, share, thread, scales, stage, acc);
+      return;
+    }
+  }
+  if constexpr (T::kTokensOnM) {
+    RunTokenMajorKSteps<T>(smem, num_k_steps, share, thread, scales, stage, acc);
+  } else if constexpr (T::kPromoted) {
+    RunPromotedKSteps<T, kN>(smem, num_k_steps, share, thread % 32, scales, stage, acc);
+  } else {
+    RunKSteps<T, kN>(smem, num_k_steps, share, thread % 32, stage, acc);
+  }
+}
+
+// Adds up the accumulators of the CTAs that share a tile's k loop, in their order: always the same
+// sum. Returns whether this CTA has it.
+template <class T>
+__device__ __forceinline__ bool ReduceSlices(const SharedStorage<T>& smem,
+                                             int thread,
+                                             uint32_t parity,
+                                             Accumulators<T>& acc) {
+  constexpr int kPieces = T::kWarpgroupTokens / 8;  // of 16 bytes, in one of the two blocks
+  static_assert(T::kSplitK == 1 || T::kConsumers == 1, "one warpgroup has the whole tile");
+  const int rank = ptx::ClusterRank();
+  const auto piece = [&](int part, int block, int i) {
+    return smem.partial(part) + ((block * kPieces + i) * 128 + thread) * 16;
+  };
+  if (rank > 0) {
+    ptx::BarrierWait(smem.partial_empty(), parity ^ 1);  // the tile before has been read
+#pragma unroll
+    for (int block = 0; block < 2; ++block) {
+#pragma unroll
+      for (int i = 0; i < kPieces; ++i) {
+        int bits[4];
+        // Stores of the accumulators' own registers would make ptxas serialize wgmma: the addition
+        // puts the values into others.
+#pragma unroll
+        for (int e = 0; e < 4; ++e) bits[e] = __float_as_int(acc[block][4 * i + e] + 0.0f);
+        ptx::StoreAsyncAt(piece(rank - 1, block, i),
+                          smem.partial_full(),
+                          0,
+                          make_int4(bits[0], bits[1], bits[2], bits[3]));
+      }
+    }
+    return false;
+  }
+  if (thread == 0) {
+    ptx::BarrierArriveExpectTx(smem.partial_full(), (T::kSplitK - 1) * T::kPartialBytes);
+  }
+  ptx::BarrierWait(smem.partial_full(), parity);
+#pragma unroll
+  for (int part = 0; part < T::kSplitK - 1; ++part) {
+#pragma unroll
+    for (int block = 0; block < 2; ++block) {
+#pragma unroll
+      for (int i = 0; i < kPieces; ++i) {
+        const float4 other = *reinterpret_cast<const float4*>(piece(part, block, i));
+        float* a = &acc[block][4 * i];
+        a[0] += other.x;
+        a[1] += other.y;
+        a[2] += other.z;
+        a[3] += other.w;
+      }
+    }
+  }
+  __syncwarp();  // every lane has read
+  const int lane = thread % 32;
+  if (lane > 0 && lane < T::kSplitK) ptx::BarrierArriveAt(smem.partial_empty(), lane);
+  return true;
+}
+
+}  // namespace jaxmoe

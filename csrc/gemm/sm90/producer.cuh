@@ -1,0 +1,208 @@
+// Fills the pipeline: one thread loads weights, a warp or a warpgroup loads rows of X.
+//
+// All wait for the same empty slot and complete on the same full barrier. The weight thread's
+// arrival announces the bytes of every bulk copy, so weights can start streaming while X is still
+// being written by the previous kernel (programmatic dependent launch).
+#pragma once
+
+#include "csrc/common/launch.h"
+#include "csrc/gemm/sm90/slot_plan.cuh"
+#include "csrc/gemm/sm90/tile.cuh"
+
+namespace jaxmoe {
+
+// First weight row of 64-row block `block` of weight tile `w_tile`.
+template <class T>
+__device__ __forceinline__ int WeightRow(const MoeGemmArgs& args, int w_tile, int block) {
+  if constexpr (T::kGated) {
+    if (!args.interleaved) {
+      const int feature = w_tile * (T::kWeightTile / 2) + (block / 2) * 64;
+      return feature + (block % 2 == 0 ? args.gate_base : args.up_base);
+    }
+  }
+  return w_tile * T::kWeightTile + block * 64;
+}
+
+// Boxes of rows of a tile: at least one. Without rows (the second CTA of a cluster) a stage would
+// be full without the warp that loads X, which could then miss the whole phase of an empty barrier.
+template <class T>
+__device__ __forceinline__ int TokenBoxes(int rows) {
+  return max((rows + T::kBoxRows - 1) / T::kBoxRows, 1);
+}
+
+// Of a weight row, a step takes 128 bytes. DRAM is faster when the next 128 are asked for at once,
+// so decode tiles load two steps together; wide ones have no stages to spare. Where n is
+// contiguous, the blocks of one step already lie side by side.
+template <class T>
+__device__ void RunWeightProducer(const MoeGemmArgs& args, const SharedStorage<T>& smem) {
+  // A weight that is read once must not push rows of X out of L2; one that several token tiles
+  // share is kept like anything else.
+  const uint64_t policy = args.stream_weights ? ptx::CreatePolicy<ptx::CachePolicy::kEvictFirst>()
+                                              : ptx::CreatePolicy<ptx::CachePolicy::kEvictNormal>();
+  // The CTAs of a cluster load a part of the weight tile each, for all of them.
+  constexpr bool kKMajor = T::kMajor == cute::SM90::GMMA::Major::K;
+  constexpr bool kPairs = kKMajor && T::kDecode;
+  constexpr int kBlocks = T::kWeightBlocks / T::kMulticast;
+  const int first_block = T::kMulticast > 1 ? ptx::ClusterRank() * kBlocks : 0;
+  const StepRange steps = StepsOf<T>(args.num_k_steps);
+  PipelineState<T::kStages> stage;
+  PipelineState<T::kRing> slot;
+  while (true) {
+    ptx::BarrierWait(smem.ring_full(slot.index), slot.parity);
+    const TileInfo info = smem.ring()[slot.index];
+    if (info.end()) break;
+
+    uint32_t token_bytes = TokenBoxes<T>(info.rows) * T::kBoxRows * T::kStepBytes;
+    if (args.gather) token_bytes = T::kGatherByThreads ? 0 : info.rows * T::kStepBytes;
+    int row[kBlocks];
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) row[b] = WeightRow<T>(args, info.w_tile, first_block + b);
+
+    for (int step = steps.first; step < steps.last; ++step) {
+      uint64_t* full = smem.full(stage.index);
+      ptx::BarrierWait(smem.empty(stage.index), stage.parity ^ 1);
+      if (kPairs && (step - steps.first) % 2 == 0 && step + 1 < steps.last) {
+        PipelineState<T::kStages> next = stage;
+        next.Advance();
+        ptx::BarrierWait(smem.empty(next.index), next.parity ^ 1);
+      }
+      ptx::BarrierArriveExpectTx(full, T::kWeightBytes + token_bytes);
+      const int k = step * T::kStepK;
+      uint8_t* dst = smem.weights(stage.index) + first_block * T::kBlockBytes;
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b) {
+        const int c0 = kKMajor ? k : row[b];
+        const int c1 = kKMajor ? row[b] : k;
+        if constexpr (T::kMulticast > 1) {
+          constexpr uint16_t kAll = (1 << T::kMulticast) - 1;
+          ptx::TmaLoad3DMulticast(
+              dst + b * T::kBlockBytes, &args.w_map, full, c0, c1, info.weight, kAll, policy);
+        } else {
+          ptx::TmaLoad3D(dst + b * T::kBlockBytes, &args.w_map, full, c0, c1, info.weight, policy);
+        }
+      }
+      stage.Advance();
+    }
+    ReleaseRing<T>(smem.ring_empty(slot.index));
+    slot.Advance();
+  }
+}
+
+// Rows of X by bulk copies: boxes of consecutive rows or, when gathering, of one row each.
+//
+// Rows past the group's end need neither loading nor zeroing: a garbage column of X changes only
+// its own column of the accumulators, which is never stored.
+template <class T>
+__device__ void RunTokenProducer(const MoeGemmArgs& args, const SharedStorage<T>& smem, int lane) {
+  constexpr int kRowsPerLane = T::kGatherByThreads ? 1 : (T::kTokenTile + 31) / 32;
+  const uint64_t policy = ptx::CreatePolicy<ptx::CachePolicy::kEvictLast>();
+  const StepRange steps = StepsOf<T>(args.num_k_steps);
+  GridDependencyWait();  // X is the previous kernel's output
+  const bool one_row_boxes = args.gather && !T::kGatherByThreads;
+  const bool planned = args.plans && one_row_boxes;
+  const int token_of_row = planned ? SlotPlan(args.plan, lane).TokenOfRow() : 0;
+  PipelineState<T::kStages> stage;
+  PipelineState<T::kRing> slot;
+  while (true) {
+    const TileInfo info = NextTile<T>(smem, slot, lane);
+    if (info.end()) break;
+
+    const int boxes = TokenBoxes<T>(info.rows);
+    int source[kRowsPerLane];
+#pragma unroll
+    for (int i = 0; i < kRowsPerLane; ++i) {
+      const int r = lane + 32 * i;
+      if (planned) {
+        source[i] = __shfl_sync(0xffffffffu, token_of_row, info.row + r);
+      } else {
+        source[i] = one_row_boxes && r < info.rows ? args.row_index[info.row + r] : 0;
+      }
+    }
+    for (int step = steps.first; step < steps.last; ++step) {
+      ptx::BarrierWait(smem.empty(stage.index), stage.parity ^ 1);
+      __syncwarp();  // a lane without a box must not fall a phase behind those with one
+      uint64_t* full = smem.full(stage.index);
+      uint8_t* dst = smem.tokens(stage.index);
+      const int k = step * T::kStepK;
+      if (one_row_boxes) {
+#pragma unroll
+        for (int i = 0; i < kRowsPerLane; ++i) {
+          const int r = lane + 32 * i;
+          // The swizzle follows the shared-memory address, so one-row boxes assemble a tile.
+          if (r < info.rows) {
+            ptx::TmaLoad2D(dst + r * T::kStepBytes, &args.x_map, full, k, source[i], policy);
+          }
+        }
+      } else if (lane < boxes) {
+        ptx::TmaLoad2D(dst + lane * T::kBoxRows * T::kStepBytes,
+                       &args.x_map,
+                       full,
+                       k,
+                       info.row + lane * T::kBoxRows,
+                       policy);
+      }
+      stage.Advance();
+    }
+    if (lane == 0) ReleaseRing<T>(smem.ring_empty(slot.index));
+    slot.Advance();
+  }
+}
+
+// Rows of X by 16-byte copies of a warpgroup: eight threads a row, swizzled by hand. A row whose
+// index is no row of X is zeros, as the copy engine makes it.
+template <class T>
+__device__ void RunGatherProducer(const MoeGemmArgs& args,
+                                  const SharedStorage<T>& smem,
+                                  int thread) {
+  constexpr int kChunks = T::kStepBytes / 16;
+  constexpr int kRowsPerPass = 128 / kChunks;
+  constexpr int kPasses = T::kTokenTile / kRowsPerPass;
+  static_assert(T::kTokenTile % kRowsPerPass == 0, "passes cover the tile");
+  static_assert(kRowsPerPass % 8 == 0, "a thread keeps its row's place in the swizzle pattern");
+  static_assert(T::kSplitK == 1, "source pointers start at the first step");
+  const int chunk = thread % kChunks;
+  const int first_row = thread / kChunks;
+  const uint32_t offset = first_row * T::kStepBytes + ((chunk ^ (first_row % 8)) * 16);
+  const int row_chunks = args.k * static_cast<int>(sizeof(typename T::Weight)) / 16;
+  GridDependencyWait();
+  PipelineState<T::kStages> stage;
+  PipelineState<T::kRing> slot;
+  while (true) {
+    const TileInfo info = NextTile<T>(smem, slot, thread % 32);
+    if (info.end()) break;
+
+    const uint4* source[kPasses];
+    unsigned exists = 0;  // bit i: row i of this thread is one of X
+#pragma unroll
+    for (int i = 0; i < kPasses; ++i) {
+      const int r = first_row + i * kRowsPerPass;
+      int64_t row = r < info.rows ? args.row_index[info.row + r] : 0;
+      if (static_cast<uint64_t>(row) < static_cast<uint64_t>(args.x_rows)) {
+        exists |= 1u << i;
+      } else {
+        row = 0;
+      }
+      source[i] = static_cast<const uint4*>(args.x) + row * row_chunks + chunk;
+    }
+    for (int step = 0; step < args.num_k_steps; ++step) {
+      ptx::BarrierWait(smem.empty(stage.index), stage.parity ^ 1);
+      const uint32_t dst = ptx::SmemAddress(smem.tokens(stage.index)) + offset;
+      const bool inside = step * kChunks + chunk < row_chunks;  // past the end of k: zeros
+#pragma unroll
+      for (int i = 0; i < kPasses; ++i) {
+        if (first_row + i * kRowsPerPass < info.rows) {
+          ptx::CopyAsync16(
+              dst + i * kRowsPerPass * T::kStepBytes, source[i], inside && (exists >> i & 1));
+        }
+        source[i] += inside ? kChunks : 0;
+      }
+      ptx::CopyAsyncArrive(smem.full(stage.index));
+      stage.Advance();
+    }
+    if (thread % 32 == 0) ReleaseRing<T>(smem.ring_empty(slot.index));
+    slot.Advance();
+  }
+  ptx::CopyAsyncWaitAll();  // no copy outlives its thread
+}
+
+}  // namespace jaxmoe

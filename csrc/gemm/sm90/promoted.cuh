@@ -1,0 +1,179 @@
+// K loops of FP8 products whose sums leave the tensor cores after every step, to be scaled and
+// added in float32.
+#pragma once
+
+#include "csrc/gemm/sm90/warpgroup.cuh"
+
+namespace jaxmoe {
+
+// Weight scales of the steps of a promoted k loop.
+struct StepScales {
+  const float*
+      weight[2];  // of its rows of each 64-row weight block, from the first step on; or null
+
+  // Of a step: 128 elements, so a block.
+  __device__ __forceinline__ float of(int block, int step) const {
+    return weight[block] != nullptr ? weight[block][step] : 1.0f;
+  }
+};
+
+// Where the scale of a token lies among those of its step. With weights on M a thread's
+// accumulators 4 j + e are of tokens 8 j + 2 * (lane % 4) + e % 2: it reads those of two j at once.
+template <class T>
+__device__ __forceinline__ int StepScaleAt(int token) {
+  if constexpr (T::kTokensOnM) return token;
+  return token / 16 * 16 + token % 8 / 2 * 4 + token / 8 % 2 * 2 + token % 2;
+}
+
+// The first scales of a promotion, read while its products are made: under wgmma's own reads shared
+// memory takes long to answer. The others follow into the registers of promoted sums.
+template <int kN>
+struct ScaleQueue {
+  static constexpr int kPairs = (kN + 15) / 16;
+  static constexpr int kAhead = kPairs < 4 ? kPairs : 4;
+
+  float4 ahead[kAhead];
+
+  __device__ __forceinline__ explicit ScaleQueue(const float4* scales) {
+#pragma unroll
+    for (int pair = 0; pair < kAhead; ++pair) ahead[pair] = scales[4 * pair];
+  }
+};
+
+// acc += part * scales.
+template <class T, int kN>
+__device__ __forceinline__ void Promote(const float4* scales,
+                                        ScaleQueue<kN> queue,
+                                        float weight_scale,
+                                        const float (&part)[T::kWarpgroupTokens / 2],
+                                        float (&acc)[T::kWarpgroupTokens / 2]) {
+  constexpr int kAhead = ScaleQueue<kN>::kAhead;
+#pragma unroll
+  for (int pair = 0; pair < ScaleQueue<kN>::kPairs; ++pair) {
+    const float4 x = queue.ahead[pair % kAhead];
+    if (pair + kAhead < ScaleQueue<kN>::kPairs) {
+      queue.ahead[pair % kAhead] = scales[4 * (pair + kAhead)];
+    }
+    float scale[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+    for (float& s : scale) s *= weight_scale;
+#pragma unroll
+    for (int i = 8 * pair; i < 8 * pair + 8 && i < kN / 2; ++i) {
+      acc[i] = fmaf(part[i], scale[i / 4 % 2 * 2 + i % 2], acc[i]);
+    }
+  }
+}
+
+// Issues the four products of a k step of one block: multiply(i, offset), 32 bytes of k apart.
+template <int kSize, class Multiply>
+__device__ __forceinline__ void IssueStep(float (&part)[kSize], const Multiply& multiply) {
+  ptx::FenceAccumulator(part);
+  cute::warpgroup_arrive();
+#pragma unroll
+  for (int i = 0; i < 4; ++i) multiply(i, i * 32);
+  cute::warpgroup_commit_batch();
+  ptx::FenceAccumulator(part);
+}
+
+// The k loop whose sums leave the tensor cores after every step: one block is multiplied while the
+// other is promoted.
+template <class T, int kN>
+__device__ __forceinline__ void RunPromotedKSteps(const SharedStorage<T>& smem,
+                                                  int num_k_steps,
+                                                  const WarpgroupShare& share,
+                                                  int lane,
+                                                  const StepScales& scales,
+                                                  PipelineState<T::kStages>& stage,
+                                                  Accumulators<T>& acc) {
+  static_assert(T::kWarpgroupTokens <= 96, "two parts do not fit the registers");
+  float part[2][T::kWarpgroupTokens / 2];
+#pragma unroll
+  for (int i = 0; i < kN / 2; ++i) acc[0][i] = acc[1][i] = 0.0f;
+  // Made once: until the products are issued, nothing is multiplied here.
+  const uint64_t weights0 = ptx::Swizzle128Descriptor(ptx::SmemAddress(smem.weights(0)) +
+                                                      share.first_block * T::kBlockBytes);
+  const uint64_t tokens0 = ptx::Swizzle128Descriptor(ptx::SmemAddress(smem.tokens(0)) +
+                                                     share.first_token * T::kStepBytes);
+  for (int step = 0; step < num_k_steps; ++step) {
+    const int index = stage.index;
+    const float weight[2] = {scales.of(0, step), scales.of(1, step)};
+    const float4* const x =
+        reinterpret_cast<const float4*>(smem.step_scales(index) + share.first_token) + lane % 4;
+    const uint32_t at = index * T::kStageBytes;
+    ptx::BarrierWait(smem.full(index), stage.parity);
+#pragma unroll
+    for (int block = 0; block < 2; ++block) {
+      const uint64_t weights = ptx::MoveDescriptor(weights0, at + block * T::kBlockBytes);
+      const uint64_t tokens = ptx::MoveDescriptor(tokens0, at);
+      IssueStep(part[block], [&](int i, uint32_t k) {
+        ptx::Wgmma<typename T::Weight, kN, T::kMajor>(
+            ptx::MoveDescriptor(weights, k), ptx::MoveDescriptor(tokens, k), part[block], i > 0);
+      });
+    }
+    const ScaleQueue<kN> queue(x);
+    cute::warpgroup_wait<1>();
+    ptx::FenceAccumulator(part[0]);
+    Promote<T, kN>(x, queue, weight[0], part[0], acc[0]);
+    cute::warpgroup_wait<0>();
+    ptx::FenceAccumulator(part[1]);
+    Promote<T, kN>(x, ScaleQueue<kN>(x), weight[1], part[1], acc[1]);
+    __syncwarp();  // every lane has read its scales
+    ReleaseStage(smem, index, lane);
+    stage.Advance();
+  }
+}
+
+// The same with tokens on wgmma's M: block b is 64 tokens by the 128 weight rows of the warpgroup.
+// A thread has two tokens of it, so two of their scales and two of the weights: with weights on M
+// it has 32 tokens, whose scales keep shared memory as busy as wgmma's operands do.
+template <class T>
+__device__ __forceinline__ void RunTokenMajorKSteps(const SharedStorage<T>& smem,
+                                                    int num_k_steps,
+                                                    const WarpgroupShare& share,
+                                                    int thread,
+                                                    const StepScales& scales,
+                                                    PipelineState<T::kStages>& stage,
+                                                    Accumulators<T>& acc) {
+  constexpr int kN = T::kWarpgroupRows;
+  float part[kN / 2];
+#pragma unroll
+  for (int i = 0; i < kN / 2; ++i) acc[0][i] = acc[1][i] = 0.0f;
+  const uint64_t weights0 = ptx::Swizzle128Descriptor(ptx::SmemAddress(smem.weights(0)) +
+                                                      share.first_block * T::kBlockBytes);
+  const uint64_t tokens0 = ptx::Swizzle128Descriptor(ptx::SmemAddress(smem.tokens(0)) +
+                                                     share.first_token * T::kStepBytes);
+  const int row = share.first_token + thread / 32 * 16 + thread % 32 / 4;
+  for (int step = 0; step < num_k_steps; ++step) {
+    const int index = stage.index;
+    const float weight[2] = {scales.of(0, step), scales.of(1, step)};
+    const float* const x = smem.step_scales(index) + row;
+    const uint32_t at = index * T::kStageBytes;
+    ptx::BarrierWait(smem.full(index), stage.parity);
+#pragma unroll
+    for (int block = 0; block < 2; ++block) {
+      if (64 * block < share.rows) {
+        const uint64_t tokens = ptx::MoveDescriptor(tokens0, at + block * T::kBlockBytes);
+        const uint64_t weights = ptx::MoveDescriptor(weights0, at);
+        IssueStep(part, [&](int i, uint32_t k) {
+          ptx::WgmmaTokensOnM<typename T::Weight>(
+              ptx::MoveDescriptor(tokens, k), ptx::MoveDescriptor(weights, k), part, i > 0);
+        });
+        const float x0 = x[64 * block];
+        const float x1 = x[64 * block + 8];
+        const float scale[2][2] = {{x0 * weight[0], x0 * weight[1]},
+                                   {x1 * weight[0], x1 * weight[1]}};
+        cute::warpgroup_wait<0>();
+        ptx::FenceAccumulator(part);
+#pragma unroll
+        for (int i = 0; i < kN / 2; ++i) {
+          acc[block][i] = fmaf(part[i], scale[i / 2 % 2][i / (kN / 4)], acc[block][i]);
+        }
+      }
+    }
+    __syncwarp();  // every lane has read its scales
+    ReleaseStage(smem, index, thread % 32);
+    stage.Advance();
+  }
+}
+
+}  // namespace jaxmoe

@@ -1,0 +1,173 @@
+// Scales of an FP8 tile: of its weight rows, of its tokens, of its output.
+#pragma once
+
+#include <math_constants.h>
+
+#include "csrc/common/quant_scale.cuh"
+#include "csrc/gemm/sm90/mainloop.cuh"
+#include "csrc/gemm/sm90/producer.cuh"
+
+namespace jaxmoe {
+
+// Of the rows of X of a tile: that of row `t` of those a warpgroup has. 1 if the k loop applies the
+// scales. All lanes of the warp must ask.
+template <class T>
+__device__ __forceinline__ float TokenScale(const MoeGemmArgs& args,
+                                            const TileInfo& info,
+                                            const WarpgroupShare& share,
+                                            int token_of_row,
+                                            int t) {
+  const ScaleArgs& s = args.scales;
+  int64_t row = info.row + share.first_token + t;
+  // Planned in this kernel: few rows, of which warp 0 has those it needs.
+  if (T::kDecode && token_of_row >= 0) {
+    row = __shfl_sync(0xffffffffu, token_of_row, static_cast<int>(row));
+  }
+  if (s.by_step || t >= share.rows) return 1.0f;
+  if (s.x_index != nullptr && s.x_row_stride != 0) row = s.x_index[row];
+  return s.x[info.weight % s.num_x + row * s.x_row_stride];
+}
+
+// Of a weight row, or the last there is. 1 if the k loop applies the scales.
+__device__ __forceinline__ float WeightScale(const ScaleArgs& s, int weight, int row, int rows) {
+  return s.by_step ? 1.0f : s.w[weight * s.w_stride + min(row, rows - 1) * s.w_row_stride];
+}
+
+// What the output is multiplied with before it becomes e4m3; NaN for scales that quantize refuses.
+__device__ __forceinline__ float OutInverse(const ScaleArgs& s, int weight) {
+  const float out = s.out != nullptr ? s.out[weight % s.num_out] : 1.0f;
+  return out >= kMinQuantScale && out <= kMaxQuantScale ? 1.0f / out : CUDART_NAN_F;
+}
+
+// What a thread of a consumer warpgroup multiplies its sums with. Fetched before the k loop where
+// registers allow it, so that nothing waits for it after.
+template <class T>
+class TileScales {
+ public:
+  __device__ void Fetch(const MoeGemmArgs& args,
+                        const TileInfo& info,
+                        const WarpgroupShare& share,
+                        int token_of_row,
+                        int thread) {
+#pragma unroll
+    for (int block = 0; block < 2; ++block) {
+      const int first = WeightRow<T>(args, info.w_tile, share.first_block + block);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = first + thread / 32 * 16 + half * 8 + thread % 32 / 4;
+        weight_[block][half] = WeightScale(args.scales, info.weight, row, args.n);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kTokensPerThread; ++i) {
+      token_[i] = TokenScale<T>(args, info, share, token_of_row, thread + 128 * i);
+    }
+    out_inverse_ = OutInverse(args.scales, info.weight);
+  }
+
+  __device__ float weight(int block, int half) const { return weight_[block][half]; }
+
+  __device__ float out_inverse() const { return out_inverse_; }
+
+  // -1 unless rows of X are gathered by a plan made here: then the token of row `lane`.
+  static __device__ int TokenOfRow(const MoeGemmArgs& args, int lane) {
+    const bool planned = args.plans && args.gather && args.scales.x_row_stride != 0;
+    return planned ? SlotPlan(args.plan, lane).TokenOfRow() : -1;
+  }
+
+  // Those of the tokens, for all threads of the warpgroup once they have met.
+  __device__ void Publish(float* shared, int thread) const {
+#pragma unroll
+    for (int i = 0; i < kTokensPerThread; ++i) {
+      const int t = thread + 128 * i;
+      if (t < T::kWarpgroupTokens) shared[t] = token_[i];
+    }
+  }
+
+ private:
+  static constexpr int kTokensPerThread = (T::kWarpgroupTokens + 127) / 128;
+
+  float weight_[2][2];  // [block][rows lane / 4, those 8 below]
+  float token_[kTokensPerThread];
+  float out_inverse_;
+};
+
+// Scales of the 16 weight rows of a warp, in rows that exist. They begin at a multiple of 16, so
+// lie in one block of 128.
+template <class T>
+__device__ __forceinline__ int ScaleRow(const MoeGemmArgs& args, int w_tile, int block, int warp) {
+  return min(WeightRow<T>(args, w_tile, block) + 16 * warp, args.n - 1) / 128 *
+         args.scales.w_row_stride;
+}
+
+template <class T>
+__device__ __forceinline__ StepScales FetchStepScales(const MoeGemmArgs& args,
+                                                      const TileInfo& info,
+                                                      const WarpgroupShare& share,
+                                                      int thread) {
+  const ScaleArgs& s = args.scales;
+  if (!s.by_step) return {{nullptr, nullptr}};
+  const float* w = s.w + info.weight * s.w_stride + StepsOf<T>(args.num_k_steps).first;
+  StepScales scales;
+#pragma unroll
+  for (int block = 0; block < 2; ++block) {
+    // With tokens on M a thread has all 64 rows: then they begin at a multiple of 64.
+    const int warp = T::kTokensOnM ? 0 : thread / 32;
+    scales.weight[block] = w + ScaleRow<T>(args, info.w_tile, share.first_block + block, warp);
+  }
+  return scales;
+}
+
+// Copies the scales of a tile's rows of X, step by step.
+template <class T>
+__device__ __forceinline__ void CopyStepScales(const MoeGemmArgs& args,
+                                               const SharedStorage<T>& smem,
+                                               const TileInfo& info,
+                                               int token_of_row,
+                                               int lane,
+                                               PipelineState<T::kStages>& stage) {
+  constexpr int kRowsPerLane = (T::kTokenTile + 31) / 32;
+  const StepRange steps = StepsOf<T>(args.num_k_steps);
+  int source[kRowsPerLane];
+#pragma unroll
+  for (int i = 0; i < kRowsPerLane; ++i) {
+    const int r = lane + 32 * i;
+    int row = info.row + min(r, max(info.rows - 1, 0));
+    if (token_of_row >= 0) {
+      row = __shfl_sync(0xffffffffu, token_of_row, info.row + r);
+    } else if (args.scales.x_index != nullptr && r < info.rows) {
+      row = args.scales.x_index[row];
+    }
+    source[i] = row * args.scales.x_row_stride;
+  }
+  for (int step = steps.first; step < steps.last; ++step) {
+    ptx::BarrierWait(smem.empty(stage.index), stage.parity ^ 1);
+    const uint32_t dst = ptx::SmemAddress(smem.step_scales(stage.index));
+#pragma unroll
+    for (int i = 0; i < kRowsPerLane; ++i) {
+      const int r = lane + 32 * i;
+      if (r < info.rows)
+        ptx::CopyAsync4(dst + 4 * StepScaleAt<T>(r), args.scales.x + source[i] + step);
+    }
+    ptx::CopyAsyncArrive(smem.full(stage.index));
+    stage.Advance();
+  }
+}
+
+// The whole life of the warp that brings the scales of X of every k step.
+template <class T>
+__device__ void RunScaleProducer(const MoeGemmArgs& args, const SharedStorage<T>& smem, int lane) {
+  const int token_of_row = TileScales<T>::TokenOfRow(args, lane);
+  PipelineState<T::kStages> stage;
+  PipelineState<T::kRing> slot;
+  while (true) {
+    const TileInfo info = NextTile<T>(smem, slot, lane);
+    if (info.end()) break;
+    CopyStepScales<T>(args, smem, info, token_of_row, lane, stage);
+    if (lane == 0) ReleaseRing<T>(smem.ring_empty(slot.index));
+    slot.Advance();
+  }
+  ptx::CopyAsyncWaitAll();  // no copy outlives its thread
+}
+
+}  // namespace jaxmoe

@@ -1,0 +1,136 @@
+// Which tile comes next: group offsets on the device become a stream of TileInfo.
+//
+// One warp of each cluster draws tile numbers from a global counter, so that CTAs that were given
+// short tiles take more of them (or takes every n-th, where no kernel could clear the counter), and
+// finds each number's group by a warp scan over 32 groups at a time. Numbers only grow, so the scan
+// only moves forward: the whole search costs num_groups/32 scans per CTA. Groups without rows cost
+// a lane. Nothing is read on the host.
+//
+// The ring holds kRing = 2 tiles and consumers release a slot when their k loop ends, so a CTA
+// commits to at most one tile beyond the one its producers are loading (a deeper ring would take
+// tiles from CTAs that are about to run dry).
+#pragma once
+
+#include "csrc/common/groups.cuh"
+#include "csrc/gemm/sm90/slot_plan.cuh"
+#include "csrc/gemm/sm90/tile.cuh"
+
+namespace jaxmoe {
+
+template <class T>
+class TileScheduler {
+ public:
+  __device__ TileScheduler(const MoeGemmArgs& args, int lane) : args_(args), lane_(lane) {
+    LoadWindow();
+  }
+
+  // Finds the part of CTA `rank` in cluster tile number `tile`; ends when there is none. All lanes
+  // must ask for the same tile.
+  __device__ TileInfo Find(int tile, int rank) {
+    TileInfo info{-1, 0, 0, 0};
+    constexpr unsigned kAll = 0xffffffffu;
+    int window_tiles = __shfl_sync(kAll, inclusive_, 31);
+    while (tile >= base_ + window_tiles) {
+      base_ += window_tiles;
+      window_ += 32;
+      LoadWindow();  // past the last group: no tiles
+      if (window_ >= args_.num_groups) return info;
+      window_tiles = __shfl_sync(kAll, inclusive_, 31);
+    }
+    const int local = tile - base_;
+    const int owner = __ffs(__ballot_sync(kAll, inclusive_ > local)) - 1;
+    const int start = __shfl_sync(kAll, start_, owner);
+    const int size = __shfl_sync(kAll, size_, owner);
+    const int index = local - __shfl_sync(kAll, inclusive_ - tiles_, owner);
+
+    // Raster inside a group: panels of `raster` weight tiles; inside a panel the weight tile runs
+    // fastest. raster = 1 keeps the token tiles that share a weight tile adjacent in time.
+    const int token_tiles = (size - 1) / kTileRows + 1;
+    const int panel_tiles = args_.raster * token_tiles;
+    const int panel = index / panel_tiles;
+    const int in_panel = index - panel * panel_tiles;
+    const int width = min(args_.raster, args_.num_w_tiles - panel * args_.raster);
+    const int token_tile = in_panel / width;
+    info.w_tile = panel * args_.raster + in_panel - token_tile * width;
+    info.weight = __shfl_sync(kAll, group_, owner) % args_.num_weights;
+    // The group's rows are spread evenly over its tiles: 270 rows are 96 + 96 + 78, which wgmma
+    // multiplies as 272 columns, not 128 + 128 + 14, whose tiles drift apart in time.
+    const int even = (size + token_tiles - 1) / token_tiles;
+    constexpr int kStep = T::kTokenStep * (T::kSplit == Split::kTokens ? 2 : 1);
+    constexpr int kShare = T::kMulticast * kStep;
+    const int cta_rows = (even + kShare - 1) / kShare * kStep;
+    const int part = T::kMulticast > 1 ? rank : 0;
+    const int first = (token_tile * T::kMulticast + part) * cta_rows;
+    info.row = start + first;
+    info.rows = max(min(size - first, cta_rows), 0);
+    return info;
+  }
+
+ private:
+  static constexpr int kTileRows = T::kTokenTile * T::kMulticast;
+
+  // Reads the next 32 groups.
+  __device__ void LoadWindow() {
+    const int g = window_ + lane_;
+    group_ = g;
+    start_ = 0;
+    size_ = 0;
+    if (args_.plans) {
+      if (window_ == 0) LoadPlan();
+    } else if (g < args_.num_groups) {
+      const GroupRows rows = RowsOfGroup(args_, g);
+      start_ = rows.start;
+      size_ = rows.size;
+    }
+    tiles_ = size_ == 0 ? 0 : ((size_ - 1) / kTileRows + 1) * args_.num_w_tiles;
+    inclusive_ = tiles_;
+#pragma unroll
+    for (int offset = 1; offset < 32; offset *= 2) {
+      const int below = __shfl_up_sync(0xffffffffu, inclusive_, offset);
+      if (lane_ >= offset) inclusive_ += below;
+    }
+  }
+
+  // Groups in the order of their first slots, not of the experts: tiles may come in any order.
+  __device__ void LoadPlan() {
+    const SlotPlan plan(args_.plan, lane_);
+    group_ = max(plan.expert(), 0);
+    start_ = plan.first_row();
+    size_ = plan.num_rows();
+    if (args_.writes_plan && blockIdx.x == 0) plan.Write();
+  }
+
+  const MoeGemmArgs& args_;
+  const int lane_;
+  int window_ = 0;  // group of lane 0, unless planned here
+  int group_ = 0;
+  int base_ = 0;  // tiles of all groups before the window
+  int start_ = 0;
+  int size_ = 0;
+  int tiles_ = 0;
+  int inclusive_ = 0;
+};
+
+// The whole life of the scheduler warp: the one of its cluster, which writes to the rings of all
+// its CTAs.
+template <class T>
+__device__ void RunScheduler(const MoeGemmArgs& args, const SharedStorage<T>& smem, int lane) {
+  TileScheduler<T> scheduler(args, lane);
+  PipelineState<T::kRing> slot;
+  int tile = blockIdx.x / T::kCluster;
+  while (true) {
+    const TileInfo info = scheduler.Find(tile, min(lane, T::kCluster - 1));
+    PublishTile(smem, slot, info, lane);
+    slot.Advance();
+    if (info.end()) return;
+    if (args.plans) {  // no kernel ran before that could have cleared the counter
+      tile += gridDim.x / T::kCluster;
+      continue;
+    }
+    int drawn = 0;
+    if (lane == 0) drawn = atomicAdd(args.tile_counter, 1);
+    tile = gridDim.x / T::kCluster + __shfl_sync(0xffffffffu, drawn, 0);
+  }
+}
+
+}  // namespace jaxmoe

@@ -1,0 +1,198 @@
+// Compile-time shape of one kernel variant: tile sizes, stages, roles, shared-memory map.
+#pragma once
+
+#include <cute/arch/mma_sm90_gmma.hpp>
+
+#include "csrc/common/pipeline.cuh"
+#include "csrc/common/ptx.cuh"
+#include "csrc/gemm/args.h"
+
+namespace jaxmoe {
+
+// How two consumer warpgroups share the work.
+enum class Split {
+  kNone,     // there is one
+  kWeights,  // each takes 128 of the tile's 256 weight rows
+  kTokens,   // each takes half of the tile's tokens
+};
+
+// What is multiplied, and how products add up.
+template <class Weight_, bool kPromoted_ = false>
+struct Operands {
+  using Weight = Weight_;                             // bf16, fp16, or FP8: then X is e4m3
+  static constexpr bool kFp8 = sizeof(Weight_) == 1;  // output, bias are bf16 or fp16
+  // The FP8 tensor cores add up in about 14 bits. Promoted: only over the 128 elements of a
+  // pipeline step, whose sum is scaled (by blocks of 128) and added in float32.
+  static constexpr bool kPromoted = kPromoted_;
+  static_assert(kFp8 || !kPromoted, "bf16 and fp16 add up in float32");
+};
+
+template <class Operands_,
+          cute::SM90::GMMA::Major kMajor_,
+          bool kGated_,
+          int kWeightTile_,
+          int kTokenTile_,
+          int kStages_,
+          Split kSplit_,
+          int kCtasPerSm_,
+          int kMulticast_,
+          int kSplitK_>
+struct Tile {
+  using Weight = typename Operands_::Weight;
+  static constexpr bool kFp8 = Operands_::kFp8;
+  static constexpr bool kPromoted = Operands_::kPromoted;
+  static constexpr cute::SM90::GMMA::Major kMajor = kMajor_;
+  static constexpr bool kGated = kGated_;
+  static constexpr int kWeightTile = kWeightTile_;
+  static constexpr int kTokenTile = kTokenTile_;
+  static constexpr int kStages = kStages_;
+  static constexpr Split kSplit = kSplit_;
+  static constexpr int kCtasPerSm = kCtasPerSm_;
+  // CTAs that share the rows of a cluster tile and read each weight tile once between them.
+  static constexpr int kMulticast = kMulticast_;
+  // CTAs that share the k loop of a tile; the first adds up what the others have.
+  static constexpr int kSplitK = kSplitK_;
+  static_assert(kMulticast == 1 || kSplitK == 1, "a cluster shares rows or the k loop");
+  static constexpr int kCluster = kMulticast * kSplitK;
+  static constexpr bool kDecode = kCtasPerSm == 2;  // bound by reading weights, not by wgmma
+
+  // A consumer warpgroup always owns 128 weight rows: two wgmma M blocks, when gated one of gate
+  // rows and one of the matching up rows.
+  static constexpr int kWarpgroupRows = 128;
+  static constexpr int kWarpgroupTokens = kSplit == Split::kTokens ? kTokenTile / 2 : kTokenTile;
+  // Promoted sums of two whole blocks of 64 tokens: tokens on wgmma's M, weights on N, see
+  // promoted.cuh.
+  static constexpr bool kTokensOnM = kPromoted && kWarpgroupTokens == 128;
+
+  static constexpr int kConsumers = kSplit == Split::kNone ? 1 : 2;
+  static constexpr int kWeightBlocks = kWeightTile / 64;
+  static_assert(kWeightTile == (kSplit == Split::kWeights ? 2 : 1) * kWarpgroupRows,
+                "the split decides how many weight rows a tile has");
+
+  static constexpr int kStepBytes = 128;  // bytes of k in a pipeline step
+  static constexpr int kStepK = kStepBytes / static_cast<int>(sizeof(Weight));
+  static constexpr int kBlockBytes = 64 * kStepBytes;  // one 64-row weight block
+  static constexpr int kWeightBytes = kWeightTile * kStepBytes;
+  static constexpr int kTokenBytes = kTokenTile * kStepBytes;
+  static constexpr int kStageBytes = kWeightBytes + kTokenBytes;
+
+  // Rows of X come in boxes, and wgmma's N is chosen at run time in steps, so that a tile with few
+  // rows loads and multiplies little more than those. Decode is bound by weights: one box, one N.
+  // Promoted sums: one N, as ptxas cannot keep several loops with two sets of accumulators apart
+  // (C7511: wgmma serialized).
+  static constexpr bool kOneN = kDecode || kPromoted;
+  static constexpr int kTokenStep = kOneN ? kWarpgroupTokens : 16;  // of one warpgroup
+  static constexpr int kBoxRows = kDecode ? kTokenTile : 32;
+
+  // Gathered rows of X come in one-row boxes while a tile has few of them, else by a warpgroup of
+  // 16-byte asynchronous copies: issuing a box takes 20-40 clocks whatever its size.
+  // Quantized ones lie in the order of the experts wherever they are too many for boxes.
+  static constexpr bool kGatherByThreads = !kDecode && !kFp8;
+  static constexpr int kProducers = kGatherByThreads ? 2 : 1;  // warpgroups
+  static constexpr int kThreads = 128 * (kProducers + kConsumers);
+
+  // The epilogue goes through shared memory a chunk of tokens at a time. Rows are padded by 16
+  // bytes so that the 8 rows of a stmatrix fall into different banks.
+  static constexpr int kOutFeatures = kGated ? 64 : 128;  // of one warpgroup
+  static constexpr int kStagedFeatures = kTokensOnM ? 64 : kOutFeatures;
+  static constexpr int kMaxChunk = kStagedFeatures == 64 && kWarpgroupTokens % 64 == 0 ? 64 : 32;
+  static constexpr int kChunkTokens = kWarpgroupTokens < kMaxChunk ? kWarpgroupTokens : kMaxChunk;
+  static_assert(kWarpgroupTokens % kChunkTokens == 0, "chunks cover the tile exactly");
+  static constexpr int kStagingPitch = kStagedFeatures * 2 + 16;
+  static constexpr int kStagingBytes = kChunkTokens * kStagingPitch;
+
+  static constexpr int kRing = 2;  // tiles known ahead, see scheduler.cuh
+
+  // Accumulators that the first CTA gets from each of the others: [piece of 16 bytes][thread].
+  static constexpr int kPartialBytes = kConsumers * 128 * kWarpgroupTokens * 4;
+
+  // Not where 160 tokens of accumulators leave too few registers: a float32 output, whose addresses
+  // need them, and scales fetched before the k loop (nor beside promoted sums).
+  static constexpr bool kStoresFloat = !kFp8 || kWarpgroupTokens <= 128;
+  static constexpr bool kLateScales = kWarpgroupTokens > (kPromoted ? 64 : 128);
+
+  // Scales of X: of a tile's tokens for the epilogue, of a step's for the promotion.
+  static constexpr int kTokenScaleBytes = kFp8 ? kWarpgroupTokens * 4 : 0;  // of one warpgroup
+  static constexpr int kBlockScales = (kTokenTile + 15) / 16 * 16;          // see StepScaleAt
+  static constexpr int kStepScaleBytes = kPromoted ? kBlockScales * 4 : 0;
+  // Scale and bias of each weight row of a warpgroup, see TokenMajorEpilogue.
+  static constexpr int kColumnBytes = kTokensOnM ? kWarpgroupRows * 8 : 0;
+
+  static constexpr int kStagingOffset = kStages * kStageBytes;
+  static constexpr int kPartialOffset = kStagingOffset + kConsumers * kStagingBytes;
+  static constexpr int kTokenScaleOffset = kPartialOffset + (kSplitK - 1) * kPartialBytes;
+  // Of tiles that have whole groups of 128 features: the largest magnitudes of a tile's tokens,
+  // [warpgroup][token].
+  static constexpr bool kQuantizesGroups = kTokensOnM && kSplit == Split::kWeights;
+  static constexpr int kGroupMaxBytes =
+      kQuantizesGroups && kGated ? kConsumers * kTokenTile * 4 : 0;
+
+  static constexpr int kStepScaleOffset = kTokenScaleOffset + kConsumers * kTokenScaleBytes;
+  static constexpr int kColumnOffset = kStepScaleOffset + kStages * kStepScaleBytes;
+  static constexpr int kGroupMaxOffset = kColumnOffset + kConsumers * kColumnBytes;
+  static constexpr int kRingOffset = kGroupMaxOffset + kGroupMaxBytes;
+  static constexpr int kBarrierOffset = kRingOffset + kRing * static_cast<int>(sizeof(TileInfo));
+  static constexpr int kSharedBytes = kBarrierOffset + (2 * kStages + 2 * kRing + 2) * 8;
+  static_assert(kSharedBytes <= 227 * 1024 / kCtasPerSm - (kCtasPerSm - 1) * 1024,
+                "tile does not fit the shared memory of an SM");
+
+  // setmaxnreg budgets: only where the launch bound leaves fewer registers than the accumulators
+  // need (65536 at 512 threads: 48 * 256 + 208 * 256; 64512 at 384: 56 * 128 + 224 * 256).
+  static constexpr bool kReconfigureRegisters = kConsumers == 2;
+  static constexpr int kProducerRegisters = kProducers == 2 ? 48 : 56;
+  static constexpr int kConsumerRegisters = kProducers == 2 ? 208 : 224;
+};
+
+// Views of the dynamic shared memory, which is aligned to the swizzle pattern.
+template <class T>
+struct SharedStorage {
+  uint8_t* base;
+
+  __device__ explicit SharedStorage(uint8_t* raw) : base(raw) {}
+  __device__ uint8_t* weights(int stage) const { return base + stage * T::kStageBytes; }
+  __device__ uint8_t* tokens(int stage) const { return weights(stage) + T::kWeightBytes; }
+  __device__ uint8_t* staging(int consumer) const {
+    return base + T::kStagingOffset + consumer * T::kStagingBytes;
+  }
+  __device__ float* token_scales(int consumer) const {
+    return reinterpret_cast<float*>(base + T::kTokenScaleOffset + consumer * T::kTokenScaleBytes);
+  }
+  __device__ float* step_scales(int stage) const {
+    return reinterpret_cast<float*>(base + T::kStepScaleOffset + stage * T::kStepScaleBytes);
+  }
+  __device__ float2* columns(int consumer) const {
+    return reinterpret_cast<float2*>(base + T::kColumnOffset + consumer * T::kColumnBytes);
+  }
+  __device__ unsigned* group_max(int consumer) const {
+    return reinterpret_cast<unsigned*>(base + T::kGroupMaxOffset) + consumer * T::kTokenTile;
+  }
+  // What CTA 1 + part of the cluster has accumulated.
+  __device__ uint8_t* partial(int part) const {
+    return base + T::kPartialOffset + part * T::kPartialBytes;
+  }
+  __device__ TileInfo* ring() const { return reinterpret_cast<TileInfo*>(base + T::kRingOffset); }
+  __device__ uint64_t* barriers() const {
+    return reinterpret_cast<uint64_t*>(base + T::kBarrierOffset);
+  }
+  __device__ uint64_t* full(int stage) const { return barriers() + stage; }
+  __device__ uint64_t* empty(int stage) const { return barriers() + T::kStages + stage; }
+  __device__ uint64_t* ring_full(int slot) const { return barriers() + 2 * T::kStages + slot; }
+  __device__ uint64_t* ring_empty(int slot) const { return ring_full(slot) + T::kRing; }
+  __device__ uint64_t* partial_full() const { return ring_full(2 * T::kRing); }
+  __device__ uint64_t* partial_empty() const { return partial_full() + 1; }
+};
+
+// The k steps that this CTA runs: all, or its part.
+struct StepRange {
+  int first;
+  int last;
+};
+
+template <class T>
+__device__ __forceinline__ StepRange StepsOf(int num_k_steps) {
+  if constexpr (T::kSplitK == 1) return {0, num_k_steps};
+  const int rank = ptx::ClusterRank();
+  return {num_k_steps * rank / T::kSplitK, num_k_steps * (rank + 1) / T::kSplitK};
+}
+
+}  // namespace jaxmoe

@@ -1,0 +1,271 @@
+// The epilogue where tokens are on wgmma's M: a thread's accumulators lie along features of two
+// tokens of each block, as memory does, and a warp has 16 whole rows of them. So nothing is turned,
+// and warps wait for each other only to share scales and biases and, quantizing by groups of 128
+// features, the largest values of a token whose group two warps have.
+#pragma once
+
+#include "csrc/gemm/sm90/epilogue.cuh"
+
+namespace jaxmoe {
+
+template <class T>
+class TokenMajorEpilogue {
+ public:
+  __device__ TokenMajorEpilogue(const MoeGemmArgs& args,
+                                const SharedStorage<T>& smem,
+                                const EpilogueSite& site)
+      : args_(args),
+        site_(site),
+        warp_(site.thread / 32),
+        lane_(site.thread % 32),
+        staging_(smem.staging(site.consumer) + warp_ * kRows * T::kStagingPitch),
+        columns_(smem.columns(site.consumer)),
+        token_scales_(smem.token_scales(site.consumer)),
+        maxima_(smem.group_max(site.consumer)),
+        other_maxima_(smem.group_max(1 - site.consumer)) {}
+
+  __device__ __forceinline__ void Run(const TileInfo& info,
+                                      const WarpgroupShare& share,
+                                      const Accumulators<T>& acc) {
+    Publish(info, share);
+    Sync();
+    const bool silu =
+        args_.activation.kind == ActivationParams::kSigmoid && args_.activation.c3 == 0.0f;
+    if constexpr (T::kGated) {
+      if (args_.interleaved) {
+        silu ? StoreAll<Mode::kInterleaved, SiluForm>(acc)
+             : StoreAll<Mode::kInterleaved, OtherForm>(acc);
+      } else {
+        silu ? StoreAll<Mode::kHalves, SiluForm>(acc) : StoreAll<Mode::kHalves, OtherForm>(acc);
+      }
+    } else if (args_.activation.kind == ActivationParams::kIdentity) {
+      args_.out_f32 ? StoreFloat(acc) : StoreAll<Mode::kSingle, IdentityForm>(acc);
+    } else {
+      StoreAll<Mode::kSingle, OtherForm>(acc);
+    }
+    Sync();  // scales and biases are free for the next tile
+    if (kShared && by_groups()) SyncPair();
+  }
+
+ private:
+  enum class Mode { kHalves, kInterleaved, kSingle };
+
+  static_assert(T::kWarpgroupTokens == 128, "a thread publishes a token and a weight row");
+  static_assert(T::kChunkTokens == 64, "every warp stages 16 tokens");
+  static constexpr int kRows = 16;                        // of a block, of a warp
+  static constexpr int kOctets = T::kOutFeatures / 8;     // of 8 features
+  static constexpr int kStaged = T::kStagedFeatures / 8;  // groups that are staged at once
+  static constexpr int kScaleFeatures = 128;              // features that share a scale
+  static constexpr bool kShared = T::kOutFeatures < kScaleFeatures;  // by two warps
+  static constexpr int kPasses = kRows * kStaged / 32;
+
+  __device__ __forceinline__ OutType<T> Out() const { return {args_.scales.half}; }
+  __device__ __forceinline__ void Sync() const { ptx::NamedBarrierSync(1 + site_.consumer, 128); }
+
+  // This warp and that of the other warpgroup which has the same tokens.
+  __device__ __forceinline__ void SyncPair() const { ptx::NamedBarrierSync(3 + warp_, 64); }
+  __device__ __forceinline__ bool by_groups() const {
+    return T::kQuantizesGroups && args_.scales.out_groups != nullptr;
+  }
+
+  // A thread's weight row and token, for all of the warpgroup.
+  __device__ __forceinline__ void Publish(const TileInfo& info, const WarpgroupShare& share) const {
+    const int t = site_.thread;
+    const int row = t < 64 ? site_.weight_row0 + t : site_.weight_row1 + t - 64;
+    float bias = 0.0f;
+    if (args_.bias != nullptr && row < args_.n) {
+      bias = Out().Load(args_.bias, static_cast<int64_t>(site_.weight) * args_.n + row);
+    }
+    columns_[t] = make_float2(WeightScale(args_.scales, site_.weight, row, args_.n), bias);
+    token_scales_[t] = TokenScale<T>(args_, info, share, -1, t);
+  }
+
+  // Of a block: token lane / 4 + 8 * half, columns 8 * group + 2 * (lane % 4) and the next.
+  __device__ __forceinline__ float2 Values(const float (&acc)[64],
+                                           float token_scale,
+                                           int group,
+                                           int half) const {
+    // Scale and bias of both columns.
+    const float4 c = *reinterpret_cast<const float4*>(columns_ + 8 * group + 2 * (lane_ % 4));
+    const float* a = &acc[4 * group + 2 * half];
+    return make_float2(fmaf(a[0], token_scale * c.x, c.y), fmaf(a[1], token_scale * c.z, c.w));
+  }
+
+  template <Mode kMode, class Form>
+  __device__ __forceinline__ void StoreAll(const Accumulators<T>& acc) const {
+#pragma unroll
+    for (int block = 0; block < 2; ++block) {
+      if (64 * block < site_.rows) StoreBlock<kMode, Form>(acc[block], 64 * block + kRows * warp_);
+    }
+  }
+
+  // The 16 tokens from t0 on.
+  template <Mode kMode, class Form>
+  __device__ __forceinline__ void StoreBlock(const float (&acc)[64], int t0) const {
+    uint32_t out[kOctets][2];
+    const float scale[2] = {token_scales_[t0 + lane_ / 4], token_scales_[t0 + lane_ / 4 + 8]};
+#pragma unroll
+    for (int g = 0; g < kOctets; ++g) {
+      if constexpr (kMode == Mode::kInterleaved) {
+        Interleaved<Form>(acc, scale, g, out[g]);
+      } else {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float2 gate = Values(acc, scale[half], g, half);
+          float2 up = make_float2(1.0f, 1.0f);
+          if constexpr (kMode == Mode::kHalves) up = Values(acc, scale[half], g + kOctets, half);
+          out[g][half] = Out().Pack2(Form::Apply(args_.activation, gate.x, up.x),
+                                     Form::Apply(args_.activation, gate.y, up.y));
+        }
+      }
+    }
+    float inverse[2];
+    if (by_groups()) {
+      GroupScales(out, t0, inverse);
+    } else if (args_.scales.out != nullptr) {
+      inverse[0] = inverse[1] = OutInverse(args_.scales, site_.weight);
+    }
+#pragma unroll
+    for (int first = 0; first < kOctets; first += kStaged) {
+      Stage(out, first);
+      __syncwarp();
+      CopyOut(t0, 8 * first, inverse);
+      __syncwarp();
+    }
+  }
+
+  // Gate and up of a feature are a thread's two columns: it has one feature of four. Those of two
+  // groups of columns, each two tokens at once, move to the thread that has two features of eight.
+  template <class Form>
+  __device__ __forceinline__ void Interleaved(const float (&acc)[64],
+                                              const float (&scale)[2],
+                                              int g,
+                                              uint32_t (&out)[2]) const {
+    constexpr unsigned kAll = 0xffffffffu;
+    uint32_t tokens[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float2 v0 = Values(acc, scale[0], 2 * g + i, 0);
+      const float2 v1 = Values(acc, scale[1], 2 * g + i, 1);
+      tokens[i] = Out().Pack2(Form::Apply(args_.activation, v0.x, v0.y),
+                              Form::Apply(args_.activation, v1.x, v1.y));
+    }
+    uint32_t feature[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int source = lane_ / 4 * 4 + lane_ * 2 % 4 + i;
+      const uint32_t a = __shfl_sync(kAll, tokens[0], source);
+      const uint32_t b = __shfl_sync(kAll, tokens[1], source);
+      feature[i] = lane_ % 4 < 2 ? a : b;
+    }
+    out[0] = __byte_perm(feature[0], feature[1], 0x5410);
+    out[1] = __byte_perm(feature[0], feature[1], 0x7632);
+  }
+
+  // Scales of the groups of 128 that the features belong to, as quantize makes them of what was
+  // rounded to the output's type, and their inverses for this thread's two tokens.
+  __device__ __forceinline__ void GroupScales(const uint32_t (&out)[kOctets][2],
+                                              int t0,
+                                              float (&inverse)[2]) const {
+    unsigned largest[2] = {0, 0};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int g = 0; g < kOctets; ++g) {
+        if (site_.feature + 8 * g < args_.n_out) {
+          const float2 pair = Out().Unpack2(out[g][half]);
+          largest[half] = max(largest[half], max(FiniteMagnitude(pair.x), FiniteMagnitude(pair.y)));
+        }
+      }
+#pragma unroll
+      for (int offset = 1; offset < 4; offset *= 2) {
+        largest[half] = max(largest[half], __shfl_xor_sync(0xffffffffu, largest[half], offset));
+      }
+      if (kShared && lane_ % 4 == 0) maxima_[t0 + lane_ / 4 + 8 * half] = largest[half];
+    }
+    if constexpr (kShared) SyncPair();
+    const int groups = (args_.n_out + kScaleFeatures - 1) / kScaleFeatures;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int token = t0 + lane_ / 4 + 8 * half;
+      if (kShared) largest[half] = max(largest[half], other_maxima_[token]);
+      const float scale = QuantScale(largest[half], kLargestE4M3);
+      inverse[half] = __frcp_rn(scale);
+      const bool first = lane_ % 4 == 0 && site_.feature % kScaleFeatures == 0;
+      if (first && site_.feature < args_.n_out && token < site_.rows) {
+        const int64_t row = site_.row + token;
+        args_.scales.out_groups[row * groups + site_.feature / kScaleFeatures] = scale;
+      }
+    }
+  }
+
+  // kStaged groups of features of 16 tokens: [token][feature].
+  __device__ __forceinline__ void Stage(const uint32_t (&out)[kOctets][2], int first) const {
+    uint8_t* const row = staging_ + (lane_ / 8 % 2 * 8 + lane_ % 8) * T::kStagingPitch;
+#pragma unroll
+    for (int g = 0; g < kStaged; g += 2) {
+      ptx::StoreMatrix4(row + (g + lane_ / 16) * 16,
+                        out[first + g][0],
+                        out[first + g][1],
+                        out[first + g + 1][0],
+                        out[first + g + 1][1]);
+    }
+  }
+
+  // Rows past the group belong to the next expert and are not stored; neither are features past
+  // n_out (a multiple of 8, so 16-byte chunks are all in or all out).
+  __device__ __forceinline__ void CopyOut(int t0, int first, const float (&inverse)[2]) const {
+    const bool quantized = by_groups() || args_.scales.out != nullptr;
+    const int chunk = lane_ % kStaged;
+    const int feature = site_.feature + first + 8 * chunk;
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const int token = (32 * pass + lane_) / kStaged;
+      float s = 0.0f;  // of the thread that has the token
+      if (quantized) s = __shfl_sync(0xffffffffu, inverse[2 * pass / kPasses], token % 8 * 4);
+      if (feature >= args_.n_out || t0 + token >= site_.rows) continue;
+      const uint4 v =
+          *reinterpret_cast<const uint4*>(staging_ + token * T::kStagingPitch + 16 * chunk);
+      const int64_t at = (site_.row + t0 + token) * static_cast<int64_t>(args_.n_out) + feature;
+      if (quantized) {
+        *reinterpret_cast<uint2*>(static_cast<uint8_t*>(args_.out) + at) = Out().Quantize(v, s);
+      } else {
+        *reinterpret_cast<uint4*>(static_cast<uint16_t*>(args_.out) + at) = v;
+      }
+    }
+  }
+
+  // float32 output skips the staging: 4 lanes write 32 contiguous bytes, whole sectors.
+  __device__ __forceinline__ void StoreFloat(const Accumulators<T>& acc) const {
+    float* const out = static_cast<float*>(args_.out);
+#pragma unroll
+    for (int block = 0; block < 2; ++block) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int token = 64 * block + kRows * warp_ + 8 * half + lane_ / 4;
+        if (token >= site_.rows) continue;
+        const int64_t row = static_cast<int64_t>(site_.row + token) * args_.n_out;
+#pragma unroll
+        for (int g = 0; g < kOctets; ++g) {
+          const int feature = site_.feature + 8 * g + 2 * (lane_ % 4);
+          if (feature < args_.n_out) {
+            *reinterpret_cast<float2*>(out + row + feature) =
+                Values(acc[block], token_scales_[token], g, half);
+          }
+        }
+      }
+    }
+  }
+
+  const MoeGemmArgs& args_;
+  const EpilogueSite site_;
+  const int warp_;
+  const int lane_;
+  uint8_t* const staging_;
+  float2* const columns_;
+  float* const token_scales_;
+  unsigned* const maxima_;
+  unsigned* const other_maxima_;
+};
+
+}  // namespace jaxmoe
