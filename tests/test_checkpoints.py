@@ -8,6 +8,7 @@ import pytest
 
 import jaxmoe
 from jaxmoe import checkpoints
+from tests.arguments import ones, zeros_of
 
 BF16, F32, F8 = jnp.bfloat16, jnp.float32, jnp.float8_e4m3fn
 E, N, K = 3, 200, 130
@@ -215,32 +216,36 @@ def test_flashinfer_blocks(gate_up) -> None:
     assert same_bits(exact(w.w_gate_up), up_first) and same_bits(exact(w.w_down), exact(w2))
 
 
+def quantized(shape, format):
+    return zeros_of(jaxmoe.quantize, ones(shape), format=format, weight_layout="nk")
+
+
 FC1, FC2 = np.zeros((2, 8, 4), F8), np.zeros((2, 4, 4), F8)
-TENSOR, CHANNEL = weights((2, 8, 4), "fp8_tensor"), weights((2, 8, 4), "fp8_channel")
-BLOCK = weights((2, 8, 4), "fp8_block")
-TOKENS = jaxmoe.quantize_tokens(jnp.ones((2, 4)), "fp8_tensor")
-ONES = jnp.ones(2)
-S = jnp.float32(1)
+TENSOR, CHANNEL = quantized((2, 8, 4), "fp8_tensor"), quantized((2, 8, 4), "fp8_channel")
+BLOCK = quantized((2, 8, 4), "fp8_block")
+TOKENS = zeros_of(jaxmoe.quantize_tokens, ones((2, 4)), format="fp8_tensor")
+ONES = ones(2)
+S = np.float32(1)
 ERRORS = (
     ("from_block", (FC1.astype(BF16), ONES), {}, TypeError, "weight.dtype=bf16 must be f8_e4m3fn."),
     ("from_block", (FC1[0], ONES), {}, ValueError, "weight must have 3 axes [E,N,K], not 2."),
     (
         "from_block",
-        (FC1, jnp.ones((2, 1, 2))),
+        (FC1, ones((2, 1, 2))),
         {},
         ValueError,
         "weight_scale_inv.shape=[2,1,2] must be [2,1,1] (fp8_block, layout nk).",
     ),
     (
         "from_block",
-        (FC1, jnp.ones((2, 1, 1), jnp.int32)),
+        (FC1, ones((2, 1, 1), jnp.int32)),
         {},
         TypeError,
         "weight_scale_inv.dtype=i32 must be f32 or bf16 or f16 or f8_e8m0fnu.",
     ),
     (
         "from_compressed_tensors",
-        (FC1, jnp.ones((2, 8))),
+        (FC1, ones((2, 8))),
         {},
         ValueError,
         "weight_scale.shape=[2,8] must be [2,8,1] (per channel) or [2,1] or [2] (per tensor).",
@@ -269,7 +274,7 @@ ERRORS = (
     ),
     (
         "join_gate_up",
-        (TENSOR, weights((2, 4, 4), "fp8_tensor")),
+        (TENSOR, quantized((2, 4, 4), "fp8_tensor")),
         {},
         ValueError,
         "up.shape=(2, 4, 4) must equal gate.shape=(2, 8, 4).",
@@ -325,7 +330,7 @@ ERRORS = (
     ),
     (
         "to_flashinfer",
-        (weights((2, 7, 4), "fp8_tensor"), TENSOR),
+        (quantized((2, 7, 4), "fp8_tensor"), TENSOR),
         {"gate_up": "gate_up", "x_scale": S, "h_scale": S},
         ValueError,
         "w_gate_up has 7 outputs, which must be even: gate and up.",

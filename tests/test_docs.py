@@ -19,6 +19,7 @@ from jaxmoe.activation import ACTIVATIONS, GATE_UP_ORDERS
 from jaxmoe.grouped_gemm import WEIGHT_LAYOUTS
 from jaxmoe.routing import METHODS
 from tests import layers
+from tests.arguments import ones, zeros
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted(
@@ -118,9 +119,9 @@ def _sum_of_rows(rows, weights):
     return jaxmoe.finalize(rows, plan, weights)
 
 
-BF16_4X8 = jnp.zeros((4, 8), jnp.bfloat16)
-BF16_2X8X8 = jnp.zeros((2, 8, 8), jnp.bfloat16)
-WEIGHTS = jnp.ones((4, 1), jnp.float32)
+BF16_4X8 = zeros((4, 8), jnp.bfloat16)
+BF16_2X8X8 = zeros((2, 8, 8), jnp.bfloat16)
+WEIGHTS = ones((4, 1))
 # README's column "reverse mode on CUDA": function, arguments, those whose gradient CUDA refuses.
 GRADIENTS = {
     "route": (lambda x: jaxmoe.route(x, top_k=2).weights, (BF16_4X8,), ()),
@@ -135,7 +136,7 @@ GRADIENTS = {
     "grouped_gemm_weight_grad": (_weight_gradient, (BF16_4X8, BF16_4X8, BF16_2X8X8), ()),
     "moe_mlp": (
         _layer,
-        (BF16_4X8, WEIGHTS, jnp.zeros((2, 8, 16), jnp.bfloat16), BF16_2X8X8),
+        (BF16_4X8, WEIGHTS, zeros((2, 8, 16), jnp.bfloat16), BF16_2X8X8),
         (),
     ),
 }

@@ -9,7 +9,7 @@ from jaxmoe import QuantizedArray, grouped_gemm, quantize, quantize_tokens, refe
 from jaxmoe._testing import assert_close, assert_equal, assert_vmap_is_loop, normal
 from jaxmoe.quantize import FORMATS, dequantize
 
-SIZES = jnp.array([3, 0, 150, 5], jnp.int32)  # 12 rows are left over
+SIZES = np.array([3, 0, 150, 5], np.int32)  # 12 rows are left over
 
 
 def factors(format, layout, k=144, n=136, dtype=jnp.bfloat16, element_type="e4m3"):

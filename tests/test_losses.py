@@ -471,8 +471,8 @@ def test_x64_changes_nothing():
     jax.tree.map(assert_equal, got, want)
 
 
-SCORES, IDS, MASK = jnp.zeros((3, 4)), jnp.zeros((3, 2), jnp.int32), jnp.ones(3, jnp.bool_)
-BIAS, LOAD = jnp.zeros(4), jnp.zeros(4, jnp.int32)
+SCORES, IDS, MASK = np.zeros((3, 4), np.float32), np.zeros((3, 2), np.int32), np.ones(3, np.bool_)
+BIAS, LOAD = np.zeros(4, np.float32), np.zeros(4, np.int32)
 
 
 @pytest.mark.parametrize(
