@@ -82,7 +82,7 @@ const char* Message(const char* format, Args... args) {
 const char* LaunchMoeGemm(const MoeGemmProblem& p, const TileConfig& tile, cudaStream_t stream) {
   const Variant* variant = FindVariant(p, tile);
   const bool fp8 = IsFloat8(p.dtype);
-  if (variant == nullptr || (fp8 && p.out_f32 && tile.token_tile == 160)) {
+  if (variant == nullptr || (p.out_f32 && !variant->stores_float)) {
     return Message("no kernel with weight_tile=%d token_tile=%d cluster=%d split_k=%d%s%s",
                    tile.weight_tile,
                    tile.token_tile,
@@ -100,12 +100,11 @@ const char* LaunchMoeGemm(const MoeGemmProblem& p, const TileConfig& tile, cudaS
                    p.n,
                    p.gated ? " (both halves)" : "");
   }
-  if (p.z != nullptr && (fp8 || p.out_f32)) {
+  if (p.z != nullptr && (!variant->stores_sums || p.out_f32)) {
     return "sums beside the activation are those of bf16 and fp16 products";
   }
-  const int step_k = 128 / ElementSize(p.dtype);
-  if (fp8 && tile.gather && tile.token_tile > 32) return "wide FP8 tiles do not gather";
-  if (ByStep(p) && (!p.scales.promoted || p.x_rows * CeilDiv(p.k, step_k) > INT32_MAX)) {
+  if (tile.gather && !variant->gathers) return "wide FP8 tiles do not gather";
+  if (ByStep(p) && (!p.scales.promoted || p.x_rows * CeilDiv(p.k, variant->step_k) > INT32_MAX)) {
     return "block scales need promoted sums and at most 2^31 scales of X";
   }
   if (ByStep(p) && p.gated && p.n % 32 != 0) return "with block scales n / 2 is a multiple of 16";
@@ -141,10 +140,10 @@ const char* LaunchMoeGemm(const MoeGemmProblem& p, const TileConfig& tile, cudaS
   args.k = p.k;
   args.n = p.n;
   args.n_out = p.gated ? p.n / 2 : p.n;
-  args.num_k_steps = static_cast<int>(CeilDiv(p.k, step_k));
+  args.num_k_steps = static_cast<int>(CeilDiv(p.k, variant->step_k));
   if (args.num_k_steps < variant->split_k) {
     return Message(
-        "split_k=%d needs k > %d, not %d", tile.split_k, (tile.split_k - 1) * step_k, p.k);
+        "split_k=%d needs k > %d, not %d", tile.split_k, (tile.split_k - 1) * variant->step_k, p.k);
   }
   if (p.plan != nullptr && (p.plan->num_tokens * p.plan->top_k > kMaxPlannedSlots ||
                             (tile.gather && tile.token_tile > 32))) {

@@ -23,26 +23,26 @@ struct EpilogueSite {
   int thread;    // 0..127
 };
 
-// Conversions of what is neither an operand nor an accumulator: bias and output have the operands'
-// type, or if that is FP8 one that is known at run time.
+// Conversions of bias and output, whose element is the format's or chosen at run time.
 template <class T>
 struct OutType {
-  bool half;  // of FP8: fp16, not bf16
+  bool half;  // if chosen: fp16, not bf16
 
-  using Bf16Or16 = std::conditional_t<T::kFp8, __nv_bfloat16, typename T::Weight>;
+  static constexpr bool kChosen = std::is_void_v<typename T::Out>;
+  using Other = std::conditional_t<kChosen, __nv_bfloat16, typename T::Out>;
 
   __device__ __forceinline__ float Load(const void* at, int64_t i) const {
-    if (T::kFp8 && half) return ptx::ToFloat(static_cast<const __half*>(at)[i]);
-    return ptx::ToFloat(static_cast<const Bf16Or16*>(at)[i]);
+    if (kChosen && half) return ptx::ToFloat(static_cast<const __half*>(at)[i]);
+    return ptx::ToFloat(static_cast<const Other*>(at)[i]);
   }
 
   __device__ __forceinline__ uint32_t Pack2(float lo, float hi) const {
-    if (T::kFp8 && half) return ptx::Pack2<__half>(lo, hi);
-    return ptx::Pack2<Bf16Or16>(lo, hi);
+    if (kChosen && half) return ptx::Pack2<__half>(lo, hi);
+    return ptx::Pack2<Other>(lo, hi);
   }
 
   __device__ __forceinline__ float2 Unpack2(uint32_t v) const {
-    if (T::kFp8 && half) return __half22float2(reinterpret_cast<__half2&>(v));
+    if (kChosen && half) return __half22float2(reinterpret_cast<__half2&>(v));
     return __bfloat1622float2(reinterpret_cast<__nv_bfloat162&>(v));
   }
 
@@ -77,7 +77,7 @@ class Epilogue {
 
   __device__ __forceinline__ void Run(Accumulators<T>& acc) {
     LoadBias();
-    if constexpr (T::kFp8) {
+    if constexpr (T::kScaled) {
       scales_.Publish(token_scales_, site_.thread);
       Sync();
     } else {
@@ -135,7 +135,7 @@ class Epilogue {
   __device__ __forceinline__ float4 Values(const Accumulators<T>& acc, int block, int group) const {
     const float* a = &acc[block][4 * group];
     const float* b = bias_[block];
-    if constexpr (T::kFp8) {
+    if constexpr (T::kScaled) {
       const float2 x =
           *reinterpret_cast<const float2*>(token_scales_ + 8 * group + 2 * (lane_ % 4));
       const float w0 = scales_.weight(block, 0);
@@ -164,7 +164,7 @@ class Epilogue {
         CopyOut(t0);
       }
     }
-    if (T::kFp8 || site_.rows > 0) Sync();  // staging and scales are free for the next tile
+    if (T::kScaled || site_.rows > 0) Sync();  // staging and scales are free for the next tile
   }
 
   // The sums that the activation is of, in the weight's own order of columns: as many 64-row blocks
@@ -256,7 +256,7 @@ class Epilogue {
     const int feature = site_.feature + 8 * (site_.thread % kChunksPerRow);
     ForEachStaged(t0, feature < args_.n_out, [&](int row, const uint4& v) {
       const int64_t at = row * static_cast<int64_t>(args_.n_out) + feature;
-      if constexpr (T::kFp8) {
+      if constexpr (T::kQuantizesOut) {
         if (args_.scales.out != nullptr) {
           *reinterpret_cast<uint2*>(static_cast<uint8_t*>(args_.out) + at) =
               Out().Quantize(v, scales_.out_inverse());
@@ -301,7 +301,7 @@ class Epilogue {
         }
       }
     }
-    if constexpr (T::kFp8) Sync();  // the token scales have been read
+    if constexpr (T::kScaled) Sync();  // the token scales have been read
   }
 
   const MoeGemmArgs& args_;

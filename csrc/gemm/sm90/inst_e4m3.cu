@@ -1,11 +1,9 @@
 // Kernel instances: e4m3.
+#include "csrc/gemm/sm90/formats/fp8.cuh"
 #include "csrc/gemm/sm90/kernel.cuh"
 
 namespace jaxmoe {
 
-VariantTable E4M3Variants() {
-  return MakeVariants<Operands<__nv_fp8_e4m3>, cute::SM90::GMMA::Major::K>(DType::kFloat8E4M3,
-                                                                           WeightLayout::kNK);
-}
+VariantTable E4M3Variants() { return MakeVariants<Fp8<__nv_fp8_e4m3>, WeightLayout::kNK>(); }
 
 }  // namespace jaxmoe

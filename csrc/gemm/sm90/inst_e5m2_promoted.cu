@@ -1,11 +1,11 @@
 // Kernel instances: e5m2 weights, e4m3 tokens, promoted sums.
+#include "csrc/gemm/sm90/formats/fp8_block.cuh"
 #include "csrc/gemm/sm90/kernel.cuh"
 
 namespace jaxmoe {
 
 VariantTable E5M2PromotedVariants() {
-  return MakeVariants<Operands<__nv_fp8_e5m2, true>, cute::SM90::GMMA::Major::K>(DType::kFloat8E5M2,
-                                                                                 WeightLayout::kNK);
+  return MakeVariants<Fp8Block<__nv_fp8_e5m2>, WeightLayout::kNK>();
 }
 
 }  // namespace jaxmoe

@@ -37,11 +37,11 @@ __device__ __forceinline__ void RunConsumer(const MoeGemmArgs& args,
   const StepRange steps = StepsOf<T>(args.num_k_steps);
   uint32_t slices_parity = 0;
   int token_of_row = -1;
-  if constexpr (T::kFp8) {
+  if constexpr (T::kScaled) {
     GridDependencyWait();  // scales of X are the previous kernel's output
     if constexpr (T::kDecode) token_of_row = TileScales<T>::TokenOfRow(args, lane);
   }
-  using Scales = std::conditional_t<T::kFp8, TileScales<T>, NoScales>;
+  using Scales = std::conditional_t<T::kScaled, TileScales<T>, NoScales>;
   PipelineState<T::kStages> stage;
   PipelineState<T::kRing> slot;
   while (true) {
@@ -53,7 +53,7 @@ __device__ __forceinline__ void RunConsumer(const MoeGemmArgs& args,
     Scales scales;
     StepScales step_scales{};
     if constexpr (T::kPromoted) step_scales = FetchStepScales<T>(args, info, share, thread);
-    if constexpr (T::kFp8 && !T::kLateScales) {
+    if constexpr (T::kScaled && !T::kLateScales) {
       scales.Fetch(args, info, share, token_of_row, thread);
     }
     RunMainloop<T>(smem, steps.last - steps.first, share, thread, step_scales, stage, acc);
@@ -78,7 +78,7 @@ __device__ __forceinline__ void RunConsumer(const MoeGemmArgs& args,
     if constexpr (T::kTokensOnM) {
       TokenMajorEpilogue<T>(args, smem, site).Run(info, share, acc);
     } else {
-      if constexpr (T::kFp8 && T::kLateScales) {
+      if constexpr (T::kScaled && T::kLateScales) {
         scales.Fetch(args, info, share, token_of_row, thread);
       }
       Epilogue<T, Scales>(args, smem, site, scales).Run(acc);
@@ -167,44 +167,48 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
   if constexpr (T::kCluster > 1) ptx::ClusterSync();
 }
 
-template <class T>
-cudaError_t LaunchVariant(const MoeGemmArgs& args, int grid, bool pdl, cudaStream_t stream) {
-  return LaunchClusters(&MoeGemmKernel<T>,
-                        dim3(grid),
-                        dim3(T::kThreads),
-                        T::kCluster,
-                        T::kSharedBytes,
-                        stream,
-                        pdl,
-                        args);
+template <class T, WeightLayout kLayout>
+Variant MakeVariant() {
+  Variant v{};
+  v.dtype = DTypeOf<typename T::Weight>();
+  v.layout = kLayout;
+  v.promoted = T::kPromoted;
+  v.gated = T::kGated;
+  v.weight_tile = T::kWeightTile;
+  v.token_tile = T::kTokenTile;
+  v.ctas_per_sm = T::kCtasPerSm;
+  v.cluster = T::kMulticast;
+  v.split_k = T::kSplitK;
+  v.step_k = T::kStepK;
+  v.box_rows = T::kBoxRows;
+  v.gathers = T::kDecode || T::kGatherByThreads;
+  v.stores_float = T::kStoresFloat;
+  v.stores_sums = !T::kScaled;
+  v.launch = [](const MoeGemmArgs& args, int grid, bool pdl, cudaStream_t stream) {
+    return LaunchClusters(&MoeGemmKernel<T>,
+                          dim3(grid),
+                          dim3(T::kThreads),
+                          T::kCluster,
+                          T::kSharedBytes,
+                          stream,
+                          pdl,
+                          args);
+  };
+  return v;
 }
 
-template <class T>
-Variant MakeVariant(DType dtype, WeightLayout layout) {
-  return {dtype,
-          layout,
-          T::kPromoted,
-          T::kGated,
-          T::kWeightTile,
-          T::kTokenTile,
-          T::kCtasPerSm,
-          T::kMulticast,
-          T::kSplitK,
-          T::kBoxRows,
-          &LaunchVariant<T>};
-}
-
-// The tile table of one kind of operands and weight layout. Decode tiles (one consumer warpgroup,
-// two CTAs an SM) keep >= 96 KB of weights in flight per SM; the others use the whole SM. Promoted
-// sums of 256 x 160 would not fit the registers.
-template <class Operands, cute::SM90::GMMA::Major kMajor>
-VariantTable MakeVariants(DType dtype, WeightLayout layout) {
-#define JAXMOE_VARIANT(gated, ...) \
-  MakeVariant<Tile<Operands, kMajor, gated, __VA_ARGS__>>(dtype, layout)
+// The tile table of one format and weight layout. Decode tiles (one consumer warpgroup, two CTAs an
+// SM) keep >= 96 KB of weights in flight per SM; the others use the whole SM. Promoted sums of
+// 256 x 160 would not fit the registers.
+template <class Format, WeightLayout kLayout>
+VariantTable MakeVariants() {
+  constexpr auto kMajor =
+      kLayout == WeightLayout::kNK ? cute::SM90::GMMA::Major::K : cute::SM90::GMMA::Major::MN;
+#define JAXMOE_VARIANT(gated, ...) MakeVariant<Tile<Format, kMajor, gated, __VA_ARGS__>, kLayout>()
 #define JAXMOE_TILE(wt, tt, stages, split, ctas, cluster, split_k)            \
   JAXMOE_VARIANT(true, wt, tt, stages, Split::split, ctas, cluster, split_k), \
       JAXMOE_VARIANT(false, wt, tt, stages, Split::split, ctas, cluster, split_k)
-  if constexpr (Operands::kPromoted) {
+  if constexpr (Format::kScaling == Scaling::kStep) {
     static const Variant rows[] = {
         JAXMOE_TILE(128, 8, 6, kNone, 2, 1, 1),
         JAXMOE_TILE(128, 8, 6, kNone, 2, 1, 2),

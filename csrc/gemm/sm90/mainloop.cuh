@@ -26,7 +26,7 @@ __device__ __forceinline__ void RunKSteps(const SharedStorage<T>& smem,
     const uint32_t weights =
         ptx::SmemAddress(smem.weights(stage.index)) + share.first_block * T::kBlockBytes;
     const uint32_t tokens =
-        ptx::SmemAddress(smem.tokens(stage.index)) + share.first_token * T::kStepBytes;
+        ptx::SmemAddress(smem.tokens(stage.index)) + share.first_token * T::kTokenStepBytes;
     ptx::FenceAccumulator(acc[0]);
     ptx::FenceAccumulator(acc[1]);
     cute::warpgroup_arrive();

@@ -52,8 +52,8 @@ __device__ void RunWeightProducer(const MoeGemmArgs& args, const SharedStorage<T
     const TileInfo info = smem.ring()[slot.index];
     if (info.end()) break;
 
-    uint32_t token_bytes = TokenBoxes<T>(info.rows) * T::kBoxRows * T::kStepBytes;
-    if (args.gather) token_bytes = T::kGatherByThreads ? 0 : info.rows * T::kStepBytes;
+    uint32_t token_bytes = TokenBoxes<T>(info.rows) * T::kBoxRows * T::kTokenStepBytes;
+    if (args.gather) token_bytes = T::kGatherByThreads ? 0 : info.rows * T::kTokenStepBytes;
     int row[kBlocks];
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) row[b] = WeightRow<T>(args, info.w_tile, first_block + b);
@@ -130,11 +130,11 @@ __device__ void RunTokenProducer(const MoeGemmArgs& args, const SharedStorage<T>
           const int r = lane + 32 * i;
           // The swizzle follows the shared-memory address, so one-row boxes assemble a tile.
           if (r < info.rows) {
-            ptx::TmaLoad2D(dst + r * T::kStepBytes, &args.x_map, full, k, source[i], policy);
+            ptx::TmaLoad2D(dst + r * T::kTokenStepBytes, &args.x_map, full, k, source[i], policy);
           }
         }
       } else if (lane < boxes) {
-        ptx::TmaLoad2D(dst + lane * T::kBoxRows * T::kStepBytes,
+        ptx::TmaLoad2D(dst + lane * T::kBoxRows * T::kTokenStepBytes,
                        &args.x_map,
                        full,
                        k,
@@ -154,7 +154,7 @@ template <class T>
 __device__ void RunGatherProducer(const MoeGemmArgs& args,
                                   const SharedStorage<T>& smem,
                                   int thread) {
-  constexpr int kChunks = T::kStepBytes / 16;
+  constexpr int kChunks = T::kTokenStepBytes / 16;
   constexpr int kRowsPerPass = 128 / kChunks;
   constexpr int kPasses = T::kTokenTile / kRowsPerPass;
   static_assert(T::kTokenTile % kRowsPerPass == 0, "passes cover the tile");
@@ -162,8 +162,8 @@ __device__ void RunGatherProducer(const MoeGemmArgs& args,
   static_assert(T::kSplitK == 1, "source pointers start at the first step");
   const int chunk = thread % kChunks;
   const int first_row = thread / kChunks;
-  const uint32_t offset = first_row * T::kStepBytes + ((chunk ^ (first_row % 8)) * 16);
-  const int row_chunks = args.k * static_cast<int>(sizeof(typename T::Weight)) / 16;
+  const uint32_t offset = first_row * T::kTokenStepBytes + ((chunk ^ (first_row % 8)) * 16);
+  const int row_chunks = args.k * static_cast<int>(sizeof(typename T::Token)) / 16;
   GridDependencyWait();
   PipelineState<T::kStages> stage;
   PipelineState<T::kRing> slot;
@@ -192,7 +192,7 @@ __device__ void RunGatherProducer(const MoeGemmArgs& args,
       for (int i = 0; i < kPasses; ++i) {
         if (first_row + i * kRowsPerPass < info.rows) {
           ptx::CopyAsync16(
-              dst + i * kRowsPerPass * T::kStepBytes, source[i], inside && (exists >> i & 1));
+              dst + i * kRowsPerPass * T::kTokenStepBytes, source[i], inside && (exists >> i & 1));
         }
         source[i] += inside ? kChunks : 0;
       }

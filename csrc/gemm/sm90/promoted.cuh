@@ -93,7 +93,7 @@ __device__ __forceinline__ void RunPromotedKSteps(const SharedStorage<T>& smem,
   const uint64_t weights0 = ptx::Swizzle128Descriptor(ptx::SmemAddress(smem.weights(0)) +
                                                       share.first_block * T::kBlockBytes);
   const uint64_t tokens0 = ptx::Swizzle128Descriptor(ptx::SmemAddress(smem.tokens(0)) +
-                                                     share.first_token * T::kStepBytes);
+                                                     share.first_token * T::kTokenStepBytes);
   for (int step = 0; step < num_k_steps; ++step) {
     const int index = stage.index;
     const float weight[2] = {scales.of(0, step), scales.of(1, step)};
@@ -141,7 +141,7 @@ __device__ __forceinline__ void RunTokenMajorKSteps(const SharedStorage<T>& smem
   const uint64_t weights0 = ptx::Swizzle128Descriptor(ptx::SmemAddress(smem.weights(0)) +
                                                       share.first_block * T::kBlockBytes);
   const uint64_t tokens0 = ptx::Swizzle128Descriptor(ptx::SmemAddress(smem.tokens(0)) +
-                                                     share.first_token * T::kStepBytes);
+                                                     share.first_token * T::kTokenStepBytes);
   const int row = share.first_token + thread / 32 * 16 + thread % 32 / 4;
   for (int step = 0; step < num_k_steps; ++step) {
     const int index = stage.index;

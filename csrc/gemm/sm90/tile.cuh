@@ -6,6 +6,7 @@
 #include "csrc/common/pipeline.cuh"
 #include "csrc/common/ptx.cuh"
 #include "csrc/gemm/args.h"
+#include "csrc/gemm/sm90/formats/format.cuh"
 
 namespace jaxmoe {
 
@@ -16,18 +17,7 @@ enum class Split {
   kTokens,   // each takes half of the tile's tokens
 };
 
-// What is multiplied, and how products add up.
-template <class Weight_, bool kPromoted_ = false>
-struct Operands {
-  using Weight = Weight_;                             // bf16, fp16, or FP8: then X is e4m3
-  static constexpr bool kFp8 = sizeof(Weight_) == 1;  // output, bias are bf16 or fp16
-  // The FP8 tensor cores add up in about 14 bits. Promoted: only over the 128 elements of a
-  // pipeline step, whose sum is scaled (by blocks of 128) and added in float32.
-  static constexpr bool kPromoted = kPromoted_;
-  static_assert(kFp8 || !kPromoted, "bf16 and fp16 add up in float32");
-};
-
-template <class Operands_,
+template <class Format,
           cute::SM90::GMMA::Major kMajor_,
           bool kGated_,
           int kWeightTile_,
@@ -38,9 +28,12 @@ template <class Operands_,
           int kMulticast_,
           int kSplitK_>
 struct Tile {
-  using Weight = typename Operands_::Weight;
-  static constexpr bool kFp8 = Operands_::kFp8;
-  static constexpr bool kPromoted = Operands_::kPromoted;
+  using Weight = typename Format::Weight;
+  using Token = typename Format::Token;
+  using Out = typename Format::Out;
+  static constexpr bool kScaled = Format::kScaling != Scaling::kNone;
+  static constexpr bool kPromoted = Format::kScaling == Scaling::kStep;
+  static constexpr bool kQuantizesOut = Format::kQuantizesOut;
   static constexpr cute::SM90::GMMA::Major kMajor = kMajor_;
   static constexpr bool kGated = kGated_;
   static constexpr int kWeightTile = kWeightTile_;
@@ -69,11 +62,15 @@ struct Tile {
   static_assert(kWeightTile == (kSplit == Split::kWeights ? 2 : 1) * kWarpgroupRows,
                 "the split decides how many weight rows a tile has");
 
-  static constexpr int kStepBytes = 128;  // bytes of k in a pipeline step
-  static constexpr int kStepK = kStepBytes / static_cast<int>(sizeof(Weight));
-  static constexpr int kBlockBytes = 64 * kStepBytes;  // one 64-row weight block
-  static constexpr int kWeightBytes = kWeightTile * kStepBytes;
-  static constexpr int kTokenBytes = kTokenTile * kStepBytes;
+  static constexpr int kStepK = Format::kStepK;
+  // Bytes of one row in a pipeline step.
+  static constexpr int kWeightStepBytes = kStepK * static_cast<int>(sizeof(Weight));
+  static constexpr int kTokenStepBytes = kStepK * static_cast<int>(sizeof(Token));
+  static_assert(kWeightStepBytes == 128 && kTokenStepBytes == 128,
+                "rows of a step are as wide as the swizzle pattern");
+  static constexpr int kBlockBytes = 64 * kWeightStepBytes;  // one 64-row weight block
+  static constexpr int kWeightBytes = kWeightTile * kWeightStepBytes;
+  static constexpr int kTokenBytes = kTokenTile * kTokenStepBytes;
   static constexpr int kStageBytes = kWeightBytes + kTokenBytes;
 
   // Rows of X come in boxes, and wgmma's N is chosen at run time in steps, so that a tile with few
@@ -86,8 +83,7 @@ struct Tile {
 
   // Gathered rows of X come in one-row boxes while a tile has few of them, else by a warpgroup of
   // 16-byte asynchronous copies: issuing a box takes 20-40 clocks whatever its size.
-  // Quantized ones lie in the order of the experts wherever they are too many for boxes.
-  static constexpr bool kGatherByThreads = !kDecode && !kFp8;
+  static constexpr bool kGatherByThreads = !kDecode && Format::kGathersByThreads;
   static constexpr int kProducers = kGatherByThreads ? 2 : 1;  // warpgroups
   static constexpr int kThreads = 128 * (kProducers + kConsumers);
 
@@ -108,12 +104,12 @@ struct Tile {
 
   // Not where 160 tokens of accumulators leave too few registers: a float32 output, whose addresses
   // need them, and scales fetched before the k loop (nor beside promoted sums).
-  static constexpr bool kStoresFloat = !kFp8 || kWarpgroupTokens <= 128;
+  static constexpr bool kStoresFloat = !kScaled || kWarpgroupTokens <= 128;
   static constexpr bool kLateScales = kWarpgroupTokens > (kPromoted ? 64 : 128);
 
   // Scales of X: of a tile's tokens for the epilogue, of a step's for the promotion.
-  static constexpr int kTokenScaleBytes = kFp8 ? kWarpgroupTokens * 4 : 0;  // of one warpgroup
-  static constexpr int kBlockScales = (kTokenTile + 15) / 16 * 16;          // see StepScaleAt
+  static constexpr int kTokenScaleBytes = kScaled ? kWarpgroupTokens * 4 : 0;  // of one warpgroup
+  static constexpr int kBlockScales = (kTokenTile + 15) / 16 * 16;             // see StepScaleAt
   static constexpr int kStepScaleBytes = kPromoted ? kBlockScales * 4 : 0;
   // Scale and bias of each weight row of a warpgroup, see TokenMajorEpilogue.
   static constexpr int kColumnBytes = kTokensOnM ? kWarpgroupRows * 8 : 0;

@@ -1,0 +1,36 @@
+// What a weight format is to the kernel. One trait a file beside this one; Tile takes the answers.
+//
+// A format has
+//   Weight             element of the weight in memory, which wgmma multiplies
+//   Token              element of X
+//   Out                element of bias and output; void: bf16 or fp16, chosen at run time
+//   kStepK             elements of k in a pipeline step
+//   kScaling           where scales enter the sums
+//   kGathersByThreads  wide tiles fetch rows of X through row_index
+//   kQuantizesOut      the epilogue can quantize the output to e4m3
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+
+#include <type_traits>
+
+#include "csrc/common/types.h"
+
+namespace jaxmoe {
+
+enum class Scaling {
+  kNone,      // values have no scales
+  kEpilogue,  // sums are scaled once, by their weight row's and their token's
+  kStep,      // sums of every pipeline step are scaled, and added in float32: promoted sums
+};
+
+template <class Element>
+constexpr DType DTypeOf() {
+  if (std::is_same_v<Element, __nv_bfloat16>) return DType::kBFloat16;
+  if (std::is_same_v<Element, __half>) return DType::kFloat16;
+  return std::is_same_v<Element, __nv_fp8_e4m3> ? DType::kFloat8E4M3 : DType::kFloat8E5M2;
+}
+
+}  // namespace jaxmoe

@@ -1,0 +1,21 @@
+// Weights of FP8 with one scale for a whole weight or for each of its rows, tokens of e4m3
+// likewise.
+#pragma once
+
+#include "csrc/gemm/sm90/formats/format.cuh"
+
+namespace jaxmoe {
+
+template <class Element>
+struct Fp8 {
+  using Weight = Element;
+  using Token = __nv_fp8_e4m3;
+  using Out = void;
+  static constexpr int kStepK = 128;
+  static constexpr Scaling kScaling = Scaling::kEpilogue;
+  // Tokens are quantized into the order of the experts wherever a tile has too many for boxes.
+  static constexpr bool kGathersByThreads = false;
+  static constexpr bool kQuantizesOut = true;
+};
+
+}  // namespace jaxmoe
