@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))  # behind everything: `jaxmoe` stays the installed one
 
 import jaxmoe  # noqa: E402
-from benchmarks import bounds, report, report_ep, report_train, rows, run  # noqa: E402
+from benchmarks import bounds, rows, run  # noqa: E402
 from benchmarks.baselines import dense  # noqa: E402
 from benchmarks.cases import (  # noqa: E402
     Case,
@@ -24,6 +24,7 @@ from benchmarks.cases import (  # noqa: E402
     weight_sets,
 )
 from benchmarks.models import DEFAULT_MODELS, MODELS, layer_bytes  # noqa: E402
+from benchmarks.report import every_row, measurements  # noqa: E402
 from benchmarks.suites import (  # noqa: E402
     SUITES,
     ep,
@@ -125,7 +126,7 @@ def test_tiles_are_compared_with_the_choice_of_the_heuristics(
     odd = MODELS["odd"]
     chosen = mlp_configs(3, 5, 5, odd.hidden, odd.intermediate, odd.width != odd.intermediate)
     assert (gate_up[0], down[0]) == chosen
-    report_rows = report.load(path.parent).rows
+    report_rows = measurements.load(path.parent).rows
     for product, configs in (("gate_up", gate_up), ("down", down)):
         mine = {row.impl: row for row in report_rows if row.op == f"moe_mlp/{product}"}
         assert list(mine) == [tiles.name(product, config) for config in configs]
@@ -134,31 +135,6 @@ def test_tiles_are_compared_with_the_choice_of_the_heuristics(
         for row in mine.values():
             assert row.us and row.rel_err is not None and row.rel_err < 1e-2
             assert row.vs_best == pytest.approx(row.us / min(times), rel=1e-3)
-
-
-def test_report_says_how_far_the_heuristics_are_from_the_best_tile(tmp_path: Path) -> None:
-    def write(date: str, times: dict[str, float]) -> None:
-        base = rows.Row("tiles", "moe_mlp/down", "odd", 8, "bf16", "forward", "", regime="burst")
-        found = [
-            dataclasses.replace(
-                base,
-                impl=f"down {tile}",
-                us=us,
-                vs_best=us / min(times.values()),
-                chosen=tile == "128x8",
-            ).to_json()
-            for tile, us in times.items()
-        ]
-        header = dict.fromkeys(("device", "driver", "cuda", "jax", "commit", "command"), "x")
-        (tmp_path / f"{date}.json").write_text(
-            json.dumps({"header": header | {"date": date}, "rows": found})
-        )
-
-    write("2026-01-01", {"128x8": 10.0, "128x32": 9.0, "old": 5.0})
-    write("2026-02-01", {"128x8": 12.0, "128x32": 11.0})
-    text = report.details(report.load(tmp_path))
-    assert "| odd | 8 | uniform | down | 128x8 | 12.0 | 128x32 | 11.0 | 9.1 % |" in text
-    assert "the heuristics' choice; 9.1 % over the best tile |" in text and "old" not in text
 
 
 def test_a_stack_adds_up_layers_of_distinct_weights() -> None:
@@ -201,13 +177,13 @@ def test_a_stack_runs_next_to_the_chain_of_suite_layer(
     path = tmp_path / "h200" / "stack.json"
     command = "--suite stack --models odd --tokens 8 --skew uniform --repeats 3"
     assert run.main([*command.split(), "--json", str(path)]) == 0
-    loaded = report.load(path.parent)
+    loaded = measurements.load(path.parent)
     timed = {row.impl: row for row in loaded.rows if row.us}
     ours, chain = timed["jaxmoe"], timed[stack.CHAIN]
     assert (ours.layers, ours.weight_sets, chain.layers, chain.weight_sets) == (6, 6, 2, 2)
     flops = 2 * 24 * 40 * (48 + 24)  # 24 rows, H 40, 2I 48, I 24: of one layer
     assert ours.us and ours.tflops == pytest.approx(flops / ours.us * 1e-6, rel=1e-3)
-    assert "| odd | 8 | uniform | 6 | 6 | " in report.details(loaded)
+    assert "| odd | 8 | uniform | 6 | 6 | " in every_row.page(loaded)
     plain = run.plan(run.parse(["--suite", "stack,layer"]))
     stacks = {(case.model, case.tokens) for case in plain if case.suite == "stack"}
     assert stacks == {("qwen3-30b-a3b", 1), ("qwen3-30b-a3b", 8)}
@@ -271,25 +247,6 @@ def test_training_checks_both_gradients_of_a_product() -> None:
         assert train_products.error(at, arguments, wrong) > 0.05
 
 
-def test_report_has_a_table_of_training() -> None:
-    base = rows.Row("train", "moe_mlp", "qwen3-30b-a3b", 4096, "bf16", train.PASS, "floor", us=1190)
-    ours = {"us": 1900.0, "tflops": 488.0, "vs_dense": 0.7, "temp_bytes": 10**9, "regime": "burst"}
-    found = [base, dataclasses.replace(base, impl="jaxmoe", **ours)]
-    peers = {"training": [{"model": base.model, "tokens": 4096, "us": 2853.0}]}
-    text = report_train.summary(report.Report([], found, peers))
-    assert "| qwen3-30b-a3b | 4096 | 1190 | 1900 | 488 | 0.70 | 1000 | 2853 |" in text
-    assert report_train.summary(report.Report([], found[:1], peers)) == ""
-    assert "recompute z MB" not in text and "peak" not in text  # columns with nothing in them
-    product = dataclasses.replace(base, op="grouped_gemm/down", us=100.0)
-    slow = {"us": 15000.0, "regime": "burst"}
-    found += [product, dataclasses.replace(product, impl="jaxmoe", us=150.0, regime="burst")]
-    found += [dataclasses.replace(product, impl="xla_ragged_dot", **slow)]
-    found[1].peak_bytes = 3 * 10**9
-    text = report_train.summary(report.Report([], found, peers))
-    assert "| 488 | 0.70 | 1000 | 3000 | 2853 |" in text and "*peak*" in text
-    assert "| qwen3-30b-a3b | 4096 | down | 100 | 150 | 15000 | 100.0 |" in text
-
-
 def test_dense_training_is_products_of_equal_flops() -> None:
     chained = dense.training_layers(MODELS["odd"], 24, 2, seed=0)
     chained.launch(1)
@@ -329,68 +286,3 @@ def test_experts_over_devices_are_checked_and_timed(tmp_path: Path) -> None:
     assert "no ragged_all_to_all here" in (every[ep.ragged_ep.NAME].refusal or "")
     refused = ep.entries(dataclasses.replace(case, model=MODELS["odd"]))
     assert [entry.refusal for entry in refused] == [f"not run: 5 experts on {count} device(s)"]
-
-
-def _spread() -> list[rows.Row]:
-    """Rows of suite `ep`, as if on two and on four devices."""
-    base = rows.Row("ep", "moe_mlp", "qwen3-30b-a3b", 4096, "bf16", "forward", "", regime="burst")
-
-    def row(impl: str, us: float, devices: int | None = 4, **fields: Any) -> rows.Row:
-        return dataclasses.replace(base, impl=impl, us=us, devices=devices, **fields)
-
-    limit = {"tokens": 1, "reason": "upper limit: launching takes as long"}
-    return [
-        row(ep.ALONE, 600.0, None, beside=4),
-        row(ep.ALONE, 675.0, None, beside=2),  # another run
-        row(ep.LOCAL, 640.0),
-        row(ep.Variant("all_gather", 1).name, 1000.0, sent_gbps=100.0),
-        row(ep.Variant("all_gather", 2).name, 900.0, sent_gbps=110.0),
-        row(ep.Variant("all_to_all", 1).name, 1200.0),
-        row(ep.Variant("all_to_all", 1).name, 540.0, 2),
-        row("xla[all_gather+psum_scatter]", 350.0, op="collectives", sent_gbps=290.0),
-        row(ep.ALONE, 30.0, None, tokens=1, beside=4),
-        row(ep.Variant("all_gather", 1).name, 120.0, **limit),
-    ]
-
-
-def test_report_has_a_table_of_experts_over_devices() -> None:
-    text = report_ep.summary(report.Report([], _spread(), {}))
-    four = "| qwen3-30b-a3b | 4 | 4096 | 600 | 640 | 900 | 1200 | all_gather/2 | 1.50 | 260 | 110 |"
-    assert f"{four} 290 |" in text
-    two = "| qwen3-30b-a3b | 2 | 4096 | 675 | - | - | 540 | all_to_all | 0.80 | - | - | - |"
-    assert two in text
-    empty = report.Report([], [], {})
-    assert "ragged_dot" not in text and report_ep.summary(empty) == report_ep.page(empty) == ""
-
-
-def test_report_says_and_draws_where_spreading_pays(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    from benchmarks import plot_ep
-
-    layer = dataclasses.replace(_spread()[0], suite="layer", impl="jaxmoe")
-    header = dict.fromkeys("device driver cuda jax commit command date".split(), "x")
-    content = {"header": header, "rows": [row.to_json() for row in (layer, *_spread())]}
-    (tmp_path / "ep.json").write_text(json.dumps(content))
-    pages = [tmp_path / name for name in ("readme.md", "performance.md", "spread.md")]
-    for path in pages:
-        path.write_text(f"before\n{report.BEGIN}\n{report.END}\nafter\n")
-    names = ("--readme", "--performance", "--spread")
-    arguments = [str(part) for pair in zip(names, pages, strict=True) for part in pair]
-    arguments += ["--results", str(tmp_path), "--plot", str(tmp_path / "img" / "layer.svg")]
-    assert report.main(arguments) == 0
-    text = pages[2].read_text()
-    assert "| tokens | one GPU | 2 GPUs | to one | 4 GPUs | part | bare | to one |" in text
-    assert "| qwen3-30b-a3b | 1 | 30.0 | - | - | 120† | - | - | 4.00 |" in text
-    assert "| qwen3-30b-a3b | 4096 | 675 | 540 | 0.80 | 900 | 640 | 350 | 1.50 |" in text
-    assert "as many tokens: qwen3-30b-a3b on 4 GPUs at 1, 4096.\n" in text  # not on 2
-    assert pages[1].read_text().count("\n") == 4  # no FP8 was measured
-    points = report_ep.points(report.load(tmp_path))
-    four = [point for point in points if point.devices == 4]
-    assert plot_ep.series(four, lambda p: p.best) == [(1, 4.0), (4096, 1.5)]
-    assert plot_ep.series(four, lambda p: p.local) == [(4096, pytest.approx(640 / 600))]
-    drawn = (tmp_path / "img" / "expert_parallel.svg").read_bytes()
-    labels = (b"2 GPUs", b"4 GPUs, without communication", b"an upper limit")
-    assert all(label in drawn for label in labels)
-    assert b"2 GPUs, without communication" not in drawn
-    plot_ep.write(points, tmp_path / "again.svg")
-    assert (tmp_path / "again.svg").read_bytes() == drawn

@@ -1,4 +1,4 @@
-"""Benchmarks on a CPU: floors against hand numbers, a run end to end, a report of known rows."""
+"""Benchmarks on a CPU: floors against hand numbers, a run end to end."""
 
 import dataclasses
 import gc
@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))  # behind everything: `jaxmoe` stays the installed one
 
-from benchmarks import bounds, card, report, report_fp8, rows, run, runner, timing  # noqa: E402
+from benchmarks import bounds, card, rows, run, runner, timing  # noqa: E402
 from benchmarks.baselines import xla_ragged_dot  # noqa: E402
 from benchmarks.cases import Case, WeightSets, weight_sets  # noqa: E402
 from benchmarks.models import DEFAULT_MODELS, DEFAULT_TOKENS, MODELS, expert_bytes  # noqa: E402
@@ -267,97 +267,6 @@ def test_ragged_dot_is_refused_where_its_masks_do_not_fit() -> None:
     assert xla_ragged_dot.refusal(1.0, 8, 16, 64) is None
 
 
-def _results(date: str, slower: float) -> dict[str, object]:
-    """A results file in which jaxmoe takes `slower` times the floor."""
-    out = []
-    for name in DEFAULT_MODELS[:2]:
-        for tokens in DEFAULT_TOKENS:
-            model = MODELS[name]
-            work = bounds.layer(model, tokens, bounds.expected_hit(model, tokens))
-            base = rows.Row("layer", "moe_mlp", name, tokens, "bf16", "forward", "floor")
-            us = work.floor_us(H200) or 0.0
-            out.append(rows.with_time(base, work, H200, timing.Measured(us, us, us)))
-            for impl, regime, factor in (
-                ("jaxmoe", "burst", slower),
-                ("jaxmoe", "sustained", slower + 0.1),
-                ("torch_grouped_mm", "burst", 1.3),
-            ):
-                row = dataclasses.replace(base, impl=impl, regime=regime)
-                time = timing.Measured(us * factor, us * factor, us * factor)
-                out.append(rows.with_time(row, work, H200, time))
-    header = dict.fromkeys(HEADER, "x") | {"date": date, "device": "NVIDIA H200", "commit": date}
-    return {"header": header, "rows": [row.to_json() for row in out]}
-
-
-def test_report_of_known_rows(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    folder = tmp_path / "h200"
-    folder.mkdir()
-    (folder / "old.json").write_text(json.dumps(_results("2026-01-01", slower=1.5)))
-    (folder / "new.json").write_text(json.dumps(_results("2026-02-01", slower=1.25)))
-    readme, image = tmp_path / "README.md", tmp_path / "img" / "layer.svg"
-    readme.write_text(f"before\n{report.BEGIN}\nstale\n{report.END}\nafter\n")
-    arguments = ["--results", str(folder), "--readme", str(readme), "--plot", str(image)]
-    assert report.main(arguments) == 0
-    text = readme.read_text()
-    assert text.startswith("before\n") and text.endswith("after\n") and "stale" not in text
-    # the newer run counts, and only its origin is named
-    assert "2026-02-01" in text and "2026-01-01" not in text
-    # floor 17.56 * 1.25, 80 % of the floor, sustained 17.56 * 1.35, torch 17.56 * 1.3, FlashInfer
-    row = "| qwen3-30b-a3b | 1 | 17.6 | **21.9** | 80% | 23.7 | 22.8 | 41.5 | - |"
-    assert row in text
-    # FlashInfer's 640 us at 16 tokens against 649 * 1.35 (it ran under load)
-    assert "FlashInfer* is faster than jaxmoe here: mixtral-8x7b at 16," in text
-    assert "tokamax" not in text  # a column without a number is left out
-    assert "| qwen3-30b-a3b | 1 | uniform | jaxmoe | sustained |" in (
-        (folder / "README.md").read_text()
-    )
-    first = image.read_bytes()
-    assert report.main(arguments) == 0 and image.read_bytes() == first
-    assert b"qwen3-30b-a3b" in first and b"FlashInfer*" in first
-
-
-def test_rows_of_an_older_commit_are_marked(tmp_path: Path) -> None:
-    old, new = _results("2026-01-01", slower=1.5), _results("2026-02-01", slower=1.25)
-    new["rows"] = [row for row in new["rows"] if row["tokens"] != 16]  # type: ignore[attr-defined]
-    (tmp_path / "a.json").write_text(json.dumps(new))
-    (tmp_path / "b.json").write_text(json.dumps(old))
-    lines = report.summary(report.load(tmp_path)).splitlines()
-    marked = [line.split(" | ")[1] for line in lines if line.startswith("|") and "†" in line]
-    assert marked == ["16", "16"]  # of both models
-    assert "† Not measured again since an older commit, see below." in lines
-
-
-def test_report_says_how_fast_the_card_of_each_run_was(tmp_path: Path) -> None:
-    old, new = _results("2026-01-01", slower=1.5), _results("2026-02-01", slower=1.25)
-    new["rows"] = new["rows"][:4]  # type: ignore[index]
-    new["header"] |= {"copy_tbps": 4.018, "dense_tflops": 781.3}  # type: ignore[operator]
-    (tmp_path / "a.json").write_text(json.dumps(old))
-    (tmp_path / "b.json").write_text(json.dumps(new))
-    for text in (report.summary(loaded := report.load(tmp_path)), report.details(loaded)):
-        lines = [line.split(", driver")[0] for line in text.splitlines() if ", driver" in line]
-        card_of_new = "NVIDIA H200 (copy 4.02 TB/s, dense 781 TFLOP/s)"
-        assert lines == ["- 2026-01-01, NVIDIA H200", f"- 2026-02-01, {card_of_new}"]
-    loaded.runs[1].update(copy_tbps=None, dense_tflops=None)  # as without a GPU
-    assert report.summary(loaded).count("NVIDIA H200, driver") == 2
-
-
-def test_plotted_points_are_times_over_floors(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    from benchmarks import plot
-
-    folder = tmp_path / "h200"
-    folder.mkdir()
-    (folder / "one.json").write_text(json.dumps(_results("2026-01-01", slower=1.5)))
-    loaded = report.load(folder, ROOT / "benchmarks" / "peers_h200.json")
-    floors = report.floors(loaded)
-    ours = plot.series(loaded, floors, "mixtral-8x7b", "jaxmoe")
-    assert [tokens for tokens, _ in ours] == list(DEFAULT_TOKENS)
-    assert [ratio for _, ratio in ours] == pytest.approx([1.5] * len(ours), rel=1e-3)
-    peer = dict(plot.series(loaded, floors, "qwen3-30b-a3b", "FlashInfer"))
-    assert peer[1] == pytest.approx(41.5 / 17.56, rel=1e-3)
-
-
 def test_energy_is_flops_over_power() -> None:
     work = bounds.Work(flops=600e6, weight_bytes=0.0, activation_bytes=0.0)
     row = rows.Row("layer", "moe_mlp", "odd", 8, "bf16", "forward", "jaxmoe")
@@ -370,31 +279,3 @@ def test_energy_is_flops_over_power() -> None:
     assert rows.Row.from_json(older).tflop_per_joule == pytest.approx(1.5)
     older["power_w"] = None
     assert rows.Row.from_json(older).tflop_per_joule is None
-    table = report.details(report.Report([], [drawn, unknown], {}))
-    assert "| 600 | - | 1.50 | - |" in table and "| 600 | - | - | - |" in table
-
-
-def test_report_needs_markers() -> None:
-    with pytest.raises(ValueError, match="benchmarks:begin"):
-        report.replace_section("no markers", "table")
-
-
-def test_published_numbers_come_from_committed_results() -> None:
-    from benchmarks import report_ep
-
-    readme = ROOT / "README.md"
-    folder = ROOT / "benchmarks" / "results" / "h200"
-    text = readme.read_text(encoding="utf-8") if readme.is_file() else ""
-    loaded = report.load(folder)
-    if report.BEGIN not in text:
-        assert not loaded.rows, "results are committed, but README has no place for them"
-        return
-    section = report.summary(loaded) if loaded.points() else None
-    assert section is None or report.replace_section(text, section) == text
-    pages = {
-        "performance.md": report_fp8.details(loaded),
-        "expert_parallel.md": report_ep.page(loaded),
-    }
-    for name, tables in pages.items():
-        page = (ROOT / "docs" / name).read_text(encoding="utf-8")
-        assert not tables or report.replace_section(page, tables) == page

@@ -1,4 +1,4 @@
-"""Benchmarks of the layer with FP8 weights, on a CPU: data, checks, comparisons, tables."""
+"""Benchmarks of the layer with FP8 weights, on a CPU: data, checks, comparisons."""
 
 import dataclasses
 import json
@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))  # behind everything: `jaxmoe` stays the installed one
 
 import jaxmoe  # noqa: E402
-from benchmarks import bounds, quantized, report, report_fp8, rows, runner, timing  # noqa: E402
+from benchmarks import bounds, quantized, rows, runner, timing  # noqa: E402
 from benchmarks.baselines import dense  # noqa: E402
 from benchmarks.cases import Case, WeightSets, weight_sets  # noqa: E402
 from benchmarks.models import MODELS, layer_bytes  # noqa: E402
@@ -188,65 +188,6 @@ def test_dense_fp8_is_a_product_of_cublaslt() -> None:
     text = jax.jit(dense.fp8_pair).lower(x, h, a, b).compile(options).as_text()
     assert text is not None and text.count('custom_call_target="__cublas$lt$matmul$f8"') == 2
     assert " transpose(" not in text
-
-
-def _report(tmp_path: Path, jaxmoe_us: dict[tuple[str, str], float]) -> report.Report:
-    """A report of bf16 rows and of FP8 rows at two points of qwen3-30b-a3b."""
-    out = []
-    for tokens, floor in ((1, 8.8), (4096, 229.0)):
-        base = rows.Row("layer", "moe_mlp", "qwen3-30b-a3b", tokens, "fp8", "forward", "floor[fp8]")
-        out.append(dataclasses.replace(base, us=floor))
-        out.append(dataclasses.replace(base, impl="floor", us=2 * floor, scheme="bf16"))
-        plain = dataclasses.replace(base, impl="jaxmoe", us=30.0, scheme="bf16", regime="burst")
-        out.append(plain)
-        for (impl, regime), us in jaxmoe_us.items():
-            row = dataclasses.replace(base, impl=f"jaxmoe[{impl}]", us=us, regime=regime)
-            out.append(dataclasses.replace(row, floor_fraction=floor / us, vs_dense=0.5))
-    header = dict.fromkeys("device driver cuda jax commit command".split(), "x")
-    folder = tmp_path / "h200"
-    folder.mkdir()
-    content = {"header": header | {"date": "2026-01-01"}, "rows": [row.to_json() for row in out]}
-    (folder / "fp8-qwen3-30b-a3b.json").write_text(json.dumps(content))
-    return report.load(folder, ROOT / "benchmarks" / "peers_h200.json")
-
-
-def test_report_compares_fp8_with_flashinfer(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    times = {("fp8_tensor", "burst"): 20.0, ("fp8_tensor", "sustained"): 17.0}
-    loaded = _report(tmp_path, times | {("fp8_block", "burst"): 200.0})
-    text = report.summary(loaded)
-    head = "| model | tokens | floor | tensor | sustained | FlashInfer* | ratio | block |"
-    assert head in text
-    # FlashInfer 35.7 over the sustained 17; 54.4 over the burst of 200: no sustained block row
-    row = "| qwen3-30b-a3b | 1 | 8.8 | **20.0** | 17.0 | 35.7 | 2.10 | **200** | 54.4 | 0.27 |"
-    assert row in text
-    # the roots of 2.10 * 522 / 17 and of 0.272 * 1129 / 200
-    assert "FP8 tensor: geometric mean of the ratios 8.03 (2 points)." in text
-    assert "FP8 block: geometric mean of the ratios 1.24 (2 points). FlashInfer*" in text
-    assert "is faster than jaxmoe here: qwen3-30b-a3b at 1 tokens." in text
-    page, readme = tmp_path / "performance.md", tmp_path / "README.md"
-    for path in (page, readme):
-        path.write_text(f"before\n{report.BEGIN}\n{report.END}\nafter\n")
-    arguments = ["--results", str(tmp_path / "h200"), "--readme", str(readme)]
-    arguments += ["--performance", str(page), "--plot", str(tmp_path / "layer.svg")]
-    assert report.main(arguments) == 0
-    assert head in readme.read_text()
-    # of floor 8.8 / 20, bf16 over tensor 30 / 20
-    row = "| qwen3-30b-a3b | 1 | 8.8 | 20.0 | 200 | 44% | 0.50 | 30.0 | 1.50 |"
-    assert row in page.read_text() and page.read_text().endswith("after\n")
-
-
-def test_report_without_fp8_rows_says_nothing_of_fp8(tmp_path: Path) -> None:
-    loaded = _report(tmp_path, {})
-    assert report_fp8.summary(loaded) == report_fp8.details(loaded) == ""
-    assert loaded.points() and "FP8" not in report.summary(loaded)
-
-
-def test_fp8_rows_of_a_newer_commit_do_not_make_the_others_old(tmp_path: Path) -> None:
-    loaded = _report(tmp_path, {("fp8_block", "burst"): 200.0})
-    for kind in loaded.commits:
-        loaded.commits[kind] = "new" if "fp8" in kind else "old"
-    assert "†" not in report.summary(loaded)
 
 
 def test_committed_fp8_peers_are_above_the_floor() -> None:

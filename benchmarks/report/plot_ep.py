@@ -6,8 +6,8 @@ from typing import Any
 
 from matplotlib.ticker import LogLocator
 
-from benchmarks import figure
-from benchmarks.report_ep import Point
+from benchmarks.report import figure
+from benchmarks.report.ep import Point
 from benchmarks.rows import Row
 
 _TICKS = (0.25, 0.35, 0.5, 0.7, 1, 1.4, 2, 2.8, 4)
@@ -15,7 +15,7 @@ _LIMIT = "launching takes as long: an upper limit"
 
 
 def series(points: list[Point], row: Callable[[Point], Row | None]) -> list[tuple[int, float]]:
-    """Returns (tokens, time over that of one device) of one line."""
+    """One line: tokens, and the time over that of one device."""
     found = ((point.tokens, point.to_one(row(point))) for point in points)
     return [(tokens, ratio) for tokens, ratio in found if ratio]
 

@@ -1,22 +1,19 @@
-"""The report's tables of experts over several devices; empty where no such row was measured."""
+"""The tables of experts over several devices; empty where no such row was measured."""
 
 import dataclasses
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
-from benchmarks import tables
 from benchmarks.baselines import ragged_ep
-from benchmarks.models import MODELS
+from benchmarks.report.measurements import Measurements, by_model
+from benchmarks.report.tables import filled, number, time_of, where
 from benchmarks.rows import Row
 from benchmarks.suites import ep
-from benchmarks.tables import us
-
-if TYPE_CHECKING:
-    from benchmarks.report import Report
 
 _BARE = "xla[all_gather+psum_scatter]"
-_HEAD = ["model", "devices", "tokens", "one device", "local", "all_gather", "all_to_all", "ragged"]
-_HEAD += ["best", "to one device", "over local", "GB/s", "bare GB/s", "ragged_dot"]
+_HEAD = [
+    *("model", "devices", "tokens", "one device", "local", "all_gather", "all_to_all", "ragged"),
+    *("best", "to one device", "over local", "GB/s", "bare GB/s", "ragged_dot"),
+]
 _NOTE = (
     "Microseconds of one layer, bf16, uniform routing, so many tokens on each device. *one "
     "device*: alone with as many tokens and all experts. *local*: what a device computes without "
@@ -36,9 +33,11 @@ _DAGGER_NOTE = f" {_DAGGER}: the host takes as long to launch it, so the GPUs ma
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """So many tokens of a model on each of so many devices, and the timed rows of model and tokens.
+    """What was measured of a model with `tokens` on each of `devices`.
 
-    Rows are None where nothing was measured.
+    Attributes:
+      model, devices, tokens: as said.
+      rows: every timed row of the model with as many tokens, on any number of devices.
     """
 
     model: str
@@ -47,7 +46,7 @@ class Point:
     rows: tuple[Row, ...]
 
     def find(self, *impls: str) -> Row | None:
-        """Returns the fastest of these on the devices."""
+        """The fastest of these on the devices, None if none was measured."""
         here = (row for row in self.rows if row.devices == self.devices)
         return _fastest(row for row in here if row.impl in impls)
 
@@ -59,7 +58,7 @@ class Point:
 
     @property
     def local(self) -> Row | None:
-        """What a device computes without communication."""
+        """The part that a device computes without communication."""
         return self.find(ep.LOCAL)
 
     @property
@@ -73,7 +72,7 @@ class Point:
         return self.find(_BARE)
 
     def to_one(self, row: Row | None) -> float | None:
-        """Returns the time of a row over that of one device."""
+        """The time of a row over that of one device."""
         alone = self.alone
         return row.us / alone.us if row and row.us and alone and alone.us else None
 
@@ -82,20 +81,21 @@ def _fastest(rows: Iterable[Row]) -> Row | None:
     return min(rows, key=lambda row: row.us or 0.0, default=None)
 
 
-def points(report: "Report") -> list[Point]:
-    """Returns what was measured on several devices, by model, devices and tokens."""
-    timed = [r for r in report.rows if r.suite == "ep" and r.us and r.skew == "uniform"]
+def points(found: Measurements) -> list[Point]:
+    """Points measured on several devices, by model, devices and tokens."""
+    timed = [r for r in found.rows if r.suite == "ep" and r.us and r.skew == "uniform"]
+    at = lambda row: (row.model, row.tokens)  # noqa: E731
     spread = {(r.model, r.devices or 1, r.tokens) for r in timed if r.impl in ep.VARIANTS}
-    order = sorted(spread, key=lambda p: (list(MODELS).index(p[0]), *p[1:]))
     return [
-        Point(*p, tuple(r for r in timed if (r.model, r.tokens) == (p[0], p[2]))) for p in order
+        Point(model, devices, tokens, tuple(r for r in timed if at(r) == (model, tokens)))
+        for model, devices, tokens in by_model(spread)
     ]
 
 
-def summary(report: "Report") -> str:
-    """Returns the table of every way, "" if nothing was measured."""
-    body = [_row(point) for point in points(report)]
-    return f"{tables.filled(_HEAD, body)}\n\n{_NOTE}" if body else ""
+def summary(found: Measurements) -> str:
+    """The table of every way, "" if nothing was measured."""
+    body = [_row(point) for point in points(found)]
+    return f"{filled(_HEAD, body)}\n\n{_NOTE}" if body else ""
 
 
 def _row(point: Point) -> list[str]:
@@ -103,40 +103,39 @@ def _row(point: Point) -> list[str]:
         return point.find(*(name for name, v in ep.VARIANTS.items() if v.dispatch == dispatch))
 
     alone, local, best, bare = point.alone, point.local, point.best, point.bare
-    found = [ways(dispatch) for dispatch in ep.DISPATCHES]
-    ragged, ratio = point.find(ragged_ep.NAME), point.to_one(best)
-    best_us, gathered = (best and best.us) or 0.0, found[0]
+    by_way = [ways(dispatch) for dispatch in ep.DISPATCHES]
+    best_us = (best and best.us) or 0.0
     return [
         point.model,
         str(point.devices),
         str(point.tokens),
-        *(us(row and row.us) for row in (alone, local, *found)),
+        *map(time_of, (alone, local, *by_way)),
         best.impl.removeprefix("jaxmoe[ep_").removesuffix("]") if best else "-",
-        f"{ratio:.2f}" if ratio else "-",
+        number(point.to_one(best), ".2f"),
         f"{best_us - local.us:.0f}" if local and local.us else "-",
-        *(f"{r.sent_gbps:.0f}" if r and r.sent_gbps else "-" for r in (gathered, bare)),
-        us(ragged and ragged.us),
+        *(number(r and r.sent_gbps, ".0f") for r in (by_way[0], bare)),
+        time_of(point.find(ragged_ep.NAME)),
     ]
 
 
-def page(report: "Report") -> str:
-    """Returns expert_parallel.md's section: what spreading takes, and where it loses."""
-    found = points(report)
-    counts = sorted({point.devices for point in found})
+def page(found: Measurements) -> str:
+    """The table of expert_parallel.md: what spreading takes, and where it loses."""
+    measured = points(found)
+    counts = sorted({point.devices for point in measured})
     head = ["model", "tokens", "one GPU"]
     for count in counts:
         head += [f"{count} GPUs", "part", "bare", "to one"]
     cases: dict[tuple[str, int], dict[int, Point]] = {}
-    for point in found:
+    for point in measured:
         cases.setdefault((point.model, point.tokens), {})[point.devices] = point
-    order = sorted(cases, key=lambda case: (list(MODELS).index(case[0]), case[1]))
-    body = [[model, str(tokens), *_cells(cases[model, tokens], counts)] for model, tokens in order]
+    body = [[case[0], str(case[1]), *_cells(cases[case], counts)] for case in by_model(cases)]
     if not body:
         return ""
     marked = any(_DAGGER in cell for cells in body for cell in cells)
-    parts = [tables.filled(head, body), _PAGE_NOTE + (_DAGGER_NOTE if marked else "")]
-    if slower := _slower(found):
-        parts.append(f"Longer than one GPU with as many tokens: {slower}.")
+    parts = [filled(head, body), _PAGE_NOTE + (_DAGGER_NOTE if marked else "")]
+    slower = (p for p in measured if (p.to_one(p.best) or 0.0) > 1.0)
+    if names := where((f"{p.model} on {p.devices} GPUs", p.tokens) for p in slower):
+        parts.append(f"Longer than one GPU with as many tokens: {names}.")
     return "\n\n".join(parts)
 
 
@@ -147,19 +146,9 @@ def _cells(by_count: dict[int, Point], counts: list[int]) -> list[str]:
         point = by_count.get(count)
         rows = (point.best, point.local, point.bare) if point else (None,) * 3
         ratio = point.to_one(point.best) if point else None
-        out += [*map(_marked, rows), f"{ratio:.2f}" if ratio else "-"]
+        out += [*map(_marked, rows), number(ratio, ".2f")]
     return out
 
 
 def _marked(row: Row | None) -> str:
-    return us(row and row.us) + (_DAGGER if row and row.host_bound else "")
-
-
-def _slower(found: list[Point]) -> str:
-    """Returns where one device is faster: model, devices, tokens."""
-    where: dict[str, list[str]] = {}
-    for point in found:
-        if (point.to_one(point.best) or 0.0) > 1.0:
-            name = f"{point.model} on {point.devices} GPUs"
-            where.setdefault(name, []).append(str(point.tokens))
-    return "; ".join(f"{name} at {', '.join(tokens)}" for name, tokens in where.items())
+    return time_of(row) + (_DAGGER if row and row.host_bound else "")

@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from benchmarks import figure
+from benchmarks.report import figure
+from benchmarks.report.measurements import Measurements, Point
 
 # implementation, label, colour, marker
 _LINES = (
@@ -20,33 +21,33 @@ _LIMITS = (0.85, 8.0)  # lax.ragged_dot leaves the panel: it goes past 100
 
 
 def series(
-    report: Any, floors: dict[tuple[str, int], float], model: str, impl: str
+    found: Measurements, floors: dict[Point, float], model: str, impl: str
 ) -> list[tuple[int, float]]:
-    """Returns (tokens, time over floor) of one line, in order of tokens."""
+    """One line: tokens, and the time over the floor, in order of tokens."""
     out = []
     for (name, tokens), floor_us in floors.items():
         if name != model:
             continue
         if impl == "sustained":
-            row = report.find(name, tokens, "jaxmoe", regime="sustained")
+            row = found.find(name, tokens, "jaxmoe", regime="sustained")
         else:
-            row = report.find(name, tokens, impl)
-        us = row.us if row else report.peer_us(name, tokens, impl)
+            row = found.find(name, tokens, impl)
+        us = row.us if row else found.peer_us(name, tokens, impl)
         if us:
             out.append((tokens, us / floor_us))
     return sorted(out)
 
 
-def write(report: Any, floors: dict[tuple[str, int], float], path: Path) -> None:
+def write(found: Measurements, path: Path) -> None:
     """Writes the figure; the same rows give the same bytes."""
-    models = list(dict.fromkeys(model for model, _ in report.points()))
-    figure.write(models, lambda axes, model: _panel(axes, report, floors, model), path)
+    models, floors = list(dict.fromkeys(model for model, _ in found.points())), found.floors()
+    figure.write(models, lambda axes, model: _panel(axes, found, floors, model), path)
 
 
-def _panel(axes: Any, report: Any, floors: dict[tuple[str, int], float], model: str) -> None:
+def _panel(axes: Any, found: Measurements, floors: dict[Point, float], model: str) -> None:
     axes.axhline(1.0, color="black", linewidth=0.8)
     for impl, label, colour, marker in _LINES:
-        points = series(report, floors, model, impl)
+        points = series(found, floors, model, impl)
         if not points:
             continue
         tokens, ratios = zip(*points, strict=True)

@@ -1,0 +1,63 @@
+"""The table of the layer in bf16: every number of tokens, next to what others take."""
+
+from benchmarks.report.measurements import Measurements, Point
+from benchmarks.report.tables import filled, number, time_of, us, where
+
+# heading, implementation
+_MEASURED = (
+    ("ragged_dot", "xla_ragged_dot"),
+    ("tokamax", "tokamax"),
+    ("torch", "torch_grouped_mm"),
+)
+_PEERS = ("FlashInfer", "SonicMoE")
+_NOTE = (
+    "Microseconds per whole layer, bf16, routing given, uniform; weights in checkpoint order "
+    '(layout "nk"), *[E,K,N]* with the contraction first. *floor*: the larger of bytes / 4.3 TB/s '
+    "and FLOPs / 780 TFLOP/s. *sustained*: under a second of load, for compute-heavy rows. *vs "
+    "dense*: TFLOP/s over those of `jnp.matmul` with equal FLOPs."
+)
+
+
+def summary(found: Measurements) -> str:
+    """The table, what it says, and under which conditions others were measured."""
+    head = ["model", "tokens", "floor", "jaxmoe", "of floor", "[E,K,N]", "sustained", "vs dense"]
+    head += [heading for heading, _ in _MEASURED] + [f"{name}*" for name in _PEERS] + ["run"]
+    parts = [filled(head, [_cells(found, point) for point in found.points()]), _NOTE]
+    for heading, points in _losses(found).items():
+        parts.append(f"{heading} is faster than jaxmoe here: {where(points)}.")
+    if found.peers:
+        names = "; ".join(f"{name} {how}" for name, how in found.peers["impls"].items())
+        parts.append(f"\\* Not measured in these runs. {names}. {found.peers['conditions']}")
+    return "\n\n".join(parts)
+
+
+def _cells(found: Measurements, point: Point) -> list[str]:
+    ours = found.find(*point, "jaxmoe")
+    return [
+        point[0],
+        str(point[1]),
+        time_of(found.find(*point, "floor", regime=None)),
+        f"**{time_of(ours)}**",
+        number(ours and ours.floor_fraction, ".0%"),
+        time_of(found.find(*point, "jaxmoe[kn]")),
+        time_of(found.find(*point, "jaxmoe", regime="sustained")),
+        number(ours and ours.vs_dense, ".2f"),
+        *(time_of(found.find(*point, impl)) for _, impl in _MEASURED),
+        *(us(found.peer_us(*point, name)) for name in _PEERS),
+        found.origin(ours),
+    ]
+
+
+def _losses(found: Measurements) -> dict[str, list[Point]]:
+    """Who is faster where."""
+    out: dict[str, list[Point]] = {}
+    for point in found.points():
+        ours, loaded = found.find(*point, "jaxmoe"), found.loaded(*point, "jaxmoe")
+        others = {name: found.find(*point, impl) for name, impl in _MEASURED}
+        pairs = [(name, row and row.us, ours) for name, row in others.items()]
+        # They ran under load.
+        pairs += [(f"{name}*", found.peer_us(*point, name), loaded) for name in _PEERS]
+        for name, theirs, row in pairs:
+            if theirs and row and row.us and theirs < row.us:
+                out.setdefault(name, []).append(point)
+    return out

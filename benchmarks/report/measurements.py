@@ -1,0 +1,148 @@
+"""All rows of one device, the newest of each kind, with the run that each comes from."""
+
+import dataclasses
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from benchmarks import bounds
+from benchmarks.models import MODELS
+from benchmarks.rows import Row
+
+Kind = tuple[Any, ...]
+Point = tuple[str, int]  # a model and a number of tokens
+
+_BENCHMARKS = Path(__file__).resolve().parents[1]
+_KIND = (
+    *("suite", "op", "model", "tokens", "scheme", "pass_", "skew", "regime"),
+    *("devices", "beside", "impl"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurements:
+    """The newest row of each kind.
+
+    Attributes:
+      runs: the headers of the runs that these rows come from, oldest first.
+      rows: in the order of their runs.
+      peers: times of other libraries, measured elsewhere; `{}` if there are none.
+      run_of: place in `runs` of each row, by its kind.
+    """
+
+    runs: list[dict[str, Any]]
+    rows: list[Row]
+    peers: dict[str, Any]
+    run_of: dict[Kind, int] = dataclasses.field(default_factory=dict)
+
+    def older(self, row: Row) -> bool:
+        """Whether another commit has newer rows of the same suite and scheme."""
+        newest = max(
+            self.run_of[kind(r)]
+            for r in self.rows
+            if (r.suite, r.scheme) == (row.suite, row.scheme)
+        )
+        commits = (self.runs[i]["commit"] for i in (newest, self.run_of[kind(row)]))
+        return len(set(commits)) > 1
+
+    def origin(self, row: Row | None) -> str:
+        """The number of the row's run, as `runs_text` counts; "†" behind it if the row is older."""
+        if row is None or kind(row) not in self.run_of:
+            return "-"
+        return f"{self.run_of[kind(row)] + 1}" + ("†" if self.older(row) else "")
+
+    def find(self, model: str, tokens: int, impl: str, **fields: Any) -> Row | None:
+        """The timed row of a layer: forward, uniform, in a burst unless `fields` say otherwise."""
+        wanted = {"suite": "layer", "op": "moe_mlp", "skew": "uniform", "regime": "burst"} | fields
+        for row in self.rows:
+            same = (row.model, row.tokens, row.impl) == (model, tokens, impl)
+            if same and row.us and all(getattr(row, k) == v for k, v in wanted.items()):
+                return row
+        return None
+
+    def loaded(self, model: str, tokens: int, impl: str, **fields: Any) -> Row | None:
+        """The row under sustained load, or in a burst where load was not measured."""
+        sustained = self.find(model, tokens, impl, regime="sustained", **fields)
+        return sustained or self.find(model, tokens, impl, **fields)
+
+    def peer_us(self, model: str, tokens: int, impl: str, **fields: Any) -> float | None:
+        """Microseconds of another library, forward in bf16 unless `fields` say otherwise."""
+        wanted = {"pass": "forward", "format": "bf16"} | fields
+        for row in self.peers.get("rows", ()):
+            same = (row["model"], row["tokens"], row["impl"]) == (model, tokens, impl)
+            if same and all(row[k] == v for k, v in wanted.items()):
+                return row["us"]
+        return None
+
+    def points(self, impls: Iterable[str] = ("jaxmoe",), suite: str = "layer") -> list[Point]:
+        """Models and tokens at which one of these implementations of a layer was timed."""
+        impls = set(impls)
+        same = (r for r in self.rows if (r.suite, r.op, r.skew) == (suite, "moe_mlp", "uniform"))
+        return by_model({(r.model, r.tokens) for r in same if r.impl in impls and r.us})
+
+    def floors(self) -> dict[Point, float]:
+        """The floor of every measured layer in bf16, and of the peers' for even routing."""
+        out: dict[Point, float] = {}
+        for row in self.peers.get("rows", ()):
+            model, tokens = MODELS[row["model"]], row["tokens"]
+            work = bounds.layer(model, tokens, bounds.expected_hit(model, tokens))
+            us = work.floor_us(bounds.CEILINGS.get(self.peers["device"]))
+            if us is not None and (row["pass"], row["format"]) == ("forward", "bf16"):
+                out[model.name, tokens] = us
+        for name, tokens in self.points():
+            row = self.find(name, tokens, "floor", regime=None)
+            if row and row.us:
+                out[name, tokens] = row.us
+        return out
+
+
+def kind(row: Row) -> Kind:
+    """The fields that say what a row measures; the implementation is the last."""
+    return tuple(getattr(row, name) for name in _KIND)
+
+
+def by_model(points: Iterable[Any]) -> list[Any]:
+    """Sorts tuples whose first entry is a model: in the order of `MODELS`, then by the rest."""
+    order = list(MODELS)
+    return sorted(points, key=lambda point: (order.index(point[0]), *point[1:]))
+
+
+def load(folder: Path, peers: Path | None = None) -> Measurements:
+    """Reads the results files of one device; where two measured the same, the newer run counts."""
+    files = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
+    files.sort(key=lambda content: content["header"]["date"])
+    newest: dict[Kind, tuple[int, Row]] = {}
+    compared: dict[Kind, int] = {}  # the run that compared tiles last
+    for number, content in enumerate(files):
+        most = max((values.get("devices") or 0 for values in content["rows"]), default=0)
+        for values in content["rows"]:
+            row = Row.from_json(values)
+            if row.devices is None and row.beside is None and most:
+                row.beside = most
+            newest[kind(row)] = (number, row)
+            if row.chosen is not None:
+                compared[kind(row)[:-1]] = number
+    # An older run had tiles that a newer one left out: they do not count.
+    newest = {
+        key: (number, row)
+        for key, (number, row) in newest.items()
+        if row.chosen is None or compared[key[:-1]] == number
+    }
+    used = sorted({number for number, _ in newest.values()})
+    peer_file = peers or _BENCHMARKS / f"peers_{folder.name}.json"
+    return Measurements(
+        runs=[files[number]["header"] for number in used],
+        rows=[row for _, row in sorted(newest.values(), key=lambda pair: pair[0])],
+        peers=_peers(peer_file) if peer_file.is_file() else {},
+        run_of={key: used.index(number) for key, (number, _) in newest.items()},
+    )
+
+
+def _peers(path: Path) -> dict[str, Any]:
+    """The file of other libraries' times, its three lists as one, each row with pass and format."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    plain, fp8 = {"pass": "forward", "format": "bf16"}, {"pass": "forward"}
+    rows = [row | plain for row in content["rows"]]
+    rows += [row | plain | {"pass": "forward+backward"} for row in content["training"]]
+    return content | {"rows": rows + [row | fp8 for row in content["fp8"]["rows"]]}

@@ -1,0 +1,128 @@
+"""The README's ratios and its table: whole layers next to the fastest of the other libraries."""
+
+import dataclasses
+
+from benchmarks.report import fp8, train
+from benchmarks.report.measurements import Measurements, Point, by_model
+from benchmarks.report.tables import filled, geometric_mean, table, time_of, where
+from benchmarks.rows import Row
+
+_PEERS = ("FlashInfer", "SonicMoE")
+_RATIOS = ["one layer", "against", "points", "mean", "least", "most", "slower at"]
+_RATIOS_NOTE = (
+    "Their time over jaxmoe's on one NVIDIA H200, so above 1 jaxmoe is faster; *mean* is the "
+    "geometric one, and *slower at* names every model and number of tokens where jaxmoe loses. "
+    "\\* measured on another day of the same kind of card, under load: compared with jaxmoe under "
+    "load where that was measured."
+)
+_HEAD = [
+    *("model", "tokens", "bf16", "of floor", "ratio*"),
+    *("FP8 tensor", "ratio*", "FP8 block", "ratio*", "training", "ratio*"),
+]
+_NOTE = (
+    "Microseconds of one layer with uniform routing, in bursts; *ratio\\**: the fastest other "
+    "library's time over jaxmoe's. *of floor*: the larger of bytes / 4.3 TB/s and FLOPs / 780 "
+    "TFLOP/s, over the time. *FP8 tensor*: a scale for each expert's matrix, static scales of "
+    "tokens; *FP8 block*: a scale for each 128 x 128 weights. *training*: forward and backward in "
+    "bf16."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """One way to run the layer, and who else was timed at it.
+
+    Attributes:
+      title: what it is, in words.
+      impl, suite: of jaxmoe's rows.
+      peers: other libraries.
+      peer_fields: what their rows have besides, see `Measurements.peer_us`.
+    """
+
+    title: str
+    impl: str
+    peers: tuple[str, ...]
+    suite: str = "layer"
+    peer_fields: tuple[tuple[str, str], ...] = ()
+
+    def row(self, found: Measurements, point: Point) -> Row | None:
+        """jaxmoe's row in bursts."""
+        return found.find(*point, self.impl, suite=self.suite)
+
+    def theirs(self, found: Measurements, point: Point) -> float | None:
+        """Microseconds of the fastest of the others."""
+        fields = dict(self.peer_fields)
+        times = (found.peer_us(*point, peer, **fields) for peer in self.peers)
+        return min((time for time in times if time), default=None)
+
+    def ratio(self, found: Measurements, point: Point) -> float | None:
+        """The time of the fastest other library over jaxmoe's."""
+        ours = found.loaded(*point, self.impl, suite=self.suite)  # they ran under load
+        time = self.theirs(found, point)
+        return time / ours.us if ours and ours.us and time else None
+
+
+COLUMNS = (
+    Column("bf16", "jaxmoe", _PEERS),
+    *(
+        Column(f"FP8 {name}", f"jaxmoe[{format}]", ("FlashInfer",), "layer", (("format", format),))
+        for name, format in fp8.COMPARED
+    ),
+    Column("training", "jaxmoe", ("SonicMoE",), "train", train.PEER_FIELDS),
+)
+_IN_WORDS = (
+    "forward, bf16",
+    "forward, FP8 with a scale for each expert",
+    "forward, FP8 with a scale for each 128 x 128",
+    "forward and backward, bf16",
+)
+
+
+def points(found: Measurements) -> list[Point]:
+    """Models and tokens of every column."""
+    return by_model({p for c in COLUMNS for p in found.points((c.impl,), c.suite)})
+
+
+def ratios(found: Measurements) -> str:
+    """The table of what others take over what jaxmoe takes, "" without others."""
+    body = []
+    for column, title in zip(COLUMNS, _IN_WORDS, strict=True):
+        pairs = {point: column.ratio(found, point) for point in points(found)}
+        names = " or ".join(f"{peer}*" for peer in column.peers)
+        body += _ratio_row(title, names, pairs)
+    body += _ratio_row(_IN_WORDS[0], "`jax.lax.ragged_dot`", _to_ragged_dot(found))
+    return f"{table(_RATIOS, body)}\n\n{_RATIOS_NOTE}" if body else ""
+
+
+def _to_ragged_dot(found: Measurements) -> dict[Point, float | None]:
+    def ratio(point: Point) -> float | None:
+        ours, other = found.find(*point, "jaxmoe"), found.find(*point, "xla_ragged_dot")
+        return other.us / ours.us if ours and other and ours.us and other.us else None
+
+    return {point: ratio(point) for point in found.points()}
+
+
+def _ratio_row(title: str, names: str, found: dict[Point, float | None]) -> list[list[str]]:
+    known = {point: ratio for point, ratio in found.items() if ratio}
+    if not known:
+        return []
+    lost = where(point for point, ratio in known.items() if ratio < 1) or "-"
+    least, most = (f"{pick(known.values()):.2f}" for pick in (min, max))
+    mean = f"**{geometric_mean(known.values()):.2f}**"
+    return [[title, names, str(len(known)), mean, least, most, lost]]
+
+
+def numbers(found: Measurements) -> str:
+    """The table of whole layers."""
+    body = []
+    for point in points(found):
+        cells = [point[0], str(point[1])]
+        for column in COLUMNS:
+            row, ratio = column.row(found, point), column.ratio(found, point)
+            cells.append(time_of(row))
+            if column is COLUMNS[0]:
+                part = row and row.floor_fraction
+                cells.append(f"{part:.0%}" if part else "-")
+            cells.append(f"{ratio:.2f}" if ratio else "-")
+        body.append(cells)
+    return f"{filled(_HEAD, body)}\n\n{_NOTE}"
