@@ -1,10 +1,17 @@
-// Attribute structs shared by the handlers that launch the grouped GEMM.
+// Attributes that the handlers of grouped products share, and the scales of their formats.
 #pragma once
 
+#include "csrc/ffi/checks.h"
+#include "csrc/kernels/quantize.h"
 #include "csrc/gemm/moe_gemm.h"
-#include "xla/ffi/api/ffi.h"
 
 namespace jaxmoe {
+
+// int32 scratch: the tile counter. gmm_scratch_size in jaxmoe/_heuristics.py.
+inline constexpr int64_t kGemmScratchInts = 4;
+
+// Most elements of a weight's rows or columns.
+inline constexpr int64_t kMaxColumns = kMaxInt / 4;
 
 // GemmConfig of jaxmoe/_heuristics.py.
 struct TileAttrs {
@@ -38,6 +45,46 @@ struct ActivationAttrs {
 
   ActivationParams params() const { return {static_cast<int>(kind), c1, c3, limit, beta}; }
 };
+
+// Values of the enums that both handlers of products get.
+inline void CheckEnums(int64_t format,
+                       int64_t gate_up,
+                       const ActivationAttrs& activation,
+                       Operands* take) {
+  take->Range("format", format, 0, static_cast<int64_t>(WeightFormat::kFp8Block));
+  take->Range("gate_up", gate_up, 0, static_cast<int64_t>(GateUp::kInterleaved));
+  take->Range("activation kind", activation.kind, 0, ActivationParams::kIdentity);
+}
+
+// Quantized weights are stored with what they contract last.
+inline void CheckLayout(const char* name, int64_t layout, WeightFormat format, Operands* take) {
+  const bool any = format == WeightFormat::kPlain;
+  constexpr auto kNK = static_cast<int64_t>(WeightLayout::kNK);
+  take->Range(name, layout, any ? 0 : kNK, kNK);
+}
+
+// Dtypes of weights beside tokens or biases like `other`.
+inline Types WeightTypes(WeightFormat format, const In& other) {
+  return format == WeightFormat::kPlain ? Like(other) : kFloat8s;
+}
+
+// Shape of the scales of weights [lead, n, k], or of two arrays of n / 2 rows each.
+inline Shape WeightScales(WeightFormat format, Shape lead, int64_t n, int64_t k, int arrays = 1) {
+  if (format == WeightFormat::kFp8Tensor && arrays > 1) lead.Add(arrays);
+  if (format == WeightFormat::kFp8Channel) lead.Add(n);
+  if (format == WeightFormat::kFp8Block) {
+    lead.Add(arrays * CeilDiv(n / arrays, kQuantBlock));
+    lead.Add(CeilDiv(k, kQuantBlock));
+  }
+  return lead;
+}
+
+// Shape of the scales of tokens [lead, rows, k].
+inline Shape TokenScales(WeightFormat format, Shape lead, const Size& rows, int64_t k) {
+  if (format != WeightFormat::kFp8Tensor) lead.Add(rows);
+  if (format == WeightFormat::kFp8Block) lead.Add(CeilDiv(k, kQuantBlock));
+  return lead;
+}
 
 }  // namespace jaxmoe
 

@@ -1,118 +1,125 @@
-// FFI handler of grouped_gemm: zero the rows of no group, multiply the others.
-#include "csrc/ffi/checks.h"
-#include "csrc/ffi/counters.h"
+// FFI handler of grouped products: zero the rows of no group, multiply and activate the others.
 #include "csrc/ffi/gemm_attrs.h"
 #include "csrc/kernels/zero_rows.h"
 
 namespace jaxmoe {
+
+struct GroupedGemmAttrs {
+  int64_t layout;
+  int64_t format;
+  int64_t promoted;
+  int64_t gate_up;
+  ActivationAttrs activation;
+  TileAttrs config;
+};
+
+}  // namespace jaxmoe
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
+    ::jaxmoe::GroupedGemmAttrs,
+    ::xla::ffi::StructMember<int64_t>("layout"),
+    ::xla::ffi::StructMember<int64_t>("format"),
+    ::xla::ffi::StructMember<int64_t>("promoted"),
+    ::xla::ffi::StructMember<int64_t>("gate_up"),
+    ::xla::ffi::StructMember<::jaxmoe::ActivationAttrs>("activation"),
+    ::xla::ffi::StructMember<::jaxmoe::TileAttrs>("config"));
+
+namespace jaxmoe {
 namespace {
 
-constexpr char kOp[] = "grouped_gemm";
-
-// int32 scratch: the tile counter. gmm_scratch_size in jaxmoe/_heuristics.py.
-constexpr int64_t kScratchInts = 4;
-
+// B examples of R rows, which without row_index are the T rows of x; W arrays of E weights each.
+// Group g of example b multiplies weight (b * G + g) mod (W * E). B and W may be left out. O
+// outputs a row: N weight rows, or N / 2 when gated.
 ffi::Error GroupedGemm(cudaStream_t stream,
-                       ffi::AnyBuffer lhs,               // [B,T,K]
-                       ffi::AnyBuffer rhs,               // [W,E,K,N] or [W,E,N,K]
-                       ffi::AnyBuffer starts,            // [B,G]
-                       ffi::AnyBuffer sizes,             // [B,G]
-                       ffi::AnyBuffer bias,              // [W,E,N] or absent
-                       ffi::Result<ffi::AnyBuffer> out,  // [B,T,N]
-                       ffi::Result<ffi::AnyBuffer> scratch,
-                       int64_t weight_layout,
-                       TileAttrs config) {
-  CountExecution(Target::kGmm);
-  JAXMOE_RETURN_IF_ERROR(CheckRank(kOp, "lhs", lhs, 3));
-  JAXMOE_RETURN_IF_ERROR(CheckRank(kOp, "rhs", rhs, 4));
-  JAXMOE_RETURN_IF_ERROR(CheckRank(kOp, "out", *out, 3));
-  const int64_t batch = lhs.dimensions()[0];
-  const int64_t rows = lhs.dimensions()[1];
-  const int64_t k = lhs.dimensions()[2];
-  const int64_t n = out->dimensions()[2];
-  const int64_t weights = rhs.dimensions()[0];
-  const int64_t experts = rhs.dimensions()[1];
-  const auto layout = static_cast<WeightLayout>(weight_layout);
-  const bool kn = layout == WeightLayout::kKN;
-  JAXMOE_RETURN_IF_ERROR(CheckRange(kOp, "weight_layout", weight_layout, 0, 1));
-  JAXMOE_RETURN_IF_ERROR(CheckDtype(kOp, "lhs", lhs, {ffi::DataType::BF16, ffi::DataType::F16}));
-  JAXMOE_RETURN_IF_ERROR(CheckDtype(kOp, "rhs", rhs, {lhs.element_type()}));
-  JAXMOE_RETURN_IF_ERROR(CheckDtype(kOp, "bias", bias, {lhs.element_type()}));
-  JAXMOE_RETURN_IF_ERROR(CheckDtype(kOp, "out", *out, {lhs.element_type(), ffi::DataType::F32}));
-  JAXMOE_RETURN_IF_ERROR(CheckShape(kOp, "rhs", rhs, {weights, experts, kn ? k : n, kn ? n : k}));
-  for (const ffi::AnyBuffer& integers : {starts, sizes, *scratch}) {
-    JAXMOE_RETURN_IF_ERROR(CheckDtype(kOp, "index operand", integers, {ffi::DataType::S32}));
-  }
-  // Group g of batch b multiplies weight (b * G + g) mod (W * E).
-  JAXMOE_RETURN_IF_ERROR(CheckRank(kOp, "starts", starts, 2));
-  const int64_t groups = starts.dimensions()[1];
-  if (weights * experts == 0) return InvalidArgument(kOp, "rhs must hold at least one expert");
-  JAXMOE_RETURN_IF_ERROR(CheckShape(kOp, "starts", starts, {batch, groups}));
-  JAXMOE_RETURN_IF_ERROR(CheckShape(kOp, "sizes", sizes, {batch, groups}));
-  JAXMOE_RETURN_IF_ERROR(CheckShapeOrAbsent(kOp, "bias", bias, {weights, experts, n}));
-  JAXMOE_RETURN_IF_ERROR(CheckShape(kOp, "out", *out, {batch, rows, n}));
-  JAXMOE_RETURN_IF_ERROR(CheckShape(kOp, "scratch", *scratch, {kScratchInts}));
-  constexpr int64_t kMaxInt = (int64_t{1} << 31) - 1;
-  JAXMOE_RETURN_IF_ERROR(CheckRange(kOp, "B*T", batch * rows, 0, kMaxInt));
-  JAXMOE_RETURN_IF_ERROR(CheckRange(kOp, "B*G", batch * groups, 0, kMaxInt));
-  JAXMOE_RETURN_IF_ERROR(CheckRange(kOp, "K", k, 0, kMaxInt / 4));
-  JAXMOE_RETURN_IF_ERROR(CheckRange(kOp, "N", n, 0, kMaxInt / 4));
-  if (out->element_count() == 0) return ffi::Error::Success();
-
+                       In x,          // [B,T,K]
+                       In x_scales,   // see TokenScales; absent if not quantized
+                       In row_index,  // [B,R] rows of x, or absent; only with B = 1
+                       In w,          // [W,E,K,N] or [W,E,N,K]
+                       In w_scales,   // see WeightScales
+                       In bias,       // [W,E,N] or absent
+                       In starts,     // [B,G]
+                       In sizes,      // [B,G]
+                       Out out,       // [B,R,O]
+                       Out z,         // [B,R,N] sums before the activation, or absent
+                       Out scratch,   // [kGemmScratchInts]
+                       GroupedGemmAttrs attrs) {
+  Operands take("grouped_gemm");
+  Dim B = Dim::Batch(), W = Dim::Batch();
+  Dim T, R, K, E, G, O;
+  CheckEnums(attrs.format, attrs.gate_up, attrs.activation, &take);
+  const auto format = static_cast<WeightFormat>(attrs.format);
+  CheckLayout("layout", attrs.layout, format, &take);
+  const bool plain = format == WeightFormat::kPlain;
+  const bool kn = attrs.layout == static_cast<int64_t>(WeightLayout::kKN);
+  const bool gated = attrs.activation.gated != 0, gathers = !take.IsAbsent(row_index);
+  const Types narrow = plain ? Like(x) : Like(bias);  // bias has it, absent or not
   const bool out_f32 = out->element_type() == ffi::DataType::F32;
-  ZeroRowsParams zero{};
-  zero.out = out->untyped_data();
-  zero.starts = starts.typed_data<int32_t>();
-  zero.sizes = sizes.typed_data<int32_t>();
-  zero.batch = batch;
-  zero.num_rows = rows;
-  zero.row_bytes = n * (out_f32 ? 4 : 2);
-  zero.num_groups = groups;
-  zero.zero_counters = scratch->typed_data<int32_t>();
-  zero.num_zero_counters = kScratchInts;
-  JAXMOE_RETURN_IF_ERROR(CudaStatus(kOp, LaunchZeroRows(zero, stream)));
 
   MoeGemmProblem gemm;
-  gemm.dtype = ToDType(lhs.element_type());
-  gemm.layout = layout;
-  gemm.x = lhs.untyped_data();
-  gemm.w = rhs.untyped_data();
-  gemm.bias = IsAbsent(bias) ? nullptr : bias.untyped_data();
-  gemm.out = out->untyped_data();
-  gemm.group_starts = starts.typed_data<int32_t>();
-  gemm.group_sizes = sizes.typed_data<int32_t>();
-  gemm.tile_counter = scratch->typed_data<int32_t>();
-  gemm.x_rows = batch * rows;
-  gemm.num_weights = static_cast<int>(weights * experts);
-  gemm.num_groups = static_cast<int>(batch * groups);
-  gemm.groups_per_batch = static_cast<int>(groups);
-  gemm.rows_per_batch = static_cast<int>(rows);
-  gemm.k = static_cast<int>(k);
-  gemm.n = static_cast<int>(n);
-  gemm.out_f32 = out_f32;
-  gemm.pdl = OverlapsPrevious(rows, groups);
-  TileConfig tile = config.config();
-  tile.gather = false;  // the rows are there already
-  if (const char* error = LaunchMoeGemm(gemm, tile, stream)) {
-    return InvalidArgument(kOp, error);
+  gemm.x = take.Any("x", x, {B, gathers ? T : R, K}, plain ? kHalfs : ffi::DataType::F8E4M3FN);
+  gemm.row_index = take.IntsOrNull("row_index", row_index, {B, R});
+  gemm.out = take.Any("out", *out, {B, R, O}, gated ? narrow : narrow.Or(ffi::DataType::F32));
+  const int64_t N = gated ? 2 * O : O;
+  gemm.w = kn ? take.Any("w", w, {W, E, K, N}, Like(x))
+              : take.Any("w", w, {W, E, N, K}, plain ? Like(x) : kFloat8s);
+  gemm.bias = take.AnyOrNull("bias", bias, {W, E, N}, narrow);
+  gemm.z = take.AnyOrNull("z", *z, {B, R, N}, narrow);
+  if (!plain) {
+    take.Type("bias", bias, kHalfs);
+    gemm.scales.x = take.Floats("x_scales", x_scales, TokenScales(format, {B}, gathers ? T : R, K));
+    gemm.scales.w = take.Floats("w_scales", w_scales, WeightScales(format, {W, E}, N, K));
   }
-  return ffi::Error::Success();
+  gemm.group_starts = take.Ints("starts", starts, {B, G});
+  gemm.group_sizes = take.Ints("sizes", sizes, {B, G});
+  gemm.tile_counter = take.Ints("scratch", *scratch, {kGemmScratchInts});
+  gemm.x_rows = B * (gathers ? T : R);
+  take.Range("rows of x", gemm.x_rows, 0, kMaxInt);
+  take.Range("rows of out", B * R, 0, kMaxInt);
+  take.Range("groups", B * G, 0, kMaxInt);
+  take.Range("weights", W * E, 1, kMaxInt);
+  take.Range("K", K, 0, kMaxColumns);
+  take.Range("N", N, 0, kMaxColumns);
+  // One list of indices, or one scale, is for one example.
+  if (gathers || format == WeightFormat::kFp8Tensor) take.Range("examples", B, 1, 1);
+  if (take.failed()) return take.error();
+  if (out->element_count() == 0) return ffi::Error::Success();
+
+  ZeroRowsParams zero{};
+  zero.out = gemm.out;
+  zero.row_bytes = O * (out_f32 ? 4 : 2);
+  zero.other = {gemm.z, gemm.z == nullptr ? 0 : 2 * N};
+  zero.starts = gemm.group_starts;
+  zero.sizes = gemm.group_sizes;
+  zero.batch = B;
+  zero.num_rows = R;
+  zero.num_groups = G;
+  zero.zero_counters = gemm.tile_counter;
+  zero.num_zero_counters = kGemmScratchInts;
+  if (cudaError_t status = LaunchZeroRows(zero, stream)) return take.Result(status);
+
+  gemm.dtype = TypeOf(w);
+  gemm.out_dtype = TypeOf(plain ? x : bias);
+  gemm.layout = static_cast<WeightLayout>(attrs.layout);
+  gemm.num_weights = static_cast<int>(W * E);
+  gemm.num_groups = static_cast<int>(B * G);
+  gemm.groups_per_batch = static_cast<int>(G);
+  gemm.rows_per_batch = static_cast<int>(R);
+  gemm.k = static_cast<int>(K);
+  gemm.n = static_cast<int>(N);
+  gemm.gated = gated;
+  gemm.gate_up = static_cast<GateUp>(attrs.gate_up);
+  gemm.out_f32 = out_f32;
+  gemm.activation = attrs.activation.params();
+  gemm.scales.format = SharingOf(format);
+  gemm.scales.promoted = attrs.promoted != 0;
+  gemm.scales.x_index = gemm.row_index;
+  gemm.pdl = OverlapsPrevious(R, G);
+  TileConfig tile = attrs.config.config();
+  tile.gather = gathers;
+  return take.Result(LaunchMoeGemm(gemm, tile, stream));
 }
+
+const Registered<GroupedGemm> registered("jaxmoe_grouped_gemm_v1");
 
 }  // namespace
 }  // namespace jaxmoe
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(GroupedGemmFfi,
-                              jaxmoe::GroupedGemm,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<xla::ffi::AnyBuffer>()  // lhs
-                                  .Arg<xla::ffi::AnyBuffer>()  // rhs
-                                  .Arg<xla::ffi::AnyBuffer>()  // starts
-                                  .Arg<xla::ffi::AnyBuffer>()  // sizes
-                                  .Arg<xla::ffi::AnyBuffer>()  // bias
-                                  .Ret<xla::ffi::AnyBuffer>()  // out
-                                  .Ret<xla::ffi::AnyBuffer>()  // scratch
-                                  .Attr<int64_t>("weight_layout")
-                                  .Attr<jaxmoe::TileAttrs>("config"),
-                              {xla::ffi::Traits::kCmdBufferCompatible});

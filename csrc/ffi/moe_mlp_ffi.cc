@@ -1,69 +1,135 @@
-// FFI handler of the fused layer: plan, gate-up GEMM, down GEMM, finalize, one call.
-#include "csrc/ffi/counters.h"
-#include "csrc/ffi/moe_mlp_checks.h"
+// FFI handler of the fused layer: plan, both GEMMs and finalize, one call.
+#include "csrc/ffi/moe_mlp_attrs.h"
+#include "csrc/gemm/moe_mlp.h"
 
 namespace jaxmoe {
 namespace {
 
+// T tokens, K choices, R = T * K rows, H hidden, I intermediate, N = 2 I when gated, else I.
+// Scales, xq, hq and floats have no elements if the format does not quantize tokens.
 ffi::Error MoeMlp(cudaStream_t stream,
-                  ffi::AnyBuffer x,
-                  ffi::AnyBuffer expert_ids,
-                  ffi::AnyBuffer weights,
-                  ffi::AnyBuffer w_gate_up,
-                  ffi::AnyBuffer w_down,
-                  ffi::AnyBuffer b_gate_up,
-                  ffi::AnyBuffer b_down,
-                  ffi::AnyBuffer expert_map,
-                  ffi::AnyBuffer residual,
-                  ffi::Result<ffi::AnyBuffer> y,
-                  ffi::Result<ffi::AnyBuffer> rows,
-                  ffi::Result<ffi::AnyBuffer> act,
-                  ffi::Result<ffi::AnyBuffer> index,
-                  int64_t num_experts,
-                  int64_t num_local_experts,
-                  int64_t expert_offset,
-                  int64_t gate_up,
-                  int64_t weight_layout,
-                  ActivationAttrs activation,
-                  TileAttrs gemm1,
-                  TileAttrs gemm2) {
-  CountExecution(Target::kMoeMlp);
-  const MlpBuffers b{
-      x, expert_ids, w_gate_up, w_down, b_gate_up, b_down, expert_map, *rows, *act, *index};
-  const MlpAttrs attrs{num_experts, num_local_experts, expert_offset, gate_up, weight_layout};
-  JAXMOE_RETURN_IF_ERROR(CheckBuffers(b, attrs, activation));
-  MoeMlpParams p = MakeParams(b, attrs, activation, gemm1, gemm2);
-  JAXMOE_RETURN_IF_ERROR(CheckFinalize(weights, residual, *y, &p));
-  if (const char* error = LaunchMoeMlp(p, stream)) return InvalidArgument(kMoeMlp, error);
-  return ffi::Error::Success();
+                  In x,               // [T,H], perhaps quantized
+                  In x_scales,        // of quantized x, see TokenScales
+                  In expert_ids,      // [T,K]
+                  In weights,         // [T,K], absent without finalize
+                  In w_gate_up,       // [E1,H,N] or [E1,N,H]; with w_up the gate half
+                  In gate_up_scales,  // see WeightScales
+                  In w_up,            // the up half, or absent
+                  In w_down,          // [E2,I,H] or [E2,H,I]
+                  In down_scales,
+                  In b_gate_up,     // [E1,N] or absent
+                  In b_down,        // [E2,H] or absent
+                  In expert_map,    // [num_experts] or absent
+                  In residual,      // [T,H] or absent
+                  In x_scale,       // [1] or absent: static scales
+                  In h_scale,       // [1] or [E_l] or absent
+                  Out y,            // [T,H] with finalize
+                  Out rows,         // [R,H]
+                  Out slot_to_row,  // [T,K] without finalize
+                  Out act,          // [R,I]
+                  Out xq,           // see MoeMlpParams
+                  Out hq,           // [R,I]
+                  Out floats,       // [MlpFloats::size]
+                  Out index,        // [MlpIndex::size]
+                  MoeMlpAttrs attrs) {
+  Operands take("moe_mlp");
+  Dim T, K, H, I, E1, E2, static_scales;
+  const ActivationAttrs& activation = attrs.activation;
+  CheckEnums(attrs.format, attrs.gate_up, activation, &take);
+  MoeMlpParams p;
+  p.format = static_cast<WeightFormat>(attrs.format);
+  CheckLayout("layout1", attrs.layout1, p.format, &take);
+  CheckLayout("layout2", attrs.layout2, p.format, &take);
+  const bool plain = p.format == WeightFormat::kPlain;
+  const bool gated = activation.gated != 0, two_arrays = !take.IsAbsent(w_up);
+  const Types dtype = Like(*act), fp8 = ffi::DataType::F8E4M3FN;
+  take.Type("act", *act, kHalfs);
+
+  const bool scaled = !plain && x.element_type() == ffi::DataType::F8E4M3FN;
+  p.x = take.Any("x", x, {T, H}, scaled ? fp8 : dtype);
+  p.expert_ids = take.Ints("expert_ids", expert_ids, {T, K});
+  const int64_t R = T * K;
+  take.Range("T*K", R, 0, kMaxInt);
+  p.act = take.Any("act", *act, {R, I}, dtype);
+  p.rows = take.Any("rows", *rows, {R, H}, dtype);
+  const int64_t N = gated ? 2 * I : I, n1 = two_arrays ? N / 2 : N;
+  if (two_arrays && (!gated || attrs.gate_up != static_cast<int64_t>(GateUp::kGateUp))) {
+    take.Refuse("w_up is the other half of a gated layer in the order gate, up.");
+  }
+  const auto stored = [](int64_t layout, const Size& e, const Size& n, const Size& k) {
+    return layout == static_cast<int64_t>(WeightLayout::kKN) ? Shape{e, k, n} : Shape{e, n, k};
+  };
+  p.gate_up.values =
+      take.Any("w_gate_up", w_gate_up, stored(attrs.layout1, E1, n1, H), plain ? dtype : kFloat8s);
+  p.gate_up.up = take.AnyOrNull("w_up", w_up, stored(attrs.layout1, E1, n1, H), Like(w_gate_up));
+  p.down.values = take.Any("w_down", w_down, stored(attrs.layout2, E2, H, I), Like(w_gate_up));
+  p.gate_up.bias = take.AnyOrNull("b_gate_up", b_gate_up, {E1, N}, dtype);
+  p.down.bias = take.AnyOrNull("b_down", b_down, {E2, H}, dtype);
+  p.expert_map = take.IntsOrNull("expert_map", expert_map, {attrs.num_experts});
+  if (attrs.finalize != 0) {
+    p.weights = take.Floats("weights", weights, {T, K});
+    p.residual = take.AnyOrNull("residual", residual, {T, H}, dtype);
+    p.y = take.Any("y", *y, {T, H}, dtype);
+  } else {
+    p.slot_to_row = take.Ints("slot_to_row", *slot_to_row, {T, K});
+  }
+  const bool gathers = attrs.gemm1.gather != 0;
+  if (!plain) {
+    p.gate_up.scales = take.Floats(
+        "gate_up_scales", gate_up_scales, WeightScales(p.format, {E1}, N, H, two_arrays ? 2 : 1));
+    p.down.scales = take.Floats("down_scales", down_scales, WeightScales(p.format, {E2}, H, I));
+    if (scaled) p.x_scales = take.Floats("x_scales", x_scales, TokenScales(p.format, {}, T, H));
+    p.static_x = take.FloatsOrNull("x_scale", x_scale, {1});
+    p.static_act = take.FloatsOrNull("h_scale", h_scale, {static_scales});
+    p.xq = take.Any("xq", *xq, {!gathers ? R : scaled ? 0 : int64_t{T}, H}, fp8);
+    p.act_q = take.Any("hq", *hq, {R, I}, fp8);
+  }
+  if (p.static_act != nullptr && static_scales != attrs.num_local_experts) {
+    take.Range("h_scale.shape[0]", static_scales, 1, 1);
+  }
+  if (p.format != WeightFormat::kFp8Tensor && (p.static_x != nullptr || p.static_act != nullptr)) {
+    take.Refuse("static scales are for fp8_tensor.");
+  }
+  take.Range("num_local_experts", attrs.num_local_experts, 1, kMaxInt);
+  take.Range("w_gate_up.shape[0]", E1, 1, kMaxInt);
+  take.Range("w_down.shape[0]", E2, 1, kMaxInt);
+  take.Range("hidden", H, 1, kMaxColumns);
+  take.Range("intermediate", I, 1, kMaxColumns);
+  const int64_t unit = plain ? 8 : 16;
+  take.Range("hidden modulo 16 bytes", H % unit, 0, 0);
+  take.Range("intermediate modulo 16 bytes", I % unit, 0, 0);
+  if (take.failed()) return take.error();
+  take.Range("num_local_experts modulo w_gate_up.shape[0]", attrs.num_local_experts % E1, 0, 0);
+  take.Range("num_local_experts modulo w_down.shape[0]", attrs.num_local_experts % E2, 0, 0);
+  p.floats = take.Floats("floats", *floats, {MlpFloats(p.format, T, R, H, I).size});
+  p.index = take.Ints("index", *index, {MlpIndex(R, attrs.num_local_experts).size});
+  if (take.failed()) return take.error();
+
+  p.dtype = TypeOf(*act);
+  p.weight_dtype = TypeOf(w_gate_up);
+  p.num_static_act = p.static_act == nullptr ? 0 : int64_t{static_scales};
+  p.num_tokens = T;
+  p.top_k = K;
+  p.hidden = H;
+  p.intermediate = I;
+  p.num_experts = attrs.num_experts;
+  p.num_local_experts = attrs.num_local_experts;
+  p.expert_offset = attrs.expert_offset;
+  p.gate_up.count = E1;
+  p.down.count = E2;
+  p.gate_up.layout = static_cast<WeightLayout>(attrs.layout1);
+  p.down.layout = static_cast<WeightLayout>(attrs.layout2);
+  p.gate_up.promoted = attrs.promoted1 != 0;
+  p.down.promoted = attrs.promoted2 != 0;
+  p.gate_up.tile = attrs.gemm1.config();
+  p.down.tile = attrs.gemm2.config();
+  p.gated = gated;
+  p.order = static_cast<GateUp>(attrs.gate_up);
+  p.activation = activation.params();
+  return take.Result(LaunchMoeMlp(p, stream));
 }
+
+const Registered<MoeMlp> registered("jaxmoe_moe_mlp_v1");
 
 }  // namespace
 }  // namespace jaxmoe
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(MoeMlpFfi,
-                              jaxmoe::MoeMlp,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<xla::ffi::AnyBuffer>()  // x
-                                  .Arg<xla::ffi::AnyBuffer>()  // expert_ids
-                                  .Arg<xla::ffi::AnyBuffer>()  // weights
-                                  .Arg<xla::ffi::AnyBuffer>()  // w_gate_up
-                                  .Arg<xla::ffi::AnyBuffer>()  // w_down
-                                  .Arg<xla::ffi::AnyBuffer>()  // b_gate_up
-                                  .Arg<xla::ffi::AnyBuffer>()  // b_down
-                                  .Arg<xla::ffi::AnyBuffer>()  // expert_map
-                                  .Arg<xla::ffi::AnyBuffer>()  // residual
-                                  .Ret<xla::ffi::AnyBuffer>()  // y
-                                  .Ret<xla::ffi::AnyBuffer>()  // rows
-                                  .Ret<xla::ffi::AnyBuffer>()  // act
-                                  .Ret<xla::ffi::AnyBuffer>()  // index
-                                  .Attr<int64_t>("num_experts")
-                                  .Attr<int64_t>("num_local_experts")
-                                  .Attr<int64_t>("expert_offset")
-                                  .Attr<int64_t>("gate_up")
-                                  .Attr<int64_t>("weight_layout")
-                                  .Attr<jaxmoe::ActivationAttrs>("activation")
-                                  .Attr<jaxmoe::TileAttrs>("gemm1")
-                                  .Attr<jaxmoe::TileAttrs>("gemm2"),
-                              {xla::ffi::Traits::kCmdBufferCompatible});

@@ -1,96 +1,71 @@
 // FFI handler jaxmoe_quantize_v1: FP8 values and the scales that give the numbers back.
-#include <cuda_runtime_api.h>
-
-#include <cstdint>
-
 #include "csrc/ffi/checks.h"
-#include "csrc/ffi/counters.h"
 #include "csrc/kernels/quantize.h"
-#include "xla/ffi/api/ffi.h"
+
+namespace jaxmoe {
+
+struct QuantizeAttrs {
+  int64_t shared;
+  int64_t e8m0;
+};
+
+}  // namespace jaxmoe
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jaxmoe::QuantizeAttrs,
+                                      ::xla::ffi::StructMember<int64_t>("shared"),
+                                      ::xla::ffi::StructMember<int64_t>("e8m0"));
 
 namespace jaxmoe {
 namespace {
 
-// `scales` has the shape that x [batch, rows, cols] and the format ask for.
-template <typename Buffer>
-ffi::Error CheckScales(const char* arg, const Buffer& scales, const QuantizeParams& p) {
-  constexpr const char* kOp = "quantize";
-  int64_t col_blocks = CeilDiv(p.cols, kQuantBlock);
-  switch (p.format) {
+// Shape of the scales of x [B,R,C].
+Shape ScalesOf(QuantFormat format, int64_t b, int64_t r, int64_t c) {
+  switch (format) {
     case QuantFormat::kTensor:
-      return CheckShape(kOp, arg, scales, {p.batch});
+      return {b};
     case QuantFormat::kRow:
-      return CheckShape(kOp, arg, scales, {p.batch, p.rows});
+      return {b, r};
     case QuantFormat::kGroup:
-      return CheckShape(kOp, arg, scales, {p.batch, p.rows, col_blocks});
-    case QuantFormat::kBlock:
-      return CheckShape(kOp, arg, scales, {p.batch, CeilDiv(p.rows, kQuantBlock), col_blocks});
+      return {b, r, CeilDiv(c, kQuantBlock)};
+    default:
+      return {b, CeilDiv(r, kQuantBlock), CeilDiv(c, kQuantBlock)};
   }
-  return ffi::Error::Internal("unreachable: `shared` has been checked");
 }
 
 ffi::Error Quantize(cudaStream_t stream,
-                    ffi::AnyBuffer x,                           // [B,R,C]
-                    ffi::Buffer<ffi::F32> static_scales,        // shape of scales, or [0]
-                    ffi::Result<ffi::AnyBuffer> values,         // [B,R,C]
-                    ffi::Result<ffi::Buffer<ffi::F32>> scales,  // see QuantizeParams
-                    ffi::ResultBufferR1<ffi::F32> partial,      // [B * kMaxQuantPartials] or [0]
-                    int64_t shared,
-                    int64_t e8m0) {
-  CountExecution(Target::kQuantize);
-  constexpr const char* kOp = "quantize";
-  constexpr int64_t kMaxInt = 0x7fffffff;
-  JAXMOE_RETURN_IF_ERROR(CheckRank(kOp, "x", x, 3));
-  JAXMOE_RETURN_IF_ERROR(CheckFloatDtype(kOp, "x", x));
-  JAXMOE_RETURN_IF_ERROR(
-      CheckDtype(kOp, "values", *values, {ffi::DataType::F8E4M3FN, ffi::DataType::F8E5M2}));
-  JAXMOE_RETURN_IF_ERROR(CheckRange(kOp, "shared", shared, 0, 3));
+                    In x,
+                    In static_scales,
+                    Out values,
+                    Out scales,
+                    Out partial,
+                    QuantizeAttrs attrs) {
+  Operands take("quantize");
+  Dim B, R, C, P;
   QuantizeParams params{};
-  params.x = x.untyped_data();
-  params.dtype = ToDType(x.element_type());
-  params.batch = x.dimensions()[0];
-  params.rows = x.dimensions()[1];
-  params.cols = x.dimensions()[2];
-  params.format = static_cast<QuantFormat>(shared);
-  params.element =
-      values->element_type() == ffi::DataType::F8E5M2 ? ElementType::kE5M2 : ElementType::kE4M3;
-  params.e8m0 = e8m0 != 0;
-  params.values = values->untyped_data();
-  params.scales = scales->typed_data();
-  params.static_scales = IsAbsent(static_scales) ? nullptr : static_scales.typed_data();
-  params.partial = partial->typed_data();
-
-  JAXMOE_RETURN_IF_ERROR(
-      CheckShape(kOp, "values", *values, {params.batch, params.rows, params.cols}));
-  JAXMOE_RETURN_IF_ERROR(CheckScales("scales", *scales, params));
-  if (params.static_scales != nullptr) {
-    JAXMOE_RETURN_IF_ERROR(CheckScales("static_scales", static_scales, params));
-  }
-  bool dynamic_tensor = params.format == QuantFormat::kTensor && params.static_scales == nullptr;
-  JAXMOE_RETURN_IF_ERROR(CheckRange(kOp,
-                                    "partial.shape[0]",
-                                    partial->dimensions()[0],
-                                    dynamic_tensor ? params.batch * kMaxQuantPartials : 0,
-                                    INT64_MAX));
-  JAXMOE_RETURN_IF_ERROR(CheckRange(kOp, "rows of x", params.batch * params.rows, 0, kMaxInt));
-  JAXMOE_RETURN_IF_ERROR(CheckRange(kOp, "x.shape[2]", params.cols, 0, kMaxInt));
-  int64_t row_bytes = params.cols * ElementSize(params.dtype);
-  JAXMOE_RETURN_IF_ERROR(CheckRange(kOp, "bytes of a row modulo 16", row_bytes % 16, 0, 0));
-  return CudaStatus(kOp, LaunchQuantize(params, stream));
+  take.Range("shared", attrs.shared, 0, static_cast<int64_t>(QuantFormat::kBlock));
+  params.format = static_cast<QuantFormat>(attrs.shared);
+  params.x = take.Any("x", x, {B, R, C}, kFloats);
+  params.values = take.Any("values", *values, {B, R, C}, kFloat8s);
+  const Shape shape = ScalesOf(params.format, B, R, C);
+  params.scales = take.Floats("scales", *scales, shape);
+  params.static_scales = take.FloatsOrNull("static_scales", static_scales, shape);
+  params.partial = take.Floats("partial", *partial, {P});
+  params.dtype = TypeOf(x);
+  params.batch = B;
+  params.rows = R;
+  params.cols = C;
+  const bool e5m2 = TypeOf(*values) == DType::kFloat8E5M2;
+  params.element = e5m2 ? ElementType::kE5M2 : ElementType::kE4M3;
+  params.e8m0 = attrs.e8m0 != 0;
+  const bool sums = params.format == QuantFormat::kTensor && params.static_scales == nullptr;
+  take.Range("partial.shape[0]", P, sums ? B * kMaxQuantPartials : 0, kMaxInt);
+  take.Range("rows of x", B * R, 0, kMaxInt);
+  take.Range("bytes of a row modulo 16", C * ElementSize(params.dtype) % 16, 0, 0);
+  if (take.failed()) return take.error();
+  return take.Result(LaunchQuantize(params, stream));
 }
+
+const Registered<Quantize> registered("jaxmoe_quantize_v1");
 
 }  // namespace
 }  // namespace jaxmoe
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(QuantizeFfi,
-                              jaxmoe::Quantize,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
-                                  .Ret<xla::ffi::AnyBuffer>()
-                                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
-                                  .Ret<xla::ffi::BufferR1<xla::ffi::F32>>()
-                                  .Attr<int64_t>("shared")
-                                  .Attr<int64_t>("e8m0"),
-                              {xla::ffi::Traits::kCmdBufferCompatible});

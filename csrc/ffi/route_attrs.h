@@ -1,11 +1,8 @@
-// The rule of the handlers that route: attributes, and the checks of what they say.
+// The rule of the handlers that route: its attributes, their checks, and what routing reads.
 #pragma once
-
-#include <string>
 
 #include "csrc/ffi/checks.h"
 #include "csrc/kernels/route.h"
-#include "xla/ffi/api/ffi.h"
 
 namespace jaxmoe {
 
@@ -26,52 +23,52 @@ struct RuleAttrs {
   float scale;
 };
 
-// Fills what routing needs of `logits` [..,E], of which there are `num_tokens`, `bias`, [E] or [0],
-// and the rule.
-inline ffi::Error MakeRoute(const char* op,
-                            ffi::AnyBuffer logits,
-                            ffi::AnyBuffer bias,
-                            int64_t num_tokens,
-                            int64_t top_k,
-                            const RuleAttrs& rule,
-                            const GroupAttrs& groups,
-                            RouteParams* params) {
-  JAXMOE_RETURN_IF_ERROR(CheckFloatDtype(op, "logits", logits));
-  JAXMOE_RETURN_IF_ERROR(CheckFloatDtype(op, "bias", bias));
-  int64_t num_experts = logits.dimensions().back();
-  JAXMOE_RETURN_IF_ERROR(CheckRange(op, "num_experts", num_experts, 1, kRouteMaxExperts));
-  JAXMOE_RETURN_IF_ERROR(CheckShapeOrAbsent(op, "bias", bias, {num_experts}));
-  JAXMOE_RETURN_IF_ERROR(CheckRange(op, "top_k", top_k, 1, num_experts));
-  JAXMOE_RETURN_IF_ERROR(
-      CheckRange(op, "score", rule.score, 0, static_cast<int64_t>(RouteScore::kSqrtSoftplus)));
-  JAXMOE_RETURN_IF_ERROR(CheckRange(
-      op, "normalize", rule.normalize, 0, static_cast<int64_t>(RouteNormalize::kClampedSum)));
-  JAXMOE_RETURN_IF_ERROR(
-      CheckRange(op, "groups.value", groups.value, 0, static_cast<int64_t>(RouteGroupValue::kMax)));
-  JAXMOE_RETURN_IF_ERROR(CheckRange(op, "groups.count", groups.count, 1, num_experts));
-  JAXMOE_RETURN_IF_ERROR(CheckRange(op, "groups.kept", groups.kept, 1, groups.count));
-  if (num_experts % groups.count != 0) {
-    return InvalidArgument(op,
-                           "groups.count=" + std::to_string(groups.count) +
-                               " must divide the experts. Got " + Describe(logits) + ".");
+// The rule over `num_experts` experts.
+inline RouteRule TakeRule(const RuleAttrs& rule,
+                          const GroupAttrs& groups,
+                          int64_t num_experts,
+                          Operands* take) {
+  take->Range("num_experts", num_experts, 1, kRouteMaxExperts);
+  take->Range("score", rule.score, 0, static_cast<int64_t>(RouteScore::kSqrtSoftplus));
+  take->Range("normalize", rule.normalize, 0, static_cast<int64_t>(RouteNormalize::kClampedSum));
+  take->Range("groups.value", groups.value, 0, static_cast<int64_t>(RouteGroupValue::kMax));
+  take->Range("groups.count", groups.count, 1, num_experts);
+  take->Range("groups.kept", groups.kept, 1, groups.count);
+  if (!take->failed() && num_experts % groups.count != 0) {
+    take->Refuse("groups.count=" + std::to_string(groups.count) +
+                 " must divide num_experts=" + std::to_string(num_experts) + ".");
   }
-  params->logits = logits.untyped_data();
-  params->bias = rule.by_score == 0 || IsAbsent(bias) ? nullptr : bias.untyped_data();
-  params->dtype = ToDType(logits.element_type());
-  params->bias_dtype = ToDType(bias.element_type());
-  params->rule.score = static_cast<RouteScore>(rule.score);
-  params->rule.by_score = rule.by_score != 0;
-  params->rule.normalize = static_cast<RouteNormalize>(rule.normalize);
-  params->rule.epsilon = rule.epsilon;
-  params->rule.scale = rule.scale;
-  params->rule.group_value = static_cast<RouteGroupValue>(groups.value);
-  params->rule.num_groups = static_cast<int>(groups.count);
-  params->rule.top_groups = static_cast<int>(groups.kept);
-  params->rule.masked_value = groups.masked_value;
-  params->num_tokens = num_tokens;
-  params->num_experts = num_experts;
-  params->top_k = top_k;
-  return ffi::Error::Success();
+  RouteRule taken{};
+  taken.score = static_cast<RouteScore>(rule.score);
+  taken.by_score = rule.by_score != 0;
+  taken.normalize = static_cast<RouteNormalize>(rule.normalize);
+  taken.epsilon = rule.epsilon;
+  taken.scale = rule.scale;
+  taken.group_value = static_cast<RouteGroupValue>(groups.value);
+  taken.num_groups = static_cast<int>(groups.count);
+  taken.top_groups = static_cast<int>(groups.kept);
+  taken.masked_value = groups.masked_value;
+  return taken;
+}
+
+// What routing reads: logits, whose last dimension is E, and bias [E] or absent. The results, and
+// how many tokens and choices there are, is left to the caller.
+inline RouteParams TakeRoute(const In& logits,
+                             const Shape& shape,
+                             const In& bias,
+                             Dim& E,
+                             const RuleAttrs& rule,
+                             const GroupAttrs& groups,
+                             Operands* take) {
+  RouteParams params{};
+  params.logits = take->Any("logits", logits, shape, kFloats);
+  params.bias = take->AnyOrNull("bias", bias, {E}, kFloats);
+  params.rule = TakeRule(rule, groups, E, take);
+  if (!params.rule.by_score) params.bias = nullptr;
+  params.dtype = TypeOf(logits);
+  params.bias_dtype = TypeOf(bias);
+  params.num_experts = E;
+  return params;
 }
 
 }  // namespace jaxmoe

@@ -91,6 +91,7 @@ const char* LaunchMoeGemm(const MoeGemmProblem& p, const TileConfig& tile, cudaS
                    p.scales.promoted ? ", promoted sums" : "",
                    p.out_f32 ? ", float32 output" : "");
   }
+  if (p.w_up != nullptr) return "no kernel reads gate and up from two arrays";
   if (p.num_groups == 0 || p.rows_per_batch == 0 || p.n == 0) return nullptr;
   const int unit = 16 / ElementSize(p.dtype);
   if (p.k % unit != 0 || (p.gated ? p.n / 2 : p.n) % 8 != 0 || p.n % 8 != 0 || p.k == 0) {

@@ -46,7 +46,16 @@ constexpr bool OverlapsPrevious(int64_t rows, int64_t groups) { return rows <= 1
 // Slots that a GEMM can plan by itself: a lane of a warp each.
 inline constexpr int64_t kMaxPlannedSlots = 32;
 
+// `code` of the formats of jaxmoe/_formats.
+enum class WeightFormat : int { kPlain = 0, kFp8Tensor = 1, kFp8Channel = 2, kFp8Block = 3 };
+
 enum class ScaleFormat : int { kTensor = 0, kChannel = 1, kBlock = 2 };
+
+// Who shares a scale; kTensor of kPlain, which has none.
+constexpr ScaleFormat SharingOf(WeightFormat format) {
+  if (format == WeightFormat::kFp8Channel) return ScaleFormat::kChannel;
+  return format == WeightFormat::kFp8Block ? ScaleFormat::kBlock : ScaleFormat::kTensor;
+}
 
 // FP8 operands: values times scales. jaxmoe/quantize.py defines the formats.
 struct Fp8Scales {
@@ -73,8 +82,11 @@ struct MoeGemmProblem {
   DType dtype = DType::kBFloat16;      // of x and w; of w alone if that is FP8: then x is e4m3
   DType out_dtype = DType::kBFloat16;  // of bias and (unless out_f32 or scales.out) out
   WeightLayout layout = WeightLayout::kKN;
-  const void* x = nullptr;            // [x_rows, k]
-  const void* w = nullptr;            // [num_weights, k, n] or [num_weights, n, k]
+  const void* x = nullptr;  // [x_rows, k]
+  const void* w = nullptr;  // [num_weights, k, n] or [num_weights, n, k]
+  // The up half apart, if w has the gate half alone, n / 2 rows each: kGateUp, and kTensor scales
+  // are [num_weights, 2].
+  const void* w_up = nullptr;
   const void* bias = nullptr;         // [num_weights, n] or null
   void* out = nullptr;                // [batch * rows_per_batch, n_out]
   const int* group_starts = nullptr;  // [num_groups]; with group_sizes null [num_groups + 1]

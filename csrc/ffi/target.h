@@ -1,0 +1,72 @@
+// Registration of FFI handlers: a target is one line beside its handler,
+//
+//   const Registered<Plan> registered("jaxmoe_plan_v1");
+//
+// from which the module's list of handlers and its execution counts derive.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <atomic>
+#include <cstdint>
+
+#include "xla/ffi/api/ffi.h"
+
+namespace xla::ffi {
+
+// A handler's parameter of this type is the stream of the call.
+template <>
+struct CtxBinding<cudaStream_t> {
+  using Ctx = PlatformStream<cudaStream_t>;
+};
+
+}  // namespace xla::ffi
+
+namespace jaxmoe {
+
+namespace ffi = ::xla::ffi;
+
+// An operand and a result of a handler.
+using In = ffi::AnyBuffer;
+using Out = ffi::Result<ffi::AnyBuffer>;
+
+// A member of the list of registered targets. What a name means never changes, because exported
+// programs hold it: other operands, attributes or results need another version.
+struct Target {
+  Target(const char* name, XLA_FFI_Handler* handler, const std::atomic<int64_t>* executions)
+      : name(name), handler(handler), executions(executions), next(first) {
+    first = this;
+  }
+
+  const char* name;
+  XLA_FFI_Handler* handler;
+  const std::atomic<int64_t>* executions;
+  const Target* next;
+
+  static inline const Target* first = nullptr;  // of the list
+};
+
+// Registers `fn` when the module is loaded. XLA may record its launches in a CUDA graph.
+template <auto fn>
+struct Registered;
+
+template <class... Params, ffi::Error (*fn)(Params...)>
+struct Registered<fn> : Target {
+  explicit Registered(const char* name) : Target(name, &Handle, &executions) {}
+
+ private:
+  // A command buffer runs the handler when it is recorded and not when it is replayed.
+  static inline std::atomic<int64_t> executions{0};
+
+  static ffi::Error Count(Params... params) {
+    executions.fetch_add(1, std::memory_order_relaxed);
+    return fn(params...);
+  }
+
+  static XLA_FFI_Error* Handle(XLA_FFI_CallFrame* frame) {
+    static auto* handler = ffi::Ffi::BindTo(&Count, {ffi::Traits::kCmdBufferCompatible}).release();
+    return handler->Call(frame);
+  }
+};
+
+}  // namespace jaxmoe
