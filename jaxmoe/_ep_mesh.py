@@ -47,9 +47,7 @@ def size_of(mesh: Any, names: tuple[str, ...]) -> int:
     return count
 
 
-def check_split(
-    x: Any, experts: Experts, token_devices: int, expert_devices: int, axis: str
-) -> None:
+def check_split(x: Any, experts: Any, token_devices: int, expert_devices: int, axis: str) -> None:
     """Checks that tokens and experts divide over their devices."""
     if not hasattr(x, "shape") or not x.shape:
         raise TypeError(_checks.message(OP, "x must be an array", x=x))

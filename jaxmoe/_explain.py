@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from jaxmoe import _checks, _primitive, _targets
+from jaxmoe._codes import Choice
 
 # What the primitives of JAX's collectives are called in programs.
 _COLLECTIVES = {
@@ -229,4 +230,6 @@ def _explain_op(op: _primitive.Op, eqn: Any, where: str, platform: str) -> OpRep
 def _text(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{k} {_text(v)}" for k, v in value.items())
+    if isinstance(value, Choice):
+        return value.name
     return f"{float(value):g}" if isinstance(value, np.floating) else str(value)

@@ -18,8 +18,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxmoe import _gmm, _primitive
+from jaxmoe._codes import choice
 from jaxmoe._heuristics import GemmConfig, gmm_scratch_size
-from jaxmoe.activation import GATE_UP_ORDERS, Activation, split_gate_up
+from jaxmoe.activation import Activation, split_gate_up
 from jaxmoe.permute import permute_p
 
 
@@ -117,24 +118,12 @@ def _gate_up_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
     return (h, z), (dh.astype(h.dtype), dz)
 
 
-def _batch(args: Any, dims: Any, **params: Any) -> Any:
-    there = [name for name, a in zip(args._fields, args, strict=True) if a is not None]
-
-    def of_there(*given: jax.Array) -> Any:
-        nothing = type(args)(*[None] * len(args))
-        return _gate_up(*nothing._replace(**dict(zip(there, given, strict=True))), **params)
-
-    axes = tuple(getattr(dims, name) for name in there)
-    outs = jax.vmap(of_there, axes)(*(getattr(args, name) for name in there))
-    return outs, (0,) * len(outs)
-
-
 def _attrs(
     _avals: Any, *, activation: Activation, gate_up: str, weight_layout: str, config: GemmConfig
 ) -> dict[str, Any]:
     return {
-        "weight_layout": _gmm.WEIGHT_LAYOUTS.index(weight_layout),
-        "gate_up": GATE_UP_ORDERS.index(gate_up),
+        "weight_layout": choice("layout", weight_layout),
+        "gate_up": choice("gate_up", gate_up),
         "activation": {"gated": int(activation.gated), **activation.kernel_params()},
         "config": config.attrs(),
     }
@@ -160,7 +149,7 @@ gate_up_p = _primitive.define(
     "jaxmoe_gate_up",
     out=_gate_up_out,
     xla=_gate_up,
-    batch=_batch,
+    batch=functools.partial(_primitive.as_its_ops, _gate_up),
     jvp=_gate_up_jvp,
     cuda=_primitive.CudaTarget(
         "jaxmoe_gate_up_v1",

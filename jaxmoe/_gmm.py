@@ -26,9 +26,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmoe import _checks, _gmm_sharding, _gmm_xla, _primitive
+from jaxmoe._codes import choice
 from jaxmoe._heuristics import gmm_config, gmm_scratch_size, tgmm_cluster
 
-WEIGHT_LAYOUTS = ("kn", "nk")
 _OTHER_LAYOUT = {"kn": "nk", "nk": "kn"}
 MAX_ROWS = 2**31 - 1  # of all batches: rows are counted in int32
 _ROW_BYTES = 16  # what the kernels' loads need rows to be multiples of
@@ -234,7 +234,7 @@ def _gmm_attrs(avals: Any, *, weight_layout: str, config: Any, **_params: Any) -
         config = gmm_config(x.shape[0] * x.shape[1], starts.size, x.shape[2], n)
     # Rows are in group order already, whatever the configuration of a fused layer says.
     tile = {**config.attrs(), "gather": 0}
-    return {"weight_layout": WEIGHT_LAYOUTS.index(weight_layout), "config": tile}
+    return {"weight_layout": choice("layout", weight_layout), "config": tile}
 
 
 def _gmm_scratch(_avals: Any, **_params: Any) -> list[_primitive.Spec]:

@@ -1,11 +1,11 @@
 """The primitive `gmm_fp8`: grouped products of FP8 rows by FP8 weights, scales applied.
 
 x [R,K] float8_e4m3fn, x_scales [] or [R] or [R,ceil(K/128)], w [E,N,K], w_scales [E] or [E,N] or
-[E,ceil(N/128),ceil(K/128)] as the format says, starts and sizes [E] int32, bias [E,N] in `dtype` or
+[E,ceil(N/128),ceil(K/128)] as the format says, starts and sizes [G] int32, bias [E,N] in `dtype` or
 None -> [R,N]
 
-  out[r,n] = sum over k of x[r,k] * w[e,n,k] * scales + bias[e,n]
-  for starts[e] <= r < starts[e] + sizes[e]; 0 for the rows of no group
+  out[r,n] = sum over k of x[r,k] * w[e,n,k] * scales + bias[e,n],  e = g mod E
+  for starts[g] <= r < starts[g] + sizes[g]; 0 for the rows of no group
 """
 
 from typing import Any
@@ -47,14 +47,16 @@ def grouped_products(
             jax.lax.dynamic_slice_in_dim(a, first, mask.shape[0]) for a in (x, x_scales, out)
         )
         weight, scale = (
-            jax.lax.dynamic_index_in_dim(a, group, keepdims=False) for a in (w, w_scales)
+            jax.lax.dynamic_index_in_dim(a, group % w.shape[0], keepdims=False)
+            for a in (w, w_scales)
         )
         if blocked:
             y = _blocked(rows, row_scales, weight, scale)
         else:
             y = _dot(rows, weight, ((1,), (1,)), ((), ())) * row_scales * scale[None, :]
         if bias is not None:
-            y += jax.lax.dynamic_slice_in_dim(bias, group, 1).astype(jnp.float32)
+            of_weight = jax.lax.dynamic_slice_in_dim(bias, group % bias.shape[0], 1)
+            y += of_weight.astype(jnp.float32)
         new = jnp.where(mask[:, None], y.astype(out_dtype), old)
         return jax.lax.dynamic_update_slice_in_dim(out, new, first, 0)
 

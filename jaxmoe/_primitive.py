@@ -235,7 +235,12 @@ def _operands_of(xla: Callable[..., Any]) -> Callable[..., Any]:
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(xla).parameters.values()
     names = [p.name.lstrip("_") for p in parameters if p.kind in kinds]
-    return collections.namedtuple("Operands", names)
+    return named_operands(names)
+
+
+def named_operands(names: Sequence[str]) -> Any:
+    """A NamedTuple of operands."""
+    return collections.namedtuple("Operands", names)  # pyright: ignore[reportUntypedNamedTuple]
 
 
 def is_linear(arg: Any) -> bool:
@@ -253,6 +258,12 @@ def move_batch_to_front(arg: Any, dim: int | None, size: int | None = None) -> A
 def batch_size(args: Sequence[Any], dims: Sequence[int | None]) -> int:
     """The size of the batched dimension of a batch rule's arguments."""
     return next(arg.shape[dim] for arg, dim in zip(args, dims, strict=True) if dim is not None)
+
+
+def as_its_ops(fn: Callable[..., Any], args: Any, dims: Any, **params: Any) -> Any:
+    """A batch rule by those of the ops that `fn` is made of."""
+    outs = jax.vmap(functools.partial(fn, **params), tuple(dims))(*args)
+    return outs, (0,) * len(outs)
 
 
 def one_by_one(op: Op, args: Sequence[Any], dims: Sequence[int | None], **params: Any) -> Any:

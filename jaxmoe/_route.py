@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmoe import _primitive, _sharding
+from jaxmoe._codes import choice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,9 +40,6 @@ class Rule:
 
 
 # Codes of the enums in csrc/kernels/route.h.
-_SCORES = {"logits": 0, "softmax": 1, "sigmoid": 2, "sqrtsoftplus": 3}
-_NORMALIZE = {"none": 0, "softmax": 1, "sum": 2, "clamped_sum": 3}
-_GROUP_VALUES = {"": 0, "top2": 0, "max": 1}
 MAX_CUDA_EXPERTS = 512  # kRouteMaxExperts of csrc/kernels/route.h
 
 
@@ -202,9 +200,9 @@ def weights_tangent(
 def rule_attrs(rule: Rule) -> dict[str, Any]:
     """The fields of a rule without its groups: `RuleAttrs` of csrc/ffi/route_attrs.h."""
     return {
-        "score": _SCORES[rule.score],
+        "score": choice("score", rule.score),
         "by_score": int(rule.by_score),
-        "normalize": _NORMALIZE[rule.normalize],
+        "normalize": choice("normalize", rule.normalize),
         "epsilon": np.float32(rule.epsilon),
         "scale": np.float32(rule.scale),
     }
@@ -213,7 +211,7 @@ def rule_attrs(rule: Rule) -> dict[str, Any]:
 def group_attrs(rule: Rule) -> dict[str, Any]:
     """The groups of a rule: `GroupAttrs` of csrc/ffi/route_attrs.h."""
     return {
-        "value": _GROUP_VALUES[rule.group_value],
+        "value": choice("group_value", rule.group_value or "top2"),
         "count": rule.num_groups,
         "kept": rule.top_groups,
         "masked_value": np.float32(rule.masked_value),

@@ -312,7 +312,7 @@ def refuse_tokens(rule: Rule, call: Call, i: int, dim: int) -> None:
 
     The dimensions before `dim` are batches, which the public function does not have.
     """
-    if not call.explicit or not call.given[i][dim]:
+    if not call.explicit or call.given[i] is None or not call.given[i][dim]:
         return
     axes, name, aval = ", ".join(call.given[i][dim]), rule.names[i + 1], call.avals[i]
     text = (

@@ -88,7 +88,7 @@ def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
 def _batch(args: Any, dims: Any, **params: Any) -> Any:
     if params["gathered"] is not None:  # all rows would be copied at once
         return _primitive.one_by_one(tgmm_rows, args, dims, **params)
-    return jax.vmap(functools.partial(_in_two, _gmm.tgmm, **params), dims)(*args), (0,)
+    return _primitive.as_its_ops(functools.partial(_in_two, _gmm.tgmm), args, dims, **params)
 
 
 def _attrs(avals: Any, *, gathered: str | None, **_params: Any) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def _reason(avals: Any, *, gathered: str | None, out_dtype: Any, **_params: Any)
     return _gmm.tgmm_reason(x, dy, rows, out_dtype)
 
 
-def _aliases(avals: Any, **_params: Any) -> dict[int, int]:
+def _aliases(avals: Any, **_params: Any) -> dict[str, int]:
     return {} if avals.init is None else {"init": 0}
 
 

@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmoe import _checks
+from jaxmoe._codes import CODES, Choice
 
 # Formulas. A kernel has a branch for each; all other differences are constants.
-SIGMOID, ERF, RELU, RELU2, IDENTITY = range(5)
+SIGMOID, ERF, RELU, RELU2, IDENTITY = range(len(CODES["activation"]))
 
-GATE_UP_ORDERS = ("gate_up", "up_gate", "interleaved")
+GATE_UP_ORDERS = CODES["gate_up"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Activation:
 
     def __post_init__(self) -> None:
         """Checks that every device computes this formula."""
-        _checks.check_int("Activation", "kind", self.kind, 0, 4)
+        _checks.check_int("Activation", "kind", self.kind, 0, IDENTITY)
         if not (math.isfinite(self.c1) and math.isfinite(self.c3) and math.isfinite(self.beta)):
             rule = f"c1={self.c1}, c3={self.c3}, beta={self.beta} must be finite"
             raise ValueError(_checks.message("Activation", rule))
@@ -108,7 +109,7 @@ class Activation:
     def kernel_params(self) -> dict[str, Any]:
         """Returns the constants as a kernel reads them: `kind` an int, the others float32."""
         constants = {f: np.float32(getattr(self, f)) for f in ("c1", "c3", "limit", "beta")}
-        return {"kind": self.kind, **constants}
+        return {"kind": Choice(self.kind, CODES["activation"][self.kind]), **constants}
 
 
 class Swiglu(Activation):

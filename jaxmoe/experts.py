@@ -225,13 +225,16 @@ def _check_shapes(e: Experts) -> None:
     if any(quantized.values()) and not all(quantized.values()):
         rule = f"{' and '.join(weights)} must all be jaxmoe.QuantizedArray, or none of them"
         raise TypeError(_checks.message(_OP, rule, **weights))
+    _check_dtypes(e, weights)
+    for name, w in weights.items():
+        if len(w.shape) < 3:
+            rule = f"{name} must have 3 axes {_axes(e, name)}, not {len(w.shape)}"
+            raise ValueError(_checks.message(_OP, rule, **{name: w}))
     lead = len(e.down.shape) - 3
     for name, w in weights.items():
-        axes = _axes(e, name)
-        if len(w.shape) != lead + 3 or lead < 0:
-            rule = f"{name} must have 3 axes {axes}, after any that all arrays have"
-            raise ValueError(_checks.message(_OP, rule, **weights))
-    _check_dtypes(e, weights)
+        if len(w.shape) != lead + 3:
+            rule = f"{name} must have as many axes before {_axes(e, name)} as down has"
+            raise ValueError(_checks.message(_OP, rule, **{name: w, "down": e.down}))
     for name, w in weights.items():
         wanted = _wanted_shape(e, name)
         if tuple(w.shape[lead:]) != wanted:
@@ -289,6 +292,7 @@ def _check_dtypes(e: Experts, weights: dict[str, Any]) -> None:
         return
     for name, w in weights.items():
         _checks.check_float(_OP, name, w)
+    for name, w in weights.items():
         _checks.check_same_dtype(_OP, name, w, "down", down)
     if e.dtype is not None and e.dtype != down.dtype and down.dtype != "float32":
         rule = (

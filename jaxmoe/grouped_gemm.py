@@ -17,10 +17,10 @@ from jaxmoe._formats.checks import (
     check_tokens_are_plain,
     check_weight,
 )
-from jaxmoe._gmm import MAX_ROWS, WEIGHT_LAYOUTS, gmm
+from jaxmoe._gmm import MAX_ROWS, gmm
 from jaxmoe._gmm_fp8 import gmm_fp8
 from jaxmoe._heuristics import NOT_PROMOTED, ONLY_PROMOTED, STEP_K, GemmConfig, gmm_config
-from jaxmoe.quantize import QuantizedArray, quantize_tokens
+from jaxmoe.quantize import WEIGHT_LAYOUTS, QuantizedArray, quantize_tokens
 
 
 def grouped_gemm(

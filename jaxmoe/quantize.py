@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmoe import _checks, _formats
+from jaxmoe._codes import CODES
 from jaxmoe._formats import quantization as _quantize
 
 FORMATS = tuple(_formats.QUANTIZED)
-WEIGHT_LAYOUTS = ("kn", "nk")
+WEIGHT_LAYOUTS = CODES["layout"]
 LAYOUTS = (*WEIGHT_LAYOUTS, "tokens")
 SCALE_FORMATS = ("float32", "e8m0")
 _ELEMENT_NAMES = {n: np.dtype(dtype).name for n, dtype in _quantize.ELEMENT_DTYPES.items()}

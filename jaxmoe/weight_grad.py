@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jaxmoe import _checks
 from jaxmoe._checks import check_float
 from jaxmoe._formats import PLAIN
-from jaxmoe._gmm import WEIGHT_LAYOUTS
 from jaxmoe._tgmm_rows import tgmm_rows
 from jaxmoe.grouped_gemm import (
     check_group_sizes,
@@ -17,6 +16,7 @@ from jaxmoe.grouped_gemm import (
     element_type,
     ranges,
 )
+from jaxmoe.quantize import WEIGHT_LAYOUTS
 
 _OP = "grouped_gemm_weight_grad"
 

@@ -47,3 +47,8 @@ def sharded(x: Any, routing: Any, w_gate_up: Any, w_down: Any, **options: Any) -
     of_experts, of_call = split_options(x, options)
     experts = jaxmoe.Experts(gate_up=w_gate_up, down=w_down, **of_experts)
     return jaxmoe.expert_parallel.sharded_moe_mlp(x, routing, experts, **of_call)
+
+
+def of_op(message: str) -> str:
+    """A message of the layer with the name of what refused: `jaxmoe.moe_mlp` unless it has one."""
+    return message if message.startswith("jaxmoe.") else f"jaxmoe.moe_mlp: {message}"

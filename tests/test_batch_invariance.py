@@ -8,7 +8,8 @@ import pytest
 from jaxmoe import GemmConfig, Routing, grouped_gemm
 from jaxmoe._testing import Layer, assert_equal, layer_inputs
 from tests.layers import moe_mlp
-from tests.test_lowering import calls, cuda_text, struct
+from tests.lowered import calls, cuda_text
+from tests.test_lowering import struct
 
 WIDE = (
     struct(1, 2048),

@@ -266,7 +266,7 @@ def test_explicitly_sharded_arguments_are_refused():
     mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
     x = jax.device_put(GEMM["lhs"], jax.NamedSharding(mesh, jax.P("d")))
     message = (
-        "jaxmoe_test_halve: argument 0 is sharded over the Explicit mesh axes (d). Got "
+        "jaxmoe_test_halve: argument x is sharded over the Explicit mesh axes (d). Got "
         "bfloat16[6@d,8]. Call it inside jax.shard_map over those axes, or replicate the argument "
         "with jax.sharding.reshard."
     )

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxmoe import GemmConfig, Routing, explain
-from tests.layers import moe_mlp
+from tests.layers import moe_mlp, of_op
 
 BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
 E, T, TOP_K, H, INTER = 3, 5, 2, 8, 4
@@ -79,85 +79,98 @@ LAYER_ERRORS = (
         {"routing": routing(top_k=4)},
         ValueError,
         "top_k=4 (routing.expert_ids.shape[1]) must be in [1, 3] (num_experts; give it if the "
-        "weights hold only some of the experts). Got expert_ids: i32[5,4], w_gate_up: bf16[3,8,8].",
+        "weights hold only some of the experts). Got expert_ids: i32[5,4], experts.down: "
+        "bf16[3,4,8].",
     ),
     (
         {"routing": routing(top_k=0)},
         ValueError,
         "top_k=0 (routing.expert_ids.shape[1]) must be in [1, 3] (num_experts; give it if the "
-        "weights hold only some of the experts). Got expert_ids: i32[5,0], w_gate_up: bf16[3,8,8].",
+        "weights hold only some of the experts). Got expert_ids: i32[5,0], experts.down: "
+        "bf16[3,4,8].",
     ),
     (
         {"w_gate_up": zeros(H, 2 * INTER)},
         ValueError,
-        "w_gate_up must have 3 axes [E,H,2I], not 2. Got w_gate_up: bf16[8,8].",
+        "jaxmoe.Experts: gate_up must have 3 axes [E,H,2I], not 2. Got gate_up: bf16[8,8].",
     ),
     (
         {"w_down": zeros(INTER, H), "weight_layout": "nk", "activation": "relu"},
         ValueError,
-        "w_down must have 3 axes [E,H,I], not 2. Got w_down: bf16[4,8].",
+        "jaxmoe.Experts: down must have 3 axes [E,H,I], not 2. Got down: bf16[4,8].",
     ),
     (
         {"w_gate_up": np.zeros((E, H, 2 * INTER), ml_dtypes.float8_e4m3fn)},
         NotImplementedError,
-        f"w_gate_up.dtype=f8_e4m3fn {NEEDS_SCALES}. Got w_gate_up: f8_e4m3fn[3,8,8].",
+        "jaxmoe.Experts: gate_up.dtype=f8_e4m3fn must be bf16 or f16 or f32; quantized weights "
+        "and tokens come with their scales as a jaxmoe.QuantizedArray, in FP8 only. Got "
+        "gate_up: f8_e4m3fn[3,8,8].",
     ),
     (
         {"w_down": zeros(E, INTER, H, dtype=jnp.uint8)},
         NotImplementedError,
-        f"w_down.dtype=u8 {NEEDS_SCALES}. Got w_down: u8[3,4,8].",
+        "jaxmoe.Experts: down.dtype=u8 must be bf16 or f16 or f32; quantized weights and "
+        "tokens come with their scales as a jaxmoe.QuantizedArray, in FP8 only. Got down: "
+        "u8[3,4,8].",
     ),
     (
         {"w_down": zeros(E, INTER, H, dtype=F32)},
         TypeError,
-        "w_down.dtype=f32 must equal x.dtype=bf16. Got w_down: f32[3,4,8], x: bf16[5,8].",
+        "jaxmoe.Experts: gate_up.dtype=bf16 must equal down.dtype=f32. Got gate_up: "
+        "bf16[3,8,8], down: f32[3,4,8].",
     ),
     (
         {"w_down": zeros(4, INTER, H)},
         ValueError,
-        "w_down.shape[0]=4 must equal w_gate_up.shape[0]=3 (num_experts of this device). "
-        "Got w_down: bf16[4,4,8], w_gate_up: bf16[3,8,8].",
+        "jaxmoe.Experts: gate_up.shape=[3, 8, 8] must be [4, 8, 8] = [E,H,2I] with the E, H "
+        "and I of down [E,I,H], because swiglu is gated. Got gate_up: bf16[3,8,8], down: "
+        "bf16[4,4,8].",
     ),
     (
         {"w_gate_up": zeros(E, 16, 2 * INTER)},
         ValueError,
-        "w_gate_up.shape[1]=16 must equal x.shape[1]=8 (hidden). "
-        "Got w_gate_up: bf16[3,16,8], x: bf16[5,8].",
+        "jaxmoe.Experts: gate_up.shape=[3, 16, 8] must be [3, 8, 8] = [E,H,2I] with the E, H "
+        "and I of down [E,I,H], because swiglu is gated. Got gate_up: bf16[3,16,8], down: "
+        "bf16[3,4,8].",
     ),
     (
         {"w_down": zeros(E, INTER, 16)},
         ValueError,
-        "w_down.shape[2]=16 must equal x.shape[1]=8 (hidden). "
-        "Got w_down: bf16[3,4,16], x: bf16[5,8].",
+        "jaxmoe.Experts: gate_up.shape=[3, 8, 8] must be [3, 16, 8] = [E,H,2I] with the E, H "
+        "and I of down [E,I,H], because swiglu is gated. Got gate_up: bf16[3,8,8], down: "
+        "bf16[3,4,16].",
     ),
     (
         {"activation": "relu"},
         ValueError,
-        "w_gate_up.shape[2]=8 must be 1 * w_down.shape[1]=4, because relu is not gated. "
-        "Got w_gate_up: bf16[3,8,8], w_down: bf16[3,4,8].",
+        "jaxmoe.Experts: gate_up.shape=[3, 8, 8] must be [3, 8, 4] = [E,H,I] with the E, H and "
+        "I of down [E,I,H], because relu is not gated. Got gate_up: bf16[3,8,8], down: "
+        "bf16[3,4,8].",
     ),
     (
         {"w_gate_up": zeros(E, H, INTER)},
         ValueError,
-        "w_gate_up.shape[2]=4 must be 2 * w_down.shape[1]=8, because swiglu is gated. "
-        "Got w_gate_up: bf16[3,8,4], w_down: bf16[3,4,8].",
+        "jaxmoe.Experts: gate_up.shape=[3, 8, 4] must be [3, 8, 8] = [E,H,2I] with the E, H "
+        "and I of down [E,I,H], because swiglu is gated. Got gate_up: bf16[3,8,4], down: "
+        "bf16[3,4,8].",
     ),
     (
         {"b_gate_up": zeros(E, INTER)},
         ValueError,
-        "b_gate_up.shape[1]=4 must equal w_gate_up.shape[2]=8 (its outputs). "
-        "Got b_gate_up: bf16[3,4], w_gate_up: bf16[3,8,8].",
+        "jaxmoe.Experts: gate_up_bias.shape=[3, 4] must be [3, 8] = [E, its outputs]. Got "
+        "gate_up_bias: bf16[3,4], down: bf16[3,4,8].",
     ),
     (
         {"b_down": zeros(E, H, dtype=F32)},
         TypeError,
-        "b_down.dtype=f32 must equal x.dtype=bf16. Got b_down: f32[3,8], x: bf16[5,8].",
+        "jaxmoe.Experts: down_bias.dtype=f32 must equal down.dtype=bf16. Got down_bias: "
+        "f32[3,8], down: bf16[3,4,8].",
     ),
     (
         {"b_down": zeros(2, H)},
         ValueError,
-        "b_down.shape[0]=2 must equal w_down.shape[0]=3 (num_experts of this device). "
-        "Got b_down: bf16[2,8], w_down: bf16[3,4,8].",
+        "jaxmoe.Experts: down_bias.shape=[2, 8] must be [3, 8] = [E, its outputs]. Got "
+        "down_bias: bf16[2,8], down: bf16[3,4,8].",
     ),
     (
         {"residual": zeros(T, 16)},
@@ -173,14 +186,14 @@ LAYER_ERRORS = (
     (
         {"gate_up": "up"},
         ValueError,
-        "gate_up='up' must be one of gate_up, up_gate, interleaved.",
+        "jaxmoe.Experts: order='up' must be one of gate_up, up_gate, interleaved.",
     ),
-    ({"weight_layout": "ke"}, ValueError, "weight_layout='ke' must be one of kn, nk."),
+    ({"weight_layout": "ke"}, ValueError, "jaxmoe.Experts: layout='ke' must be one of kn, nk."),
     (
         {"activation": "swish"},
         ValueError,
-        "activation='swish' must be one of swiglu, geglu, geglu_tanh, gelu, gelu_tanh, silu, relu, "
-        "relu2, identity, Swiglu(alpha, beta, limit).",
+        "jaxmoe.Experts: activation='swish' must be one of swiglu, geglu, geglu_tanh, gelu, "
+        "gelu_tanh, silu, relu, relu2, identity, Swiglu(alpha, beta, limit).",
     ),
     (
         {"expert_offset": -1},
@@ -242,7 +255,7 @@ def test_moe_mlp(change, kind, message):
     arguments = {**LAYER, **change}
     with pytest.raises(kind) as error:
         jax.jit(lambda: moe_mlp(**arguments))()
-    assert str(error.value) == "jaxmoe.moe_mlp: " + message
+    assert str(error.value) == of_op(message)
 
 
 def test_moe_mlp_with_an_offset_that_is_data():

@@ -69,7 +69,7 @@ INSIDE = [
     ({"dispatch_format": "bf16"}, ValueError, "must be one of fp8_tensor, fp8_channel, fp8_block"),
     ({"sum_dtype": "bfloat16"}, ValueError, "sum_dtype='bfloat16' must be 'float32'"),
     ({"do_finalize": False}, TypeError, "do_finalize is no argument; those of jaxmoe.moe_mlp"),
-    ({"weight_layout": "xy"}, ValueError, "weight_layout='xy' must be one of kn, nk"),
+    ({"weight_layout": "xy"}, ValueError, "layout='xy' must be one of kn, nk"),
     (
         {"expert_map": np.zeros((2, E), np.int32)},
         ValueError,
@@ -110,7 +110,7 @@ def test_no_tokens_are_no_error():
 
 
 def test_outside_of_shard_map():
-    with pytest.raises(ValueError, match="there is none; layers.sharded wraps"):
+    with pytest.raises(ValueError, match="there is none; expert_parallel.sharded_moe_mlp wraps"):
         layers.expert_parallel(*arrays(), axis_name="expert")
 
 
@@ -118,25 +118,30 @@ def test_weights_and_routing_are_checked_as_those_of_one_device():
     x, routing, w1, w2 = arrays()
     with pytest.raises(TypeError, match="routing must be a jaxmoe.Routing"):
         inside((x, routing.expert_ids, w1, w2))
-    with pytest.raises(ValueError, match=r"w_down.shape\[2\]=4 must equal x.shape\[1\]=8"):
+    with pytest.raises(ValueError, match=r"gate_up.shape=\[2, 8, 16\] must be \[2, 4, 16\]"):
         inside((x, routing, w1, w2[:, :, :4]))
 
 
 AROUND = [
     (arrays(t=6), {}, ValueError, "x.shape[0]=6 must be a multiple of 4 (devices that share"),
     (arrays(t=4), {"data_axis": "data"}, ValueError, "x.shape[0]=4 must be a multiple of 8"),
-    (arrays(e=6), {}, ValueError, "w_gate_up.shape[0]=6 must be a multiple of 4 (devices of axis"),
+    (arrays(e=6), {}, ValueError, "experts.num_experts=6 must be a multiple of 4 (devices of axis"),
     (arrays(e=6), {}, ValueError, "place_experts pads the weights"),
     (arrays(), {"axis_name": "ep"}, ValueError, "axis_name='ep' must be an axis of the mesh ('dat"),
     (arrays(), {"data_axis": "expert"}, ValueError, "data_axis='expert' must be another axis than"),
     (arrays(), {"mesh": 4}, TypeError, "mesh must be a jax.sharding.Mesh"),
     (arrays(), {"tokens": "all"}, ValueError, "tokens='all' must be one of sharded, replicated"),
-    (arrays(), {"tensor_axis": "data"}, ValueError, "gate_up='gate_up' must be 'interleaved' with"),
+    (
+        arrays(),
+        {"tensor_axis": "data"},
+        ValueError,
+        "experts.order='gate_up' must be 'interleaved' with",
+    ),
     (
         (*arrays()[:2], jnp.zeros((E, H, 14)), jnp.zeros((E, 7, H))),
         {"tensor_axis": "data", "gate_up": "interleaved"},
         ValueError,
-        "w_down.shape[1]=7 must be a multiple of 2 (devices of tensor_axis='data')",
+        "experts.intermediate=7 must be a multiple of 2 (devices of tensor_axis='data')",
     ),
     (
         arrays(),

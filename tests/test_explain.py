@@ -30,7 +30,7 @@ def test_report_of_a_layer():
     mlp = report.ops[1]
     assert mlp.cuda_target == "jaxmoe_moe_mlp_v1"
     assert mlp.cuda_reason is None
-    assert mlp.operands[:3] == ("bf16[16,64]", "i32[16,2]", "f32[16,2]")
+    assert mlp.operands[:3] == ("bf16[16,64]", "i32[16,2]", "bf16[8,64,96]")
     assert mlp.cuda_attrs["gemm1"] == config[0].attrs()
     assert mlp.cuda_attrs["gemm2"] == config[1].attrs()
     rows, act, index = mlp.cuda_scratch
@@ -48,9 +48,12 @@ def test_printed_report():
     assert text.startswith(
         "default platform: cpu; CUDA kernels " + ("loaded" if why is None else f"not loaded: {why}")
     )
-    assert "jaxmoe_moe_mlp (bf16[16,64], i32[16,2], f32[16,2], bf16[8,64,96]" in text
+    arrays = "bf16[16,64], i32[16,2], bf16[8,64,96], bf16[8,48,64], f32[16,2]"
+    assert f"jaxmoe_moe_mlp ({arrays})" in text
     assert "  here: pure XLA\n  CUDA: FFI call jaxmoe_moe_mlp_v1\n" in text
-    assert "activation: gated 1, kind 0, c1 1, c3 0, limit inf, beta 0" in text
+    assert "activation: gated 1, kind sigmoid, c1 1, c3 0, limit inf, beta 0" in text
+    for line in ("gate_up: gate_up", "layout1: kn", "format: plain"):
+        assert f"    {line}\n" in text
     assert "scratch: " in text
     assert str(explain(lambda x: x + 1, 1.0)).endswith("no jaxmoe op found")
 

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxmoe import _targets, explain, quantize
+from jaxmoe import Experts, _targets, explain, quantize
 from jaxmoe._testing import assert_equal
 from tests.layers import moe_mlp
+from tests.lowered import cuda_text
 from tests.sharding_programs import EXPLICIT, check_spec, close, compiled, make_mesh
-from tests.test_lowering import cuda_text, layer_structs
+from tests.test_lowering import layer_structs
 from tests.test_mlp import run
 from tests.test_training import FEW, draw
 
@@ -79,11 +80,11 @@ def test_cuda_runs_both_passes_on_the_kernels():
     x, routing, w1, w2 = layer_structs()
     text = cuda_text(jax.grad(loss, (0, 1, 2)), x, w1, w2, routing)
     names = re.findall(r"custom_call @(jaxmoe_\w+)", text)
-    assert names.count("jaxmoe_moe_mlp_fp8_v1") == 1 and names.count("jaxmoe_tgmm_v1") == 2
+    assert names.count("jaxmoe_moe_mlp_v1") == 1 and names.count("jaxmoe_tgmm_v1") == 2
     with _targets.force_cuda_lowering():
         report = explain(lambda *a: moe_mlp(*a, forward_format=FORMAT), *layer_structs())
-    inside = [op.cuda_target for op in report.ops if op.where.endswith("jaxmoe_moe_mlp_mixed")]
-    assert inside == ["jaxmoe_quantize_v1"] * 2 + ["jaxmoe_moe_mlp_fp8_v1"]
+    inside = [op.cuda_target for op in report.ops if op.where.endswith("jaxmoe_moe_mlp")]
+    assert inside == ["jaxmoe_quantize_v1"] * 2 + ["jaxmoe_moe_mlp_v1"]
 
 
 @pytest.mark.parametrize(
@@ -91,9 +92,12 @@ def test_cuda_runs_both_passes_on_the_kernels():
     (
         ({"forward_format": "fp4"}, ValueError, "forward_format='fp4' must be one of fp8_tensor"),
         ({"forward_format": True}, TypeError, "forward_format must be one of fp8_tensor"),
-        ({"do_finalize": False}, NotImplementedError, "do_finalize=False is not supported with a"),
+        (
+            {"do_finalize": False},
+            NotImplementedError,
+            "expert_rows is not supported with experts",
+        ),
         ({"batch_invariant": True}, NotImplementedError, "batch_invariant=True is not supported"),
-        ({"master_weights": True}, (TypeError, NotImplementedError), "master_weights=True"),
     ),
 )
 def test_errors(change, kind, message):
@@ -110,3 +114,9 @@ def test_quantized_weights_have_their_own_format():
 
     with pytest.raises(ValueError, match="forward_format must be None with weights that are"):
         jax.eval_shape(layer, *layer_structs())
+
+
+def test_master_weights_have_no_forward_format():
+    wide = jnp.zeros((2, 8, 16)), jnp.zeros((2, 8, 8))
+    with pytest.raises(NotImplementedError, match="forward_format is not supported with float32"):
+        Experts(gate_up=wide[0], down=wide[1], dtype="bfloat16", forward_format=FORMAT)

@@ -16,7 +16,7 @@ from jaxmoe import (
     quantize,
     quantize_tokens,
 )
-from tests.layers import moe_mlp
+from tests.layers import moe_mlp, of_op
 
 BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
 E, T, H, INTER = 3, 5, 16, 32
@@ -58,33 +58,37 @@ LAYER_ERRORS = (
     (
         {"w_down": PLAIN["w_down"]},
         TypeError,
-        "w_gate_up and w_down must both be jaxmoe.QuantizedArray, or both be none. "
-        f"Got {GOT_UP}, w_down: bf16[3,32,16].",
+        "jaxmoe.Experts: gate_up and down must all be jaxmoe.QuantizedArray, or none of them. "
+        "Got gate_up: a QuantizedArray (fp8_tensor, values f8_e4m3fn[3,64,16]), down: "
+        "bf16[3,32,16].",
     ),
     (
         {"w_gate_up": PLAIN["w_gate_up"]},
         TypeError,
-        "w_gate_up and w_down must both be jaxmoe.QuantizedArray, or both be none. "
-        f"Got w_gate_up: bf16[3,16,64], {GOT_DOWN}.",
+        "jaxmoe.Experts: gate_up and down must all be jaxmoe.QuantizedArray, or none of them. "
+        "Got gate_up: bf16[3,16,64], down: a QuantizedArray (fp8_tensor, values "
+        "f8_e4m3fn[3,16,32]).",
     ),
     (
         PLAIN | {"x": tokens()},
         TypeError,
-        "x must be a JAX or NumPy array, because w_gate_up and w_down are no QuantizedArrays; "
-        "jaxmoe.dequantize(x) gives one. "
-        "Got x: a QuantizedArray (fp8_tensor, values f8_e4m3fn[5,16]).",
+        "x must be a JAX or NumPy array, because experts.gate_up and experts.down are no "
+        "QuantizedArrays; jaxmoe.dequantize(x) gives one. Got x: a QuantizedArray (fp8_tensor, "
+        "values f8_e4m3fn[5,16]).",
     ),
     (
         {"w_down": weights(E, INTER, H, format="fp8_block")},
         ValueError,
-        "w_down.format='fp8_block' must equal w_gate_up.format='fp8_tensor'. "
-        f"Got w_down: a QuantizedArray (fp8_block, values f8_e4m3fn[3,16,32]), {GOT_UP}.",
+        "jaxmoe.Experts: gate_up.format='fp8_tensor' must equal down.format='fp8_block'. Got "
+        "gate_up: a QuantizedArray (fp8_tensor, values f8_e4m3fn[3,64,16]), down: a "
+        "QuantizedArray (fp8_block, values f8_e4m3fn[3,16,32]).",
     ),
     (
         {"x": tokens("fp8_channel")},
         ValueError,
-        "x.format='fp8_channel' must equal w_gate_up.format='fp8_tensor'. "
-        f"Got x: a QuantizedArray (fp8_channel, values f8_e4m3fn[5,16]), {GOT_UP}.",
+        "x.format='fp8_channel' must equal experts.down.format='fp8_tensor'. Got x: a "
+        "QuantizedArray (fp8_channel, values f8_e4m3fn[5,16]), experts.down: a QuantizedArray "
+        "(fp8_tensor, values f8_e4m3fn[3,16,32]).",
     ),
     (
         {"x": tokens(element_type="e5m2")},
@@ -100,48 +104,53 @@ LAYER_ERRORS = (
     (
         {"weight_layout": "nk"},
         ValueError,
-        "w_gate_up.layout='kn' must equal weight_layout='nk': give weight_layout='kn'. "
-        f"Got {GOT_UP}.",
+        "jaxmoe.Experts: gate_up.layout='kn' must equal layout='nk': give layout='kn'. Got "
+        "gate_up: a QuantizedArray (fp8_tensor, values f8_e4m3fn[3,64,16]).",
     ),
     (
         {"w_down": tokens()},
         ValueError,
-        "w_down.layout='tokens' must equal weight_layout='kn': make it with jaxmoe.quantize. "
-        "Got w_down: a QuantizedArray (fp8_tensor, values f8_e4m3fn[5,16]).",
+        "jaxmoe.Experts: down.layout='tokens' must equal layout='kn': make it with "
+        "jaxmoe.quantize. Got down: a QuantizedArray (fp8_tensor, values f8_e4m3fn[5,16]).",
     ),
     (
         {"w_down": with_leaf(LAYER["w_down"], scales=jnp.ones((E, 1)))},
         ValueError,
-        "w_down.scales.shape=[3,1] must be [3] (fp8_tensor, layout kn). "
-        "Got w_down.scales: f32[3,1].",
+        "experts.down.scales.shape=[3,1] must be [3] (fp8_tensor, layout kn). Got "
+        "experts.down.scales: f32[3,1].",
     ),
     (
         {"w_down": with_leaf(LAYER["w_down"], scales=jnp.ones(E, BF16))},
         TypeError,
-        "w_down.scales.dtype=bf16 must be f32. Got w_down.scales: bf16[3].",
+        "experts.down.scales.dtype=bf16 must be f32. Got experts.down.scales: bf16[3].",
     ),
     (
         {"w_gate_up": with_leaf(LAYER["w_gate_up"], values=jnp.zeros((E, 64, H), jnp.int8))},
         TypeError,
-        "w_gate_up.values.dtype=i8 must be f8_e4m3fn or f8_e5m2. "
-        "Got w_gate_up.values: i8[3,64,16].",
+        "experts.gate_up.values.dtype=i8 must be f8_e4m3fn or f8_e5m2. Got "
+        "experts.gate_up.values: i8[3,64,16].",
     ),
     (
         {"w_down": weights(E, H, H)},
         ValueError,
-        "w_gate_up.shape[2]=64 must be 2 * w_down.shape[1]=32, because swiglu is gated. "
-        f"Got {GOT_UP}, w_down: a QuantizedArray (fp8_tensor, values f8_e4m3fn[3,16,16]).",
+        "jaxmoe.Experts: gate_up.shape=[3, 16, 64] must be [3, 16, 32] = [E,H,2I] with the E, "
+        "H and I of down [E,I,H], because swiglu is gated. Got gate_up: a QuantizedArray "
+        "(fp8_tensor, values f8_e4m3fn[3,64,16]), down: a QuantizedArray (fp8_tensor, values "
+        "f8_e4m3fn[3,16,16]).",
     ),
     (
         {"w_gate_up": weights(E, 48, 64)},
         ValueError,
-        "w_gate_up.shape[1]=48 must equal x.shape[1]=16 (hidden). "
-        "Got w_gate_up: a QuantizedArray (fp8_tensor, values f8_e4m3fn[3,64,48]), x: bf16[5,16].",
+        "jaxmoe.Experts: gate_up.shape=[3, 48, 64] must be [3, 16, 64] = [E,H,2I] with the E, "
+        "H and I of down [E,I,H], because swiglu is gated. Got gate_up: a QuantizedArray "
+        "(fp8_tensor, values f8_e4m3fn[3,64,48]), down: a QuantizedArray (fp8_tensor, values "
+        "f8_e4m3fn[3,16,32]).",
     ),
     (
         {"b_down": jnp.zeros((E, H))},
         TypeError,
-        "b_down.dtype=f32 must equal x.dtype=bf16. Got b_down: f32[3,16], x: bf16[5,16].",
+        "experts.down_bias.dtype=f32 must equal x.dtype=bf16. Got experts.down_bias: "
+        "f32[3,16], x: bf16[5,16].",
     ),
     (
         {"x": tokens(), "residual": jnp.zeros((T, H))},
@@ -172,46 +181,40 @@ LAYER_ERRORS = (
     (
         PLAIN | {"x_scale": SCALE},
         ValueError,
-        "x_scale must be None because no weight is quantized: it is for fp8_tensor alone. "
-        "Got x_scale: f32[].",
+        "experts.x_scale must be None because no weight is quantized: it is for fp8_tensor "
+        "alone. Got experts.x_scale: f32[].",
     ),
     (
         layer("fp8_channel") | {"intermediate_scale": SCALE},
         ValueError,
-        "intermediate_scale must be None because the weights are fp8_channel: it is for fp8_tensor "
-        "alone. Got intermediate_scale: f32[].",
+        "experts.h_scale must be None because the weights are fp8_channel: it is for "
+        "fp8_tensor alone. Got experts.h_scale: f32[].",
     ),
     (
         {"x": tokens(), "x_scale": SCALE},
         ValueError,
-        "x_scale must be None because x is quantized: it has its scale. Got x_scale: f32[], "
-        "x: a QuantizedArray (fp8_tensor, values f8_e4m3fn[5,16]).",
+        "experts.x_scale must be None because x is quantized: it has its scale. Got "
+        "experts.x_scale: f32[], x: a QuantizedArray (fp8_tensor, values f8_e4m3fn[5,16]).",
     ),
     (
         {"x_scale": 0.01},
         TypeError,
-        "x_scale must be a JAX or NumPy array. Got x_scale: 0.01.",
+        "experts.x_scale must be a JAX or NumPy array. Got experts.x_scale: 0.01.",
     ),
     (
         {"x_scale": np.float16(0.01)},
         TypeError,
-        "x_scale.dtype=f16 must be f32. Got x_scale: f16[].",
+        "experts.x_scale.dtype=f16 must be f32. Got experts.x_scale: f16[].",
     ),
     (
         {"x_scale": jnp.ones(E)},
         ValueError,
-        "x_scale.shape=[3] must be []. Got x_scale: f32[3].",
+        "experts.x_scale.shape=[3] must be []. Got experts.x_scale: f32[3].",
     ),
     (
         {"intermediate_scale": jnp.ones(E + 1), "num_experts": E + 1},
         ValueError,
-        "intermediate_scale.shape=[4] must be [] or [3]. Got intermediate_scale: f32[4].",
-    ),
-    (
-        {"do_finalize": False, "residual": X},
-        ValueError,
-        "residual must be None if do_finalize=False: give it to jaxmoe.finalize. "
-        "Got residual: bf16[5,16].",
+        "experts.h_scale.shape=[4] must be [] or [3]. Got experts.h_scale: f32[4].",
     ),
     (
         {"x": tokens(), "apply_weight_on_input": True},
@@ -222,14 +225,14 @@ LAYER_ERRORS = (
     (
         {"batch_invariant": True, "intermediate_scale": SCALE},
         ValueError,
-        "batch_invariant=True needs x_scale with fp8_tensor weights: the scale is made of all "
-        "tokens without it. Got x_scale: None.",
+        "batch_invariant=True needs experts.x_scale with fp8_tensor weights: the scale is made "
+        "of all tokens without it. Got experts.x_scale: None.",
     ),
     (
         {"batch_invariant": True, "x": tokens()},
         ValueError,
-        "batch_invariant=True needs intermediate_scale with fp8_tensor weights: the scale is made "
-        "of all tokens without it. Got intermediate_scale: None.",
+        "batch_invariant=True needs experts.h_scale with fp8_tensor weights: the scale is made "
+        "of all tokens without it. Got experts.h_scale: None.",
     ),
     (
         {"config": (GemmConfig(128, 8, split_k=2), None)},
@@ -247,8 +250,8 @@ LAYER_ERRORS = (
     (
         layer("fp8_block") | {"config": (GemmConfig(256, 128), None)},
         ValueError,
-        "config[0] must have a tile of 128 rows and up to 192 tokens with fp8_block and an "
-        "intermediate size of 32, not a multiple of 64. Got config: a tuple.",
+        "config[0] must have a tile of 128 rows and up to 192 tokens with blocks of scales and "
+        "an intermediate size of 32, not a multiple of 64. Got config: a tuple.",
     ),
     (
         layer("fp8_tensor") | {"config": (None, GemmConfig(128, 256)), "accum": "fast"},
@@ -266,7 +269,7 @@ def test_moe_mlp(change, kind, message):
     for call in (lambda: moe_mlp(**arguments), jax.jit(lambda: moe_mlp(**arguments))):
         with pytest.raises(kind) as error:
             call()
-        assert str(error.value) == "jaxmoe.moe_mlp: " + message
+        assert str(error.value) == of_op(message)
 
 
 def test_arguments_that_the_table_changes_are_right():

@@ -19,6 +19,7 @@ from jaxmoe import (
 )
 from jaxmoe.quantize import FORMATS, scales_shape
 from tests.layers import moe_mlp
+from tests.lowered import calls, cuda_text, layer_call
 
 BF16, F16, F32, I32 = jnp.bfloat16, jnp.float16, jnp.float32, jnp.int32
 F8, F8_WIDE = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -46,18 +47,9 @@ ROUTING = Routing(struct(T, K, dtype=I32), struct(T, K, dtype=F32))
 
 
 def cuda_call(fn, *args):
-    """Attributes, operands and results of the one custom call of ours in `fn` lowered for CUDA."""
-    with _targets.force_cuda_lowering():
-        lowered = jax.jit(lambda *a: fn(*a)).trace(*args).lower(lowering_platforms=("cuda",))
-    (line,) = [line for line in lowered.as_text().splitlines() if "custom_call @jaxmoe" in line]
-    target = re.search(r"@(\w+)\(", line)[1]
-    attrs = re.search(r"mhlo.backend_config = (\{.*?\}), operand_layouts", line)[1]
-    attrs = re.sub(r"(\w+) = (-?[\w.+-]+) : (i64|f32)", r'"\1": "\2:\3"', attrs)
-    attrs = eval(re.sub(r"(\w+) = \{", r'"\1": {', attrs))  # our own text, no input
-    operands, results = (
-        re.findall(r"tensor<(.*?)>", side) for side in line.split("} : (")[-1].split(" -> ")
-    )
-    return target, attrs, operands, results
+    """The one custom call of ours in `fn` lowered for CUDA."""
+    (call,) = calls(cuda_text(fn, *args))
+    return call
 
 
 def tile(weight_tile, token_tile, gather, split_k=1, raster=1, cluster=1):
@@ -90,20 +82,23 @@ def test_the_layer_is_one_call_with_these_attributes():
         "x_scale": struct(dtype=F32),
         "intermediate_scale": struct(E, dtype=F32),
     }
-    target, attrs, operands, results = cuda_call(
+    call = cuda_call(
         lambda a, o: moe_mlp(*a, **o, **options),
         (struct(T, H), ROUTING, *weights("fp8_tensor", values=F8_WIDE)),
         given,
     )
-    assert target == "jaxmoe_moe_mlp_fp8_v1"
+    attrs, operands, results = layer_call(call)
     assert attrs == {
         "num_experts": "9:i64",
         "num_local_experts": "4:i64",
         "expert_offset": "3:i64",
         "gate_up": "2:i64",
-        "format": "0:i64",
+        "layout1": "1:i64",
+        "layout2": "1:i64",
+        "format": "1:i64",
         "promoted1": "1:i64",
         "promoted2": "1:i64",
+        "finalize": "1:i64",
         "activation": {
             "kind": "0:i64",
             "gated": "1:i64",
@@ -115,16 +110,29 @@ def test_the_layer_is_one_call_with_these_attributes():
         "gemm1": tile(128, 32, 1, raster=2),
         "gemm2": tile(256, 128, 0),
     }
-    assert operands == [
-        "6x144xbf16", "0xf32", "6x2xi32", "6x2xf32", "4x544x144xf8E5M2", "4xf32",
-        "4x144x272xf8E5M2", "4xf32", "4x544xbf16", "4x144xbf16", "0xi32", "6x144xbf16",
-        "1xf32", "4xf32",
-    ]  # fmt: skip
-    assert results[:-1] == [
-        "6x144xbf16", "12x144xbf16", "12x272xbf16", "6x144xf8E4M3FN", "12x272xf8E4M3FN",
-        f"{4 + 4 + 1024}xf32",
-    ]  # fmt: skip
-    assert results[-1] == f"{_heuristics.mlp_index_size(12, 4)}xi32"
+    assert operands == {
+        "x": "6x144xbf16",
+        "expert_ids": "6x2xi32",
+        "weights": "6x2xf32",
+        "w_gate_up": "4x544x144xf8E5M2",
+        "gate_up_scales": "4xf32",
+        "w_down": "4x144x272xf8E5M2",
+        "down_scales": "4xf32",
+        "b_gate_up": "4x544xbf16",
+        "b_down": "4x144xbf16",
+        "residual": "6x144xbf16",
+        "x_scale": "1xf32",
+        "h_scale": "4xf32",
+    }
+    assert results == {
+        "y": "6x144xbf16",
+        "rows": "12x144xbf16",
+        "act": "12x272xbf16",
+        "xq": "6x144xf8E4M3FN",
+        "hq": "12x272xf8E4M3FN",
+        "floats": f"{4 + 4 + 1024}xf32",
+        "index": f"{_heuristics.mlp_index_size(12, 4)}xi32",
+    }
 
 
 # scales of x, of the intermediate: 6 tokens of 2 blocks, 12 rows of 3 blocks, padded to fours
@@ -138,23 +146,25 @@ def test_scratch(format, quantized_x, gather):
     """Rows of x are quantized where they are fetched from, or in expert order, or not at all."""
     x = quantized(T, H, format=format, layout="tokens", dtype=F16) if quantized_x else struct(T, H)
     config = (GemmConfig(128, 8, gather=gather), None)
-    _, attrs, operands, results = cuda_call(
+    call = cuda_call(
         lambda *a: moe_mlp(*a, weight_layout="nk", config=config), x, ROUTING, *weights(format)
     )
+    attrs, operands, results = layer_call(call)
     dtype = "f16" if quantized_x else "bf16"
     scales = {"fp8_tensor": "f32", "fp8_channel": "6xf32", "fp8_block": "6x2xf32"}[format]
-    first = ["6x144xf8E4M3FN", scales] if quantized_x else ["6x144xbf16", "0xf32"]
-    assert operands[:2] == first
+    given = ("6x144xf8E4M3FN", scales) if quantized_x else ("6x144xbf16", None)
+    assert (operands["x"], operands.get("x_scales")) == given
     rows = (0 if quantized_x else T) if gather else T * K
-    assert results[0] == f"6x144x{dtype}"
-    assert results[1:-1] == [
-        f"12x144x{dtype}",
-        f"12x272x{dtype}",
-        f"{rows}x144xf8E4M3FN",
-        "12x272xf8E4M3FN",
-        f"{SCRATCH[format] + 1024}xf32",
-    ]
-    assert attrs["format"] == f"{FORMATS.index(format)}:i64"
+    del results["index"]
+    assert results == {
+        "y": f"6x144x{dtype}",
+        "rows": f"12x144x{dtype}",
+        "act": f"12x272x{dtype}",
+        **({"xq": f"{rows}x144xf8E4M3FN"} if rows else {}),
+        "hq": "12x272xf8E4M3FN",
+        "floats": f"{SCRATCH[format] + 1024}xf32",
+    }
+    assert attrs["format"] == f"{FORMATS.index(format) + 1}:i64"
     promoted = int(format == "fp8_block")
     assert (attrs["promoted1"], attrs["promoted2"]) == (f"{promoted}:i64",) * 2
 
@@ -214,10 +224,10 @@ def test_grouped_gemm_quantizes_its_rows_first():
 def test_explain_shows_the_layer_and_its_bytes():
     args = (struct(T, H), ROUTING, *weights("fp8_channel"))
     (op,) = explain(lambda *a: moe_mlp(*a, weight_layout="nk"), *args).ops
-    assert op.op == "jaxmoe_moe_mlp_fp8" and op.cuda_target == "jaxmoe_moe_mlp_fp8_v1"
-    assert op.operands[4:8] == (
+    assert op.op == "jaxmoe_moe_mlp" and op.cuda_target == "jaxmoe_moe_mlp_v1"
+    assert {
         "f8_e4m3fn[4,544,144]", "f32[4,544]", "f8_e4m3fn[4,144,272]", "f32[4,144]",
-    )  # fmt: skip
+    } <= set(op.operands)  # fmt: skip
     rows, act, tokens, quantized_act, floats, index = op.cuda_scratch
     assert (tokens.dtype, tokens.bytes) == ("f8_e4m3fn", 6 * 144)
     assert (quantized_act.dtype, quantized_act.bytes) == ("f8_e4m3fn", 12 * 272)
@@ -296,14 +306,14 @@ def test_vmap_over_tokens_is_one_call_where_each_token_has_its_scales():
     def operands(format, **options):
         fn = lambda *a: moe_mlp(*a, weight_layout="nk", **options)  # noqa: E731
         args = (struct(3, T, H), routing, *weights(format))
-        return cuda_call(jax.vmap(fn, (0, 0, None, None)), *args)[2]
+        return layer_call(cuda_call(jax.vmap(fn, (0, 0, None, None)), *args))[1]
 
     for format in FORMATS[1:]:
-        assert operands(format)[:1] == ["18x144xbf16"]
-        assert operands(format)[4] == "4x544x144xf8E4M3FN"
-    assert operands("fp8_tensor")[:1] == ["6x144xbf16"], "a scale of each example: a loop"
+        assert operands(format)["x"] == "18x144xbf16"
+        assert operands(format)["w_gate_up"] == "4x544x144xf8E4M3FN"
+    assert operands("fp8_tensor")["x"] == "6x144xbf16", "a scale of each example: a loop"
     static = {"x_scale": jnp.float32(1), "intermediate_scale": jnp.float32(1)}
-    assert operands("fp8_tensor", **static)[:1] == ["18x144xbf16"]
+    assert operands("fp8_tensor", **static)["x"] == "18x144xbf16"
 
 
 def test_scan_over_stacked_weights_holds_one_call():
@@ -312,9 +322,9 @@ def test_scan_over_stacked_weights_holds_one_call():
         return jax.lax.scan(step, x, (w1, w2))[0]
 
     stacked = jax.tree.map(lambda a: struct(5, *a.shape, dtype=a.dtype), weights("fp8_block"))
-    target, _, operands, _ = cuda_call(network, struct(T, H), ROUTING, *stacked)
-    assert target == "jaxmoe_moe_mlp_fp8_v1"
-    assert operands[4:6] == ["4x544x144xf8E4M3FN", "4x5x2xf32"]
+    _, operands, _ = layer_call(cuda_call(network, struct(T, H), ROUTING, *stacked))
+    assert operands["w_gate_up"] == "4x544x144xf8E4M3FN"
+    assert operands["gate_up_scales"] == "4x5x2xf32"
 
 
 def test_export_for_cpu_and_cuda():
@@ -336,7 +346,6 @@ def test_export_for_cpu_and_cuda():
         exported = jax.export.export(
             jax.jit(fn), platforms=("cpu", "cuda"), disabled_checks=jaxmoe.export_checks()
         )(*args)
-    assert "jaxmoe_moe_mlp_fp8_v1" in exported.mlir_module()
-    assert "jaxmoe_moe_mlp_fp8_rows_v1" in exported.mlir_module()
+    assert exported.mlir_module().count("@jaxmoe_moe_mlp_v1(") == 2
     loaded = jax.export.deserialize(exported.serialize())
     assert (loaded.call(*args) == fn(*args)).all()

@@ -22,6 +22,7 @@ from jaxmoe import (
 from jaxmoe._testing import Layer, assert_equal, assert_vmap_is_loop, quantized_inputs
 from jaxmoe.quantize import FORMATS
 from tests.layers import moe_mlp
+from tests.lowered import layer_call
 from tests.test_fp8_lowering import (
     F16,
     F32,
@@ -39,7 +40,7 @@ from tests.test_fp8_lowering import (
 from tests.test_fp8_mlp import local, run
 
 LAYER = Layer("", "a block and a part of one", 144, 48, 5, 2, "geglu", "up_gate", bias=True)
-TARGET = "jaxmoe_moe_mlp_fp8_rows_v1"
+TARGET = "jaxmoe_moe_mlp_v1"
 OPTIONS = {"activation": LAYER.activation, "gate_up": LAYER.gate_up}
 PER_TOKEN = ("x", "expert_ids", "weights")
 
@@ -158,14 +159,16 @@ def test_rows_are_the_call_of_the_layer_without_its_last_step(format, quantized_
         return moe_mlp(*args, do_finalize=do_finalize, **static, **options)
 
     args = (x, ROUTING, *weights(format))
-    _, attrs, operands, (y, *results) = cuda_call(lambda *a: fn(*a, True), args, static)
-    own = [a for i, a in enumerate(operands) if i not in (3, 11)]  # not weights and residual
+    attrs, operands, results = layer_call(cuda_call(lambda *a: fn(*a, True), args, static))
+    assert operands.pop("weights") == "6x2xf32"
+    assert results.pop("y") == ("6x144xf16" if quantized_x else "6x144xbf16")
     call = cuda_call(lambda *a: fn(*a, False), args, static)
-    assert call == (TARGET, attrs, own, [results[0], "6x2xi32", *results[1:]])
-    assert y == ("6x144xf16" if quantized_x else "6x144xbf16")
+    alone = attrs | {"finalize": "0:i64"}, operands, results | {"slot_to_row": "6x2xi32"}
+    assert layer_call(call) == alone
     (op,) = explain(lambda a, s: fn(a, s, False), args, static).ops
-    assert (op.op, op.cuda_target) == ("jaxmoe_moe_mlp_fp8_rows", TARGET)
-    assert [len(op.operands), len(op.cuda_scratch)] == [12, 5]
+    assert (op.op, op.cuda_target) == ("jaxmoe_moe_mlp", TARGET)
+    scratch = 5 if results.get("xq") else 4
+    assert [len(op.operands), len(op.cuda_scratch)] == [len(operands), scratch]
 
 
 def test_rows_refuse_what_the_layer_does():

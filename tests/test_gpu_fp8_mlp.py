@@ -32,7 +32,7 @@ from tests.layers import moe_mlp
 
 pytestmark = pytest.mark.gpu
 
-TARGET = "jaxmoe_moe_mlp_fp8_v1"
+TARGET = "jaxmoe_moe_mlp_v1"
 # Tile, format and sums of every kernel.
 KERNELS = [
     pytest.param(tile, format, accum, id=f"{tile}-{format}-{accum}")

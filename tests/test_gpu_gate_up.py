@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxmoe import GemmConfig, Swiglu, _gate_up
-from jaxmoe._gate_up import gate_up_p, no_index
+from jaxmoe._gate_up import gate_up_p
 from jaxmoe._heuristics import ONLY_PROMOTED, TILES
 from jaxmoe._testing import assert_close, assert_equal, normal, poison
 from jaxmoe.activation import ACTIVATIONS, GATE_UP_ORDERS
@@ -58,7 +58,7 @@ def gate_up_args(rng, act, layout, dtype, gather, rows=520):
     w, bias = weight(rng, HIDDEN, n, layout, dtype), normal(rng, (E, n), dtype)
     starts, sizes = groups(SIZES, rows)
     if not gather:
-        return normal(rng, (rows, HIDDEN), dtype), *no_index(), w, bias, starts, sizes
+        return normal(rng, (rows, HIDDEN), dtype), None, None, w, bias, starts, sizes
     # 260 tokens of two slots, in a random order; the rows past the groups are of no slot
     order = rng.permutation(rows).astype(np.int32)
     slots = np.full(rows, -1, np.int32)

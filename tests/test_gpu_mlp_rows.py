@@ -80,7 +80,7 @@ def test_call_is_counted_on_gpu():
     assert _targets.execute_count(TARGET) == before + 1
 
 
-FP8_TARGET = "jaxmoe_moe_mlp_fp8_rows_v1"
+FP8_TARGET = "jaxmoe_moe_mlp_v1"
 # Each with a dtype of its own; the others are the kernels' business, in test_gpu_fp8_mlp.py.
 DTYPES = dict(zip(FORMATS, (jnp.bfloat16, jnp.float16, jnp.bfloat16), strict=True))
 

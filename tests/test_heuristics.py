@@ -8,7 +8,7 @@ import pytest
 
 from jaxmoe import GemmConfig, _heuristics
 
-KERNEL_TABLE = pathlib.Path(__file__).parents[1] / "csrc" / "moe_gemm" / "moe_gemm.cuh"
+KERNEL_TABLE = pathlib.Path(__file__).parents[1] / "csrc" / "gemm" / "sm90" / "kernel.cuh"
 
 
 def _mlp_configs(rows, num_experts, hidden, intermediate, local=None):
@@ -96,11 +96,11 @@ def test_promoted_sums_of_long_rows_have_a_group_in_one_tile():
 
 def test_blocks_that_end_inside_a_half():
     odd = _heuristics.odd_blocks
-    assert odd("fp8_block", True, "gate_up", 400) and odd("fp8_block", True, "up_gate", 16)
-    assert not odd("fp8_block", True, "interleaved", 400)
-    assert not odd("fp8_block", False, "gate_up", 400)
-    assert not odd("fp8_block", True, "gate_up", 192)
-    assert not odd("fp8_channel", True, "gate_up", 400) and not odd(None, True, "gate_up", 400)
+    assert odd(True, True, "gate_up", 400) and odd(True, True, "up_gate", 16)
+    assert not odd(True, True, "interleaved", 400)
+    assert not odd(True, False, "gate_up", 400)
+    assert not odd(True, True, "gate_up", 192)
+    assert not odd(False, True, "gate_up", 400)
     for exponent in range(19):
         args = 2**exponent, 64, 64, 2048, 400, True, (True, True)
         even, chosen = (_heuristics.mlp_configs(*args, odd_blocks=value) for value in (False, True))

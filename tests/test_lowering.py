@@ -20,6 +20,7 @@ from jaxmoe import (
 )
 from jaxmoe.activation import ACTIVATIONS
 from tests.layers import moe_mlp
+from tests.lowered import calls, cuda_text, layer_call
 
 BF16, F16, F32, I32 = jnp.bfloat16, jnp.float16, jnp.float32, jnp.int32
 T, K, E, H, INTER = 6, 2, 4, 32, 16
@@ -27,37 +28,6 @@ T, K, E, H, INTER = 6, 2, 4, 32, 16
 
 def struct(*shape, dtype=BF16):
     return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def cuda_text(fn, *args, forced=True):
-    """StableHLO of `fn` for CUDA; without `forced` as if the kernels were not there."""
-    fresh = jax.jit(lambda *a: fn(*a))
-    if not forced:
-        return fresh.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-    with _targets.force_cuda_lowering():
-        return fresh.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-
-
-def calls(text):
-    """(target, attributes, operand types, result types) of every custom call of ours."""
-    pattern = re.compile(
-        r"stablehlo\.custom_call @(jaxmoe_\w+)\(.*?mhlo\.backend_config = \{(.*?)\}, "
-        r"operand_layouts = \[(.*?)\], result_layouts = \[(.*?)\]\} : \((.*?)\) -> (.*)"
-    )
-    found = []
-    for target, attrs, in_layouts, out_layouts, ins, outs in pattern.findall(text):
-        for layout in re.findall(r"dense<(.*?)> : tensor<(\d+)xindex>", in_layouts + out_layouts):
-            order, rank = layout
-            assert order in (str(list(range(int(rank)))[::-1]), "0"), "not row-major"
-        types = [re.findall(r"tensor<(.*?)>", t) for t in (ins, outs)]
-        found.append((target, attributes(attrs), *types))
-    return found
-
-
-def attributes(text):
-    """Parses `a = 1 : i64, b = {c = 2.0 : f32}` into a dict of typed strings."""
-    text = re.sub(r"(\w+) = (-?[\w.+-]+) : (i64|f32)", r'"\1": "\2:\3"', text)
-    return eval("{" + re.sub(r"(\w+) = \{", r'"\1": {', text) + "}")  # our own text, no input
 
 
 def layer_structs(width=2 * INTER, dtype=BF16, layout="kn"):
@@ -86,14 +56,18 @@ def test_moe_mlp_is_one_call_with_these_attributes():
             lambda *a: moe_mlp(*a, config=config, **options, **window), *layer_structs(layout="nk")
         )
     )
-    target, attrs, operands, results = call
-    assert target == "jaxmoe_moe_mlp_v1"
+    attrs, operands, results = layer_call(call)
     assert attrs == {
         "num_experts": "9:i64",
         "num_local_experts": "4:i64",
         "expert_offset": "3:i64",
         "gate_up": "2:i64",
-        "weight_layout": "1:i64",
+        "layout1": "1:i64",
+        "layout2": "1:i64",
+        "format": "0:i64",
+        "promoted1": "0:i64",
+        "promoted2": "0:i64",
+        "finalize": "1:i64",
         "activation": {
             "kind": "0:i64",
             "gated": "1:i64",
@@ -119,12 +93,15 @@ def test_moe_mlp_is_one_call_with_these_attributes():
             "gather": "0:i64",
         },
     }
-    assert operands == [
-        "6x32xbf16", "6x2xi32", "6x2xf32", "4x32x32xbf16", "4x32x16xbf16", "0x0xbf16", "0x0xbf16",
-        "0xi32", "0x0xbf16",
-    ]  # fmt: skip
-    assert results[:3] == ["6x32xbf16", "12x32xbf16", "12x16xbf16"]
-    assert re.fullmatch(r"\d+xi32", results[3])
+    assert operands == {
+        "x": "6x32xbf16",
+        "expert_ids": "6x2xi32",
+        "weights": "6x2xf32",
+        "w_gate_up": "4x32x32xbf16",
+        "w_down": "4x32x16xbf16",
+    }
+    assert re.fullmatch(r"\d+xi32", results.pop("index"))
+    assert results == {"y": "6x32xbf16", "rows": "12x32xbf16", "act": "12x16xbf16"}
 
 
 def test_optional_operands_of_moe_mlp_are_passed():
@@ -136,8 +113,11 @@ def test_optional_operands_of_moe_mlp_are_passed():
         "residual": struct(T, H, dtype=F16),
     }
     text = cuda_text(lambda a, o: moe_mlp(*a, **o), (x, routing, w1, w2), given)
-    ((_, attrs, operands, _),) = calls(text)
-    assert operands[5:] == ["4x32xf16", "4x32xf16", "11xi32", "6x32xf16"]
+    (call,) = calls(text)
+    attrs, operands, _ = layer_call(call)
+    optional = {n: operands[n] for n in ("b_gate_up", "b_down", "expert_map", "residual")}
+    assert list(optional.values()) == ["4x32xf16", "4x32xf16", "11xi32", "6x32xf16"]
+    assert len(operands) == 9
     assert (attrs["num_experts"], attrs["num_local_experts"]) == ("11:i64", "4:i64")
 
 
@@ -360,9 +340,8 @@ def test_call_of(name):
 
 def test_every_op_with_a_kernel_has_a_test_here():
     tested = {target for _, _, (target, _), _, _ in OTHER_OPS.values()}
-    tested |= {"jaxmoe_moe_mlp_v1", "jaxmoe_moe_mlp_rows_v1", "jaxmoe_gmm_v1"}
-    # in test_fp8_lowering.py
-    tested |= {"jaxmoe_moe_mlp_fp8_v1", "jaxmoe_moe_mlp_fp8_rows_v1", "jaxmoe_gmm_fp8_v1"}
+    tested |= {"jaxmoe_moe_mlp_v1", "jaxmoe_gmm_v1"}
+    tested |= {"jaxmoe_gmm_fp8_v1"}  # in test_fp8_lowering.py
     targets = {op.cuda.target for op in _primitive.OPS.values() if op.cuda and op.cuda.target}
     assert {t for t in targets if t.startswith("jaxmoe_")} == tested
 
@@ -371,8 +350,15 @@ def test_vmap_over_tokens_is_one_call_and_shares_the_weights():
     x, routing, w1, w2 = layer_structs()
     batched = jax.tree.map(lambda a: struct(3, *a.shape, dtype=a.dtype), (x, routing))
     text = cuda_text(jax.vmap(moe_mlp, (0, 0, None, None)), *batched, w1, w2)
-    ((_, attrs, operands, _),) = calls(text)
-    assert operands[:5] == ["18x32xbf16", "18x2xi32", "18x2xf32", "4x32x32xbf16", "4x16x32xbf16"]
+    (call,) = calls(text)
+    attrs, operands, _ = layer_call(call)
+    assert operands == {
+        "x": "18x32xbf16",
+        "expert_ids": "18x2xi32",
+        "weights": "18x2xf32",
+        "w_gate_up": "4x32x32xbf16",
+        "w_down": "4x16x32xbf16",
+    }
     assert attrs["num_local_experts"] == "4:i64"
 
 
@@ -380,8 +366,9 @@ def test_vmap_over_some_weights_is_one_call_and_shares_the_others():
     x, routing, w1, w2 = layer_structs()
     axes = (None, None, 0, None)
     text = cuda_text(jax.vmap(moe_mlp, axes), x, routing, struct(3, *w1.shape), w2)
-    ((_, attrs, operands, _),) = calls(text)
-    assert operands[3:5] == ["12x32x32xbf16", "4x16x32xbf16"]
+    (call,) = calls(text)
+    attrs, operands, _ = layer_call(call)
+    assert (operands["w_gate_up"], operands["w_down"]) == ("12x32x32xbf16", "4x16x32xbf16")
     assert attrs["num_local_experts"] == "12:i64"
 
 
@@ -504,7 +491,7 @@ def test_accumulation_takes_the_memory_of_what_there_is():
     none = (struct(T * K, 264), struct(T * K, H), *args[2:4])
 
     def fresh(*a):
-        return add(*a, _tgmm_rows.no_index(), _tgmm_rows.no_init(F32), gathered=None)
+        return add(*a, None, None, gathered=None)
 
     text = cuda_text(fresh, *none)
     assert "jaxmoe_tgmm_rows_v1" in text and "output_operand_alias" not in text

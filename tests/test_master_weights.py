@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxmoe import QuantizedArray, _targets, explain, quantize
+from jaxmoe import Experts, QuantizedArray, _targets, explain, quantize
 from jaxmoe._testing import Layer, assert_equal, layer_inputs
 from tests.layers import moe_mlp
+from tests.lowered import calls, cuda_text, layer_call
 from tests.sharding_programs import AUTO, EXPLICIT, check_spec, compiled, make_mesh
 from tests.test_errors_mlp import LAYER as RIGHT
 from tests.test_errors_mlp import zeros
-from tests.test_lowering import calls, cuda_text, layer_structs, struct
+from tests.test_lowering import layer_structs, struct
 from tests.test_mlp import run
 from tests.test_shard_map import arguments, layer, mesh, specs
 from tests.test_training import plain_reference
@@ -188,11 +189,11 @@ def test_gradients_of_split_tokens_are_summed_in_float32(check_vma):
 def test_without_a_gradient_it_is_one_call():
     args = masters_of(layer_structs())
     forward = lambda *a: moe_mlp(*a, master_weights=True)  # noqa: E731
-    ((target, _, operands, _),) = calls(cuda_text(forward, *args))
-    assert (target, operands[3:5]) == ("jaxmoe_moe_mlp_v1", ["4x32x32xbf16", "4x16x32xbf16"])
+    _, operands, _ = layer_call(*calls(cuda_text(forward, *args)))
+    assert (operands["w_gate_up"], operands["w_down"]) == ("4x32x32xbf16", "4x16x32xbf16")
     with _targets.force_cuda_lowering():
         (op,) = explain(forward, *args).ops
-    assert (op.cuda_target, op.where) == ("jaxmoe_moe_mlp_v1", "jaxmoe_moe_mlp_master")
+    assert (op.cuda_target, op.where) == ("jaxmoe_moe_mlp_v1", "jaxmoe_moe_mlp")
 
 
 def quantized(name) -> QuantizedArray:
@@ -203,32 +204,43 @@ def quantized(name) -> QuantizedArray:
     "change, kind, message",
     (
         (
-            {"master_weights": "f32"},
+            {"dtype": "int8"},
             TypeError,
-            "master_weights must be a bool. Got master_weights: 'f32'.",
+            "dtype=i8 must be bf16 or f16 or f32.",
         ),
         (
-            {},
+            {"dtype": "float16"},
             TypeError,
-            "w_gate_up.dtype=bf16 must be f32 if master_weights=True. Got w_gate_up: bf16[3,8,8].",
+            "down.dtype=bf16 must be f32 or dtype=f16: only float32 weights are rounded to "
+            "another. Got gate_up: bf16[3,8,8], down: bf16[3,4,8].",
+        ),
+        (
+            {"gate_up": RIGHT["w_gate_up"].astype(jnp.float32)},
+            TypeError,
+            "gate_up.dtype=f32 must equal down.dtype=bf16. "
+            "Got gate_up: f32[3,8,8], down: bf16[3,4,8].",
         ),
         (
             {
-                **{n: RIGHT[n].astype(jnp.float32) for n in ("w_gate_up", "w_down")},
-                "b_down": zeros(3, 8),
+                "gate_up": RIGHT["w_gate_up"].astype(jnp.float32),
+                "down": RIGHT["w_down"].astype(jnp.float32),
+                "down_bias": zeros(3, 8),
             },
             TypeError,
-            "b_down.dtype=bf16 must be f32 if master_weights=True. Got b_down: bf16[3,8].",
+            "down_bias.dtype=bf16 must equal down.dtype=f32. "
+            "Got down_bias: bf16[3,8], down: f32[3,4,8].",
         ),
         (
-            {n: quantized(n) for n in ("w_gate_up", "w_down")},
+            {"gate_up": quantized("w_gate_up"), "down": quantized("w_down")},
             ValueError,
-            "master_weights must be False with quantized weights, which have no gradient. "
-            "Got master_weights: True.",
+            "dtype=bf16 must be None with quantized weights: the layer computes in the dtype of x. "
+            "Got gate_up: a QuantizedArray (fp8_channel, values f8_e4m3fn[3,8,8]), "
+            "down: a QuantizedArray (fp8_channel, values f8_e4m3fn[3,8,4]).",
         ),
     ),
 )
 def test_errors(change, kind, message):
+    right = {"gate_up": RIGHT["w_gate_up"], "down": RIGHT["w_down"], "dtype": "bfloat16"}
     with pytest.raises(kind) as error:
-        moe_mlp(**{**RIGHT, "master_weights": True, **change})
-    assert str(error.value) == "jaxmoe.moe_mlp: " + message
+        Experts(**{**right, **change})
+    assert str(error.value) == "jaxmoe.Experts: " + message

@@ -1,7 +1,6 @@
 """moe_mlp(do_finalize=False): the rows, their map, and finalize making the fused result of them."""
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +20,10 @@ from jaxmoe._testing import (
     normal,
 )
 from tests.layers import moe_mlp
+from tests.lowered import calls, cuda_text, layer_call
 from tests.test_mlp import options, run
 
-TARGET = "jaxmoe_moe_mlp_rows_v1"
+TARGET = "jaxmoe_moe_mlp_v1"
 INTEGERS = ("expert_ids", "expert_map")
 
 
@@ -292,24 +292,6 @@ LAYER = (
 )
 
 
-@pytest.mark.parametrize(
-    "given, error, message",
-    (
-        (
-            {"do_finalize": False, "residual": X},
-            ValueError,
-            "jaxmoe.moe_mlp: residual must be None if do_finalize=False: give it to "
-            "jaxmoe.finalize. Got residual: bf16[5,8].",
-        ),
-        ({"do_finalize": 0}, TypeError, "jaxmoe.moe_mlp: do_finalize must be a bool. Got do_"),
-        ({"do_finalize": None}, TypeError, "jaxmoe.moe_mlp: do_finalize must be a bool. Got do_"),
-    ),
-)
-def test_errors(given, error, message):
-    with pytest.raises(error, match="^" + re.escape(message)):
-        jax.jit(lambda *a: moe_mlp(*a, **given))(*LAYER)
-
-
 def test_finalize_checks_expert_rows():
     out = moe_mlp(*LAYER, do_finalize=False)
     wrong = ExpertRows(out.rows, out.weights, out.slot_to_row.astype(jnp.int16))
@@ -320,32 +302,21 @@ def test_finalize_checks_expert_rows():
         finalize(out.rows, flat, out.weights)
 
 
-def cuda_text(fn, *args):
-    with _targets.force_cuda_lowering():
-        return jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-
-
-def one_call(text):
-    """Operand types, result types and attributes of the only custom call of ours."""
-    (line,) = (line for line in text.splitlines() if "custom_call @jaxmoe_" in line)
-    ins, outs = line.split(" : (")[-1].split(" -> ")
-    attrs = re.search(r"mhlo.backend_config = (\{.*?\}), operand_layouts", line)
-    types = [re.findall(r"tensor<(.*?)>", part) for part in (ins, outs)]
-    return re.search(r"@(\w+)", line)[1], *types, attrs[1]
-
-
 def test_cuda_is_one_call():
-    target, operands, results, attrs = one_call(
-        cuda_text(lambda *a: moe_mlp(*a, do_finalize=False), *LAYER)
-    )
-    assert target == TARGET
-    assert operands == ["5x8xbf16", "5x2xi32", "3x8x16xbf16", "3x8x8xbf16"] + [
-        "0x0xbf16", "0x0xbf16", "0xi32",
-    ]  # fmt: skip
-    assert results[:3] == ["10x8xbf16", "5x2xi32", "10x8xbf16"]
-    assert len(results) == 4 and re.fullmatch(r"\d+xi32", results[3])
-    _, _, fused_results, fused_attrs = one_call(cuda_text(lambda *a: moe_mlp(*a), *LAYER))
-    assert attrs == fused_attrs and results[3] == fused_results[3]
+    def call(**options):
+        return layer_call(*calls(cuda_text(lambda *a: moe_mlp(*a, **options), *LAYER)))
+
+    attrs, operands, results = call(do_finalize=False)
+    assert operands == {
+        "x": "5x8xbf16",
+        "expert_ids": "5x2xi32",
+        "w_gate_up": "3x8x16xbf16",
+        "w_down": "3x8x8xbf16",
+    }
+    index = results.pop("index")
+    assert results == {"rows": "10x8xbf16", "slot_to_row": "5x2xi32", "act": "10x8xbf16"}
+    fused_attrs, _, fused_results = call()
+    assert attrs == fused_attrs | {"finalize": "0:i64"} and index == fused_results["index"]
 
 
 def test_vmap_shares_weights_on_cuda():
@@ -355,16 +326,18 @@ def test_vmap_shares_weights_on_cuda():
     }
     text = cuda_text(jax.vmap(unfused, (axes,)), stacked)
     assert [text.count(f"@{t}(") for t in (TARGET, "jaxmoe_permute_v1")] == [1, 1]
-    (line,) = (line for line in text.splitlines() if f"@{TARGET}(" in line)
-    assert "(tensor<30x8xbf16>, tensor<30x2xi32>, tensor<4x8x16xbf16>" in line
+    (call,) = (call for call in calls(text) if call[0] == TARGET)
+    _, operands, _ = layer_call(call)
+    shared = [operands[n] for n in ("x", "expert_ids", "w_gate_up")]
+    assert shared == ["30x8xbf16", "30x2xi32", "4x8x16xbf16"]
 
 
 def test_explain():
     with _targets.force_cuda_lowering():
         (op,) = explain(lambda *a: moe_mlp(*a, do_finalize=False), *LAYER).ops
-    assert op.op == "jaxmoe_moe_mlp_rows"
+    assert op.op == "jaxmoe_moe_mlp"
     assert op.cuda_target == TARGET
-    assert op.operands[:3] == ("bf16[5,8]", "i32[5,2]", "bf16[3,8,16]")
+    assert op.operands == ("bf16[5,8]", "i32[5,2]", "bf16[3,8,16]", "bf16[3,8,8]")
     assert [s.dtype for s in op.cuda_scratch] == ["bf16", "i32"]
     assert op.cuda_scratch[0].shape == (10, 8)
     assert {"gemm1", "gemm2", "activation"} <= op.cuda_attrs.keys()

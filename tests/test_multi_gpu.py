@@ -68,7 +68,7 @@ DIVIDED = {
 @pytest.mark.parametrize("kind", (AxisType.Auto, AxisType.Explicit))
 @pytest.mark.parametrize("split", DIVIDED)
 def test_a_layer_divided_without_shard_map(split, kind):
-    """The rules of _mlp_sharding.py with the kernels, forward and backward."""
+    """The rules of _mlp/sharding.py with the kernels, forward and backward."""
     inputs, _ = inputs_and_mesh()
     mesh = jax.make_mesh((2,), ("d",), axis_types=(kind,), devices=jax.devices()[:2])
     floats = ("x", "w_gate_up", "w_down")

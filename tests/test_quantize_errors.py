@@ -264,9 +264,9 @@ def test_ops_of_plain_arrays_refuse_quantized_ones() -> None:
     )
     for op, name, fn in (
         (
-            "moe_mlp",
-            "b_gate_up",
-            lambda: layers.moe_mlp(x, routing, w_gate_up, w_down, b_gate_up=q),
+            "Experts",
+            "gate_up_bias",
+            lambda: jaxmoe.Experts(gate_up=w_gate_up, down=w_down, gate_up_bias=q),
         ),
         ("moe_mlp", "residual", lambda: layers.moe_mlp(x, routing, w_gate_up, w_down, residual=q)),
         ("permute", "x", lambda: jaxmoe.permute(q, jaxmoe.plan(routing.expert_ids, 2))),

@@ -11,7 +11,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmoe
-from jaxmoe import _quantize, _targets
+from jaxmoe import _targets
+from jaxmoe._formats import quantization
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 
@@ -119,7 +120,7 @@ def test_rows_of_no_16_byte_multiples_stay_with_xla(cols, dtype) -> None:
 
 def test_more_rows_than_the_kernels_count_stay_with_xla() -> None:
     x = struct(2**16, 2**15, 8, dtype=F32)
-    assert _quantize.quantize_p.cuda.fallback([x, struct(0, dtype=F32)]) == (
+    assert quantization.quantize_p.cuda.fallback(quantization.quantize_p.operands(x, None)) == (
         "2147483648 rows of 8 elements are more than 2^31 - 1"
     )
 

@@ -11,8 +11,9 @@ import pytest
 from jaxmoe import _targets, plan, route, route_and_plan
 from jaxmoe._testing import assert_equal, assert_vmap_is_loop
 from tests import routing_oracle as oracle
+from tests.lowered import calls, cuda_text
 from tests.routing_oracle import VARIANTS, case
-from tests.test_lowering import calls, cuda_text, struct
+from tests.test_lowering import struct
 
 WINDOW = ("expert_offset", "num_local_experts", "expert_map")
 

@@ -10,7 +10,7 @@ import pytest
 
 from jaxmoe import _heuristics, _tgmm_rows, grouped_gemm, grouped_gemm_weight_grad, reference
 from jaxmoe._testing import assert_equal, assert_vmap_is_loop, normal
-from tests.test_lowering import cuda_text
+from tests.lowered import cuda_text
 
 E, T, SOURCE, K, N = 4, 23, 9, 6, 5
 SIZES = (7, 0, 11, 2)  # three rows are in no group
@@ -23,9 +23,9 @@ def arguments(gathered, accumulate, seed=0):
     index[[3, 9, 10, 18]] = INDICES
     x = normal(rng, (SOURCE if gathered == "x" else T, K))
     dy = normal(rng, (SOURCE if gathered == "dy" else T, N))
-    init = normal(rng, (E, K, N)) if accumulate else _tgmm_rows.no_init(jnp.float32)
+    init = normal(rng, (E, K, N)) if accumulate else None
     starts = jnp.asarray(np.cumsum((0, *SIZES[:-1])), jnp.int32)
-    row_index = jnp.asarray(index) if gathered else _tgmm_rows.no_index()
+    row_index = jnp.asarray(index) if gathered else None
     return x, dy, starts, jnp.asarray(SIZES, jnp.int32), row_index, init
 
 
@@ -36,7 +36,7 @@ def tgmm_rows(*args, gathered, out_dtype=jnp.float32):
 
 def by_rows(x, dy, starts, sizes, row_index, init, gathered):
     x, dy, index = np.asarray(x, np.float64), np.asarray(dy, np.float64), np.asarray(row_index)
-    dw = np.asarray(init, np.float64) if init.size else np.zeros((E, K, N))
+    dw = np.asarray(init, np.float64) if init is not None else np.zeros((E, K, N))
     for e in range(E):
         for t in range(int(starts[e]), int(starts[e] + sizes[e])):
             if gathered and not 0 <= index[t] < SOURCE:

@@ -13,7 +13,8 @@ from jaxmoe import _targets, explain, finalize, quantize, reference
 from jaxmoe._testing import SMALL, Layer, assert_close, assert_equal, layer_inputs, normal
 from jaxmoe.activation import ACTIVATIONS, GATE_UP_ORDERS, split_gate_up
 from tests.layers import moe_mlp
-from tests.test_lowering import cuda_text, layer_structs
+from tests.lowered import cuda_text
+from tests.test_lowering import layer_structs
 from tests.test_mlp import options, run
 from tests.test_transforms import equations, ops
 

@@ -113,6 +113,11 @@ class Format:
         del accum, k
         return None
 
+    @property
+    def accums(self) -> tuple[str, ...]:
+        """The ways of adding up that a caller may name."""
+        return ()
+
     def refused_accum(self, accum: str | None) -> str | None:
         """Why the format does not have these sums, None if it does."""
         return None if accum is None else "accum must be None if no weight is quantized"

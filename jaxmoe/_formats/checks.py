@@ -29,9 +29,10 @@ def check_tokens(op: str, name: str, x: QuantizedArray) -> None:
     _checks.check_dtype(op, f"{name}.values", x.values, ("float8_e4m3fn",))
 
 
-def check_same_format(op: str, name: str, x: Any, other_name: str, other: QuantizedArray) -> None:
-    """Refuses a quantized `x` in another format than `other`; other arrays pass."""
-    if isinstance(x, QuantizedArray) and x.format != other.format:
+def check_same_format(op: str, name: str, x: Any, other_name: str, other: Any) -> None:
+    """Refuses a quantized `x` in another format than a quantized `other`; plain arrays pass."""
+    both = isinstance(x, QuantizedArray) and isinstance(other, QuantizedArray)
+    if both and x.format != other.format:
         rule = f"{name}.format={x.format!r} must equal {other_name}.format={other.format!r}"
         raise ValueError(_checks.message(op, rule, **{name: x, other_name: other}))
 
@@ -49,5 +50,7 @@ def check_tokens_are_plain(op: str, name: str, x: Any, *weights: str) -> None:
 
 def check_accum(op: str, accum: Any, format: Format) -> None:
     """Refuses an `accum` that products in `format` do not have."""
+    if accum is not None and format.accums:
+        _checks.check_choice(op, "accum", accum, format.accums)
     if refused := format.refused_accum(accum):
         raise ValueError(_checks.message(op, refused))

@@ -29,6 +29,11 @@ class Fp8(Format):
     scaled_by_step: bool = False
 
     @property
+    def accums(self) -> tuple[str, ...]:
+        """The ways of adding up that a caller may name."""
+        return ACCUMS
+
+    @property
     def token_dtype(self) -> Any:
         """float8_e4m3fn, whatever weights are."""
         return jnp.dtype(jnp.float8_e4m3fn)
@@ -62,8 +67,6 @@ class Fp8(Format):
 
     def refused_accum(self, accum: str | None) -> str | None:
         """Why the format does not have these sums, None if it does."""
-        if accum is not None and accum not in ACCUMS:
-            return f"accum={accum!r} must be one of {', '.join(map(repr, ACCUMS))}"
         if self.scaled_by_step and accum == "fast":
             return (
                 f"accum='fast' must be 'promoted' or None: {self.name} scales each 128 of k apart"

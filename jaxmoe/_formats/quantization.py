@@ -1,25 +1,24 @@
 """The primitive behind `quantize` and `quantize_tokens`, on stored values: contracted axis last."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxmoe import _primitive, _sharding, _targets
+from jaxmoe._codes import choice
 
 BLOCK = 128  # elements of a block along each axis that has blocks
 MIN_SCALE, MAX_SCALE = 2.0**-126, 2.0**126  # both, and what 1 / scale gives, are normal float32
 ELEMENT_DTYPES = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
 # NOTE: csrc/kernels/quantize.h holds the same numbers, QuantFormat and kMaxQuantPartials.
-SHARING = {"tensor": 0, "row": 1, "group": 2, "block": 3}
 MAX_PARTIALS = 1024
 
 _BLOCK_AXES = {"tensor": (), "row": (), "group": (-1,), "block": (-2, -1)}
 _MAX_INT = 2**31 - 1
 
 
-# What shares a scale, a key of `SHARING`, by the dimensions of the scales.
+# What shares a scale, a name of `CODES["shared"]`, by the dimensions of the scales.
 _SHARED_BY = {
     **{"": "tensor", "t": "row", "t q": "group"},  # of tokens
     **{"e": "tensor", "e n": "row", "e p q": "block"},  # of weights
@@ -27,7 +26,7 @@ _SHARED_BY = {
 
 
 def sharing(scales: str) -> str:
-    """What shares a scale in an array whose scales have these dimensions: a key of `SHARING`."""
+    """What shares a scale in an array whose scales have these dimensions, a name of `CODES`."""
     return _SHARED_BY[scales]
 
 
@@ -140,12 +139,12 @@ def _batch(args: Any, dims: Any, **params: Any) -> Any:
     return (values.reshape(x.shape), scales.reshape(*x.shape[:2], *scales.shape[1:])), (0, 0)
 
 
-def _scratch(avals: Sequence[Any], *, shared: str, **_params: Any) -> list[_primitive.Spec]:
+def _scratch(avals: Any, *, shared: str, **_params: Any) -> list[_primitive.Spec]:
     dynamic_tensor = shared == "tensor" and avals.scale is None
     return [((avals.x.shape[0] * MAX_PARTIALS if dynamic_tensor else 0,), jnp.float32)]
 
 
-def _fallback(avals: Sequence[Any], **_params: Any) -> str | None:
+def _fallback(avals: Any, **_params: Any) -> str | None:
     batch, rows, cols = avals.x.shape
     row_bytes = cols * avals.x.dtype.itemsize
     if row_bytes % 16:
@@ -162,7 +161,10 @@ quantize_p = _primitive.define(
     batch=_batch,
     cuda=_primitive.CudaTarget(
         "jaxmoe_quantize_v1",
-        attrs=lambda _avals, *, shared, e8m0, **_: {"shared": SHARING[shared], "e8m0": int(e8m0)},
+        attrs=lambda _avals, *, shared, e8m0, **_: {
+            "shared": choice("shared", shared),
+            "e8m0": int(e8m0),
+        },
         scratch=_scratch,
         fallback=_fallback,
         absent={"scale": (1, jnp.float32)},

@@ -151,18 +151,18 @@ def check_scales(
             )
             those = " and ".join(f.name for f in QUANTIZED.values() if f.static_scales)
             rule = f"experts.{name} must be None because {what}: it is for {those} alone"
-            raise ValueError(_checks.message(op, rule, **{name: scale}))
+            raise ValueError(_checks.message(op, rule, **{f"experts.{name}": scale}))
         scale = np.asarray(scale) if isinstance(scale, np.generic) else scale
         _checks.check_dtype(op, f"experts.{name}", scale, ("float32",))
         shapes = ((), (num_local,)) if name == "h_scale" else ((),)
         if scale.shape not in shapes:
             wanted = " or ".join(f"[{','.join(map(str, shape))}]" for shape in shapes)
             rule = f"experts.{name}.shape={list(scale.shape)} must be {wanted}"
-            raise ValueError(_checks.message(op, rule, **{name: scale}))
+            raise ValueError(_checks.message(op, rule, **{f"experts.{name}": scale}))
         arrays[name] = jnp.asarray(scale).reshape(-1)
     if experts.x_scale is not None and isinstance(x, QuantizedArray):
         rule = "experts.x_scale must be None because x is quantized: it has its scale"
-        raise ValueError(_checks.message(op, rule, x_scale=experts.x_scale, x=x))
+        raise ValueError(_checks.message(op, rule, **{"experts.x_scale": experts.x_scale, "x": x}))
     return arrays
 
 
@@ -178,4 +178,4 @@ def check_batch_invariant_scales(
                 f"batch_invariant=True needs experts.{name} with {format.name} weights: the scale "
                 "is made of all tokens without it"
             )
-            raise ValueError(_checks.message(op, rule, **{name: scale}))
+            raise ValueError(_checks.message(op, rule, **{f"experts.{name}": scale}))

@@ -219,7 +219,7 @@ def _columns(values: jax.Array, dtype: Any) -> jax.Array:
     return jnp.pad(columns, ((0, 0), (0, _COLUMNS - 3)))
 
 
-def _times_bias(r: Any, values: jax.Array, bias: jax.Array) -> jax.Array:
+def _times_bias(r: Any, values: jax.Array, bias: Any) -> jax.Array:
     """Returns values[row] * bias[expert of the row] as a product, so 0 in rows of no expert."""
     repeated = jnp.broadcast_to(bias[:, None, :], (bias.shape[0], _COLUMNS, bias.shape[1]))
     columns = _columns(values, bias.dtype)
@@ -227,8 +227,9 @@ def _times_bias(r: Any, values: jax.Array, bias: jax.Array) -> jax.Array:
 
 
 def _tangent(*args: Any, layer: Layer) -> tuple[jax.Array]:
-    r, dtype = Kept(*args), layer.dtype
-    narrow = lambda t: None if t is None else t.astype(dtype)  # noqa: E731
+    r: Any = Kept(*args)
+    dtype = layer.dtype
+    narrow: Any = lambda t: None if t is None else t.astype(dtype)  # noqa: E731
     first, second = (
         functools.partial(
             _product, bias=None, expert_offsets=r.expert_offsets, layout=at, out_dtype=jnp.float32
@@ -265,7 +266,7 @@ def _tangent(*args: Any, layer: Layer) -> tuple[jax.Array]:
     return (sum_rows(_sum(terms).astype(dtype), r.slot_to_row, residual),)
 
 
-def _z_terms(r: Kept, first: Any, ones: jax.Array, narrow: Any) -> list[jax.Array]:
+def _z_terms(r: Any, first: Any, ones: jax.Array, narrow: Any) -> list[jax.Array]:
     """What the tangents of x, of the first weights and of their bias add to that of z."""
     terms: list[jax.Array] = []
     if r.t_x is not None:
@@ -282,7 +283,7 @@ def _z_terms(r: Kept, first: Any, ones: jax.Array, narrow: Any) -> list[jax.Arra
     return terms
 
 
-def _both(first: Any, rows: jax.Array, gate: jax.Array, up: jax.Array | None) -> jax.Array:
+def _both(first: Any, rows: jax.Array, gate: Any, up: Any) -> jax.Array:
     """The first product with one array, or with each of the two."""
     if up is None:
         return first(rows, gate)
@@ -371,23 +372,8 @@ def _out(*avals: Any, layer: Layer) -> list[_primitive.Spec]:
     return [((rows, r.x.shape[1]), layer.dtype)]
 
 
-def _batch(args: Kept, dims: Kept, *, layer: Layer) -> Any:
-    """As the ops that it is made of: batches of tangents, as in a Jacobian."""
-    there = [i for i, a in enumerate(args) if a is not None]
-
-    def of_there(*given: jax.Array) -> Any:
-        filled: list[Any] = [None] * len(args)
-        for i, a in zip(there, given, strict=True):
-            filled[i] = a
-        return _tangent(*filled, layer=layer)
-
-    axes = tuple(dims[i] for i in there)
-    return jax.vmap(of_there, axes)(*(args[i] for i in there)), (0,)
-
-
 def _jvp(primals: Kept, tangents: Kept, *, layer: Layer) -> Any:
-    fn, moving, tangents = of_moving(functools.partial(_tangent, layer=layer), primals, tangents)
-    return jax.jvp(fn, moving, tangents)
+    return jax.jvp(*of_moving(functools.partial(_tangent, layer=layer), primals, tangents))
 
 
 moe_mlp_tangent_p = _primitive.define(
@@ -395,7 +381,7 @@ moe_mlp_tangent_p = _primitive.define(
     operands=Kept,
     out=_out,
     xla=_tangent,
-    batch=_batch,
+    batch=functools.partial(_primitive.as_its_ops, _tangent),
     jvp=_jvp,
     transpose=_transpose,
     composed=True,

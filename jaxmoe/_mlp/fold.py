@@ -27,7 +27,8 @@ def batch(op: _primitive.Op, args: Operands, dims: Operands, layer: Layer) -> An
     if layer.finalize:
         (y,) = outs
         return (y.reshape(size, y.shape[0] // size, y.shape[1]),), (0,)
-    return unfold_rows(*outs, size), (0, 0)
+    rows, slot_to_row = outs
+    return unfold_rows(rows, slot_to_row, size), (0, 0)
 
 
 def _joined(args: Operands, dims: Operands, layer: Layer) -> tuple[Operands, Operands]:

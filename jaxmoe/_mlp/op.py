@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from jaxmoe import _gmm, _primitive, _sharding
+from jaxmoe._codes import Choice, choice
 from jaxmoe._formats import PLAIN, Forward
 from jaxmoe._formats.base import scratch_floats
 from jaxmoe._formats.quantization import MAX_PARTIALS
@@ -20,8 +21,7 @@ from jaxmoe._heuristics import mlp_configs, mlp_index_size, odd_blocks
 from jaxmoe._mlp import derivative, fold, sharding, whole
 from jaxmoe._mlp.operands import Layer, Operands, is_joined, join
 from jaxmoe._mlp.stages import result, rows_of
-from jaxmoe.activation import GATE_UP_ORDERS
-from jaxmoe.quantize import WEIGHT_LAYOUTS, quantize
+from jaxmoe.quantize import quantize
 
 _OP = "moe_mlp"
 
@@ -163,10 +163,10 @@ def _attrs(a: Operands, *, layer: Layer) -> dict[str, Any]:
     first, second = configs_of(a, layer)
     return {
         **layer.window,
-        "gate_up": GATE_UP_ORDERS.index(layer.gate_up),
-        "layout1": WEIGHT_LAYOUTS.index(layer.layouts[0]),
-        "layout2": WEIGHT_LAYOUTS.index(layer.layouts[1]),
-        "format": layer.format.code,
+        "gate_up": choice("gate_up", layer.gate_up),
+        "layout1": choice("layout", layer.layouts[0]),
+        "layout2": choice("layout", layer.layouts[1]),
+        "format": Choice(layer.format.code, layer.format.name),
         "promoted1": int(promoted[0]),
         "promoted2": int(promoted[1]),
         "finalize": int(layer.finalize),

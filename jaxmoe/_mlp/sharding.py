@@ -197,6 +197,7 @@ class Device:
     def _tokens(self, a: Operands) -> tuple[jax.Array, jax.Array | None]:
         """The tokens that this device runs, and their scales if they are quantized."""
         d, count, format = self.d, self.count, self.layer.format
+        scales: Any
         if not format.quantizes_tokens:
             x = self._gathered(a.x, d.e + d.i + tuple(g for g in d.gather if g in d.h_in))
             if set(d.h_in) & set(d.gather):

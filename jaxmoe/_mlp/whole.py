@@ -10,7 +10,6 @@ backward pass is one op, divided as the forward pass is, which computes the firs
 The residual is no operand: it moves the result by itself.
 """
 
-import collections
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -24,10 +23,9 @@ from jaxmoe._mlp import sharding
 from jaxmoe._mlp.operands import Layer, Operands
 
 VARIABLES = ("x", "weights", "w_gate_up", "w_up", "w_down", "b_gate_up", "b_down")
-_Moving: Any = collections.namedtuple(
-    "_Moving", (*Operands._fields, *(f"t_{n}" for n in VARIABLES))
-)
-_WithCotangent: Any = collections.namedtuple("_WithCotangent", (*Operands._fields, "dy"))
+_TANGENTS = tuple(f"t_{name}" for name in VARIABLES)
+_Moving = _primitive.named_operands((*Operands._fields, *_TANGENTS))
+_WithCotangent = _primitive.named_operands((*Operands._fields, "dy"))
 _COUNT = len(Operands._fields)
 
 LayerOp = Callable[[Operands, Layer], tuple[jax.Array, ...]]
@@ -71,7 +69,7 @@ def derivative(name: str, op: LayerOp) -> Callable[..., jax.Array | None]:
         operands=_Moving,
         out=lambda x, *_, layer: [(x.shape, layer.dtype)],
         xla=linear_xla,
-        batch=functools.partial(_batch, linear_xla),
+        batch=functools.partial(_primitive.as_its_ops, linear_xla),
         jvp=functools.partial(_jvp, linear_xla),
         transpose=transpose,
         composed=True,
@@ -81,7 +79,7 @@ def derivative(name: str, op: LayerOp) -> Callable[..., jax.Array | None]:
         operands=_WithCotangent,
         out=_backward_out,
         xla=backward_xla,
-        batch=functools.partial(_batch, backward_xla),
+        batch=functools.partial(_primitive.as_its_ops, backward_xla),
         jvp=functools.partial(_jvp, backward_xla),
         rule=_rule(op),
         composed=True,
@@ -135,19 +133,6 @@ def _of_names(op: LayerOp, a: Operands, wrt: tuple[str, ...], layer: Layer) -> C
         return op(a._replace(**dict(zip(wrt, values, strict=True))), layer)[0]
 
     return of_names
-
-
-def _batch(xla: Callable[..., Any], args: Any, dims: Any, **params: Any) -> Any:
-    there = [i for i, a in enumerate(args) if a is not None]
-
-    def of_there(*given: jax.Array) -> Any:
-        filled: list[Any] = [None] * len(args)
-        for i, a in zip(there, given, strict=True):
-            filled[i] = a
-        return xla(*filled, **params)
-
-    outs = jax.vmap(of_there, tuple(dims[i] for i in there))(*(args[i] for i in there))
-    return outs, (0,) * len(outs)
 
 
 def _jvp(xla: Callable[..., Any], primals: Any, tangents: Any, **params: Any) -> Any:
