@@ -54,30 +54,63 @@ __device__ __forceinline__ void PublishTile(const Storage<T>& smem,
   }
 }
 
-// Waits for the next tile of the ring, as a warp: its first lane reads, so that the lane that hands
-// the slot back is the only one that has read it.
-template <class T, template <class> class Storage>
-__device__ __forceinline__ TileInfo NextTile(const Storage<T>& smem,
-                                             const PipelineState<T::kRing>& slot,
-                                             int lane) {
+// A tile's place in the ring, held by one reader.
+template <template <class> class Storage, class T>
+class RingSlot {
+ public:
+  __device__ RingSlot(const Storage<T>& smem, const PipelineState<T::kRing>& at, bool releases)
+      : smem_(smem), at_(at), releases_(releases) {}
+
+  __device__ __forceinline__ int index() const { return at_.index; }
+  __device__ __forceinline__ uint32_t parity() const { return at_.parity; }
+
+  // Hands the slot back to CTA 0 of the cluster, which writes the ring.
+  __device__ __forceinline__ void Release() const {
+    if (!releases_) return;
+    if constexpr (T::kCluster > 1) {
+      ptx::BarrierArriveAt(smem_.ring_empty(at_.index), 0);
+    } else {
+      ptx::BarrierArrive(smem_.ring_empty(at_.index));
+    }
+  }
+
+ private:
+  const Storage<T>& smem_;
+  const PipelineState<T::kRing>& at_;
+  const bool releases_;
+};
+
+// Calls work(tile, slot) for every tile of the ring, as a warp. `work` releases the slot once, when
+// it is done with the tile: right after the tile was read, the arrival could overtake the load.
+// The first lane reads, so that the lane that hands the slot back is the only one that has read it.
+template <template <class> class Storage, class T, class Work>
+__device__ __forceinline__ void ForEachTile(const Storage<T>& smem, int lane, const Work& work) {
   constexpr unsigned kAll = 0xffffffffu;
-  ptx::BarrierWait(smem.ring_full(slot.index), slot.parity);
-  TileInfo info{};
-  if (lane == 0) info = smem.ring()[slot.index];
-  return {__shfl_sync(kAll, info.weight, 0),
-          __shfl_sync(kAll, info.row, 0),
-          __shfl_sync(kAll, info.rows, 0),
-          __shfl_sync(kAll, info.w_tile, 0)};
+  PipelineState<T::kRing> at;
+  while (true) {
+    ptx::BarrierWait(smem.ring_full(at.index), at.parity);
+    TileInfo read{};
+    if (lane == 0) read = smem.ring()[at.index];
+    const TileInfo info{__shfl_sync(kAll, read.weight, 0),
+                        __shfl_sync(kAll, read.row, 0),
+                        __shfl_sync(kAll, read.rows, 0),
+                        __shfl_sync(kAll, read.w_tile, 0)};
+    if (info.end()) break;
+    work(info, RingSlot<Storage, T>(smem, at, lane == 0));
+    at.Advance();
+  }
 }
 
-// The ring is written by CTA 0 of the cluster. Readers hand a slot back when they are done with the
-// tile: right after reading it, the arrival could overtake the load.
-template <class T>
-__device__ __forceinline__ void ReleaseRing(uint64_t* bar) {
-  if constexpr (T::kCluster > 1) {
-    ptx::BarrierArriveAt(bar, 0);
-  } else {
-    ptx::BarrierArrive(bar);
+// The same as one thread.
+template <template <class> class Storage, class T, class Work>
+__device__ __forceinline__ void ForEachTile(const Storage<T>& smem, const Work& work) {
+  PipelineState<T::kRing> at;
+  while (true) {
+    ptx::BarrierWait(smem.ring_full(at.index), at.parity);
+    const TileInfo info = smem.ring()[at.index];
+    if (info.end()) break;
+    work(info, RingSlot<Storage, T>(smem, at, true));
+    at.Advance();
   }
 }
 

@@ -121,22 +121,17 @@ __device__ __forceinline__ void RunTgmmConsumer(const TgmmArgs& args,
   const int lane = thread % 32;
   const TgmmMainloop<T> mainloop(args, smem, consumer, thread);
   PipelineState<T::kStages> stage;
-  PipelineState<T::kRing> slot;
-  while (true) {
-    const TileInfo info = NextTile<T>(smem, slot, lane);
-    if (info.end()) break;
-
+  ForEachTile(smem, lane, [&](const TileInfo& info, const auto& slot) {
     const int steps = StepsOfTile<T>(info);
     float sums[T::kAccumulators];
 #pragma unroll
     for (int i = 0; i < T::kAccumulators; ++i) sums[i] = 0.0f;
-    if (T::kLead > 0 && consumer == 1) ptx::BarrierWait(smem.ahead(slot.index), slot.parity);
-    mainloop.Run(steps, StepRows<T>(args, info), smem.ahead(slot.index), stage, sums);
-    if (lane == 0) ReleaseRing<T>(smem.ring_empty(slot.index));
-    slot.Advance();
-    if (args.accumulate && steps == 0) continue;
+    if (T::kLead > 0 && consumer == 1) ptx::BarrierWait(smem.ahead(slot.index()), slot.parity());
+    mainloop.Run(steps, StepRows<T>(args, info), smem.ahead(slot.index()), stage, sums);
+    slot.Release();
+    if (args.accumulate && steps == 0) return;
     TgmmEpilogue<T>(args, smem, info, consumer, thread).Run(sums);
-  }
+  });
 }
 
 template <class T>

@@ -116,12 +116,7 @@ template <class T>
 __device__ void RunTgmmLoader(const TgmmArgs& args, const TgmmStorage<T>& smem) {
   const TgmmLoader<T> loader(args, smem);
   PipelineState<T::kStages> stage;
-  PipelineState<T::kRing> slot;
-  while (true) {
-    ptx::BarrierWait(smem.ring_full(slot.index), slot.parity);
-    const TileInfo info = smem.ring()[slot.index];
-    if (info.end()) break;
-
+  ForEachTile(smem, [&](const TileInfo& info, const auto& slot) {
     const TgmmPlace place = TgmmPlace::Of(info);
     const int steps = StepsOfTile<T>(info);
     StepRows<T> rows(args, info);
@@ -130,9 +125,8 @@ __device__ void RunTgmmLoader(const TgmmArgs& args, const TgmmStorage<T>& smem) 
       loader.Load(place, rows, stage.index);
       stage.Advance();
     }
-    ReleaseRing<T>(smem.ring_empty(slot.index));
-    slot.Advance();
-  }
+    slot.Release();
+  });
 }
 
 // One of the gathering warps: the operand of the M side by 16-byte copies, a warp two rows at a
@@ -160,11 +154,7 @@ __device__ void RunTgmmGatherer(const TgmmArgs& args,
     return row >= 0 && my_row < T::kStepRows ? args.row_index[rows.row() + row] : -1;
   };
   PipelineState<T::kStages> stage;
-  PipelineState<T::kRing> slot;
-  while (true) {
-    const TileInfo info = NextTile<T>(smem, slot, lane);
-    if (info.end()) break;
-
+  ForEachTile(smem, lane, [&](const TileInfo& info, const auto& slot) {
     const TgmmPlace place = TgmmPlace::Of(info);
     const int column = place.m_tile * kChunks + chunk;
     const bool inside = column < row_chunks;
@@ -196,9 +186,8 @@ __device__ void RunTgmmGatherer(const TgmmArgs& args,
       ptx::CopyAsyncArrive(smem.full(stage.index));
       stage.Advance();
     }
-    if (lane == 0) ReleaseRing<T>(smem.ring_empty(slot.index));
-    slot.Advance();
-  }
+    slot.Release();
+  });
   ptx::CopyAsyncWaitAll();  // no copy outlives its thread
 }
 

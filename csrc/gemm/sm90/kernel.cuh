@@ -43,26 +43,21 @@ __device__ __forceinline__ void RunConsumer(const MoeGemmArgs& args,
   }
   using Scales = std::conditional_t<T::kScaled, TileScales<T>, NoScales>;
   PipelineState<T::kStages> stage;
-  PipelineState<T::kRing> slot;
-  while (true) {
-    const TileInfo info = NextTile<T>(smem, slot, lane);
-    if (info.end()) break;
-
+  ForEachTile(smem, lane, [&](const TileInfo& info, const auto& slot) {
     const WarpgroupShare share = Share<T>(info.rows, consumer, args.gather);
     Accumulators<T> acc;
-    Scales scales;
+    [[maybe_unused]] Scales scales;
     StepScales step_scales{};
     if constexpr (T::kPromoted) step_scales = FetchStepScales<T>(args, info, share, thread);
     if constexpr (T::kScaled && !T::kLateScales) {
       scales.Fetch(args, info, share, token_of_row, thread);
     }
     RunMainloop<T>(smem, steps.last - steps.first, share, thread, step_scales, stage, acc);
-    if (lane == 0) ReleaseRing<T>(smem.ring_empty(slot.index));
-    slot.Advance();
+    slot.Release();
     if constexpr (T::kSplitK > 1) {
       const bool sum_is_here = ReduceSlices<T>(smem, thread, slices_parity, acc);
       slices_parity ^= 1;
-      if (!sum_is_here) continue;
+      if (!sum_is_here) return;
     }
 
     EpilogueSite site;
@@ -83,7 +78,7 @@ __device__ __forceinline__ void RunConsumer(const MoeGemmArgs& args,
       }
       Epilogue<T, Scales>(args, smem, site, scales).Run(acc);
     }
-  }
+  });
 }
 
 template <class T>

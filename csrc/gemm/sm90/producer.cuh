@@ -46,12 +46,7 @@ __device__ void RunWeightProducer(const MoeGemmArgs& args, const SharedStorage<T
   const int first_block = T::kMulticast > 1 ? ptx::ClusterRank() * kBlocks : 0;
   const StepRange steps = StepsOf<T>(args.num_k_steps);
   PipelineState<T::kStages> stage;
-  PipelineState<T::kRing> slot;
-  while (true) {
-    ptx::BarrierWait(smem.ring_full(slot.index), slot.parity);
-    const TileInfo info = smem.ring()[slot.index];
-    if (info.end()) break;
-
+  ForEachTile(smem, [&](const TileInfo& info, const auto& slot) {
     uint32_t token_bytes = TokenBoxes<T>(info.rows) * T::kBoxRows * T::kTokenStepBytes;
     if (args.gather) token_bytes = T::kGatherByThreads ? 0 : info.rows * T::kTokenStepBytes;
     int row[kBlocks];
@@ -83,9 +78,8 @@ __device__ void RunWeightProducer(const MoeGemmArgs& args, const SharedStorage<T
       }
       stage.Advance();
     }
-    ReleaseRing<T>(smem.ring_empty(slot.index));
-    slot.Advance();
-  }
+    slot.Release();
+  });
 }
 
 // Rows of X by bulk copies: boxes of consecutive rows or, when gathering, of one row each.
@@ -102,11 +96,7 @@ __device__ void RunTokenProducer(const MoeGemmArgs& args, const SharedStorage<T>
   const bool planned = args.plans && one_row_boxes;
   const int token_of_row = planned ? SlotPlan(args.plan, lane).TokenOfRow() : 0;
   PipelineState<T::kStages> stage;
-  PipelineState<T::kRing> slot;
-  while (true) {
-    const TileInfo info = NextTile<T>(smem, slot, lane);
-    if (info.end()) break;
-
+  ForEachTile(smem, lane, [&](const TileInfo& info, const auto& slot) {
     const int boxes = TokenBoxes<T>(info.rows);
     int source[kRowsPerLane];
 #pragma unroll
@@ -143,9 +133,8 @@ __device__ void RunTokenProducer(const MoeGemmArgs& args, const SharedStorage<T>
       }
       stage.Advance();
     }
-    if (lane == 0) ReleaseRing<T>(smem.ring_empty(slot.index));
-    slot.Advance();
-  }
+    slot.Release();
+  });
 }
 
 // Rows of X by 16-byte copies of a warpgroup: eight threads a row, swizzled by hand. A row whose
@@ -166,11 +155,7 @@ __device__ void RunGatherProducer(const MoeGemmArgs& args,
   const int row_chunks = args.k * static_cast<int>(sizeof(typename T::Token)) / 16;
   GridDependencyWait();
   PipelineState<T::kStages> stage;
-  PipelineState<T::kRing> slot;
-  while (true) {
-    const TileInfo info = NextTile<T>(smem, slot, thread % 32);
-    if (info.end()) break;
-
+  ForEachTile(smem, thread % 32, [&](const TileInfo& info, const auto& slot) {
     const uint4* source[kPasses];
     unsigned exists = 0;  // bit i: row i of this thread is one of X
 #pragma unroll
@@ -199,9 +184,8 @@ __device__ void RunGatherProducer(const MoeGemmArgs& args,
       ptx::CopyAsyncArrive(smem.full(stage.index));
       stage.Advance();
     }
-    if (thread % 32 == 0) ReleaseRing<T>(smem.ring_empty(slot.index));
-    slot.Advance();
-  }
+    slot.Release();
+  });
   ptx::CopyAsyncWaitAll();  // no copy outlives its thread
 }
 

@@ -159,14 +159,10 @@ template <class T>
 __device__ void RunScaleProducer(const MoeGemmArgs& args, const SharedStorage<T>& smem, int lane) {
   const int token_of_row = TileScales<T>::TokenOfRow(args, lane);
   PipelineState<T::kStages> stage;
-  PipelineState<T::kRing> slot;
-  while (true) {
-    const TileInfo info = NextTile<T>(smem, slot, lane);
-    if (info.end()) break;
+  ForEachTile(smem, lane, [&](const TileInfo& info, const auto& slot) {
     CopyStepScales<T>(args, smem, info, token_of_row, lane, stage);
-    if (lane == 0) ReleaseRing<T>(smem.ring_empty(slot.index));
-    slot.Advance();
-  }
+    slot.Release();
+  });
   ptx::CopyAsyncWaitAll();  // no copy outlives its thread
 }
 
