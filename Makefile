@@ -1,7 +1,7 @@
 # Every task of the project; each target works on a fresh clone.
 .DEFAULT_GOAL := help
-.PHONY: demo test test-gpu test-multi-gpu test-matrix sanitize bench native-bench lint format \
-  wheel build-matrix clean help
+.PHONY: demo test test-oldest test-gpu test-multi-gpu test-matrix sanitize bench native-bench lint \
+  format wheel build-matrix clean help
 
 PYTHON ?=
 BIN := .venv/bin
@@ -21,6 +21,9 @@ demo: $(INSTALLED)  ## Run a whole layer on the devices there are, checked and t
 
 test: $(INSTALLED)  ## Run the tests that need no GPU
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal $(ARGS)
+
+test-oldest: $(INSTALLED)  ## Run the same tests on the oldest supported jax
+	$(BIN)/python tools/test_matrix.py --jax oldest $(ARGS)
 
 test-gpu: $(INSTALLED)  ## Run the tests that need one GPU
 	XLA_PYTHON_CLIENT_PREALLOCATE=false $(BIN)/python -m pytest -m gpu -n auto --maxprocesses 8 $(ARGS)

@@ -62,7 +62,7 @@ def pytest_configure(config: pytest.Config) -> None:
         # Programs that did not change are not compiled again by the next session.
         own = config.stash[_programs] = own_programs(config.rootpath / "build" / "jax_cache")
         jax.config.update("jax_compilation_cache_dir", str(own))
-        # XLA keeps no cache of its own below `own`, whose name jax 0.10 would make part of each key.
+        # No cache of XLA below `own`, whose name jax 0.10 would make part of each key.
         jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

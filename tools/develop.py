@@ -11,10 +11,16 @@ import sys
 import tomllib
 import venv
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 _REQUIREMENTS = "import build_backend as b; print(*b.get_requires_for_build_editable(), sep='\\n')"
 _BUILD = "import sys, build_backend as b; print(b.build_editable(sys.argv[1]), file=sys.stderr)"
+
+
+def project() -> dict[str, Any]:
+    """Returns the tables of pyproject.toml."""
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
 def environment(path: Path) -> Path:
@@ -33,9 +39,8 @@ def pip_install(python: Path, *arguments: str) -> None:
 
 def build_editable(directory: Path) -> Path:
     """Returns the editable wheel, built in `build/env`."""
-    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     python = environment(ROOT / "build" / "env")
-    pip_install(python, *pyproject["build-system"]["requires"])
+    pip_install(python, *project()["build-system"]["requires"])
     variables = {
         **os.environ,
         "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}",
@@ -57,13 +62,10 @@ def build_editable(directory: Path) -> Path:
     return next(directory.glob("*.whl"))
 
 
-def requirements() -> list[str]:
-    """Returns what the package, its tests, its benchmarks and the lint targets need."""
-    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    project = pyproject["project"]
-    extras = project["optional-dependencies"]
-    needed = project["dependencies"] + extras["test"] + extras["bench"]
-    needed += pyproject["dependency-groups"]["lint"]
+def test_requirements() -> list[str]:
+    """Returns what the package, its tests and its benchmarks need."""
+    extras = project()["project"]["optional-dependencies"]
+    needed = project()["project"]["dependencies"] + extras["test"] + extras["bench"]
     return needed + (extras["cuda"] if Path("/proc/driver/nvidia/version").exists() else [])
 
 
@@ -72,7 +74,7 @@ def main() -> None:
         sys.exit("jaxmoe needs a C++ compiler. Install g++ (Debian, Ubuntu: apt-get install g++)")
     python = environment(ROOT / ".venv")
     print("installing the requirements into .venv", flush=True)
-    pip_install(python, *requirements())
+    pip_install(python, *test_requirements(), *project()["dependency-groups"]["lint"])
     print("building the extension (about three minutes the first time)", flush=True)
     wheel = build_editable(ROOT / "build" / "editable")
     pip_install(python, "--no-deps", "--force-reinstall", str(wheel))
