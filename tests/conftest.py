@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Generator
 from pathlib import Path
 
 import jax
@@ -23,6 +24,7 @@ def _wants_gpu(config: pytest.Config) -> bool:
 _CPU_DEVICES = 8
 _STALE_S = 24 * 3600.0  # age of a session that was killed, not one that still runs
 _programs = pytest.StashKey[Path]()
+_imports_compute = pytest.StashKey[bool]()
 
 
 def link_programs(source: Path, target: Path) -> None:
@@ -76,6 +78,28 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if own := session.config.stash.get(_programs, None):
         link_programs(own, own.parent)
         shutil.rmtree(own)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Fails the first module that computes with JAX while it is imported.
+
+    Every worker and every selection of tests would pay for that computation, and its failure would
+    be no test's. JAX refuses to change the number of devices once a computation has made them.
+    """
+    report = yield
+    try:
+        jax.config.update("jax_num_cpu_devices", 1)
+    except RuntimeError:
+        if report.passed and not collector.config.stash.get(_imports_compute, False):
+            collector.config.stash[_imports_compute] = True
+            report.outcome = "failed"
+            report.longrepr = f"{collector.nodeid}: computes with JAX while it is imported"
+    else:
+        jax.config.update("jax_num_cpu_devices", _CPU_DEVICES)
+    return report
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import jaxmoe
 from jaxmoe import Routing, expert_parallel
 from tests import layers
+from tests.arguments import zeros
 
 T, H, WIDTH, E, K = 8, 8, 8, 8, 2
 SPLIT = P("expert")
@@ -24,9 +25,8 @@ def mesh():
 
 
 def arrays(t=T, e=E, k=K):
-    ids, weights = jnp.zeros((t, k), jnp.int32), jnp.zeros((t, k))
-    w = jnp.zeros((e, H, 2 * WIDTH)), jnp.zeros((e, WIDTH, H))
-    return jnp.zeros((t, H)), Routing(ids, weights), *w
+    w = zeros((e, H, 2 * WIDTH)), zeros((e, WIDTH, H))
+    return zeros((t, H)), Routing(zeros((t, k), np.int32), zeros((t, k))), *w
 
 
 def inside(args, specs=SPLIT, **options):
@@ -138,7 +138,7 @@ AROUND = [
         "experts.order='gate_up' must be 'interleaved' with",
     ),
     (
-        (*arrays()[:2], jnp.zeros((E, H, 14)), jnp.zeros((E, 7, H))),
+        (*arrays()[:2], zeros((E, H, 14)), zeros((E, 7, H))),
         {"tensor_axis": "data", "gate_up": "interleaved"},
         ValueError,
         "experts.intermediate=7 must be a multiple of 2 (devices of tensor_axis='data')",

@@ -16,6 +16,7 @@ from jaxmoe import (
     quantize,
     quantize_tokens,
 )
+from tests.arguments import ones, zeros, zeros_of
 from tests.layers import moe_mlp, of_op
 
 BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
@@ -23,12 +24,13 @@ E, T, H, INTER = 3, 5, 16, 32
 
 
 def weights(*shape, format="fp8_tensor", layout="kn", element_type="e4m3"):
-    w = jnp.zeros(shape, BF16)
-    return quantize(w, format, weight_layout=layout, element_type=element_type)
+    options = {"format": format, "weight_layout": layout, "element_type": element_type}
+    return zeros_of(quantize, zeros(shape, BF16), **options)
 
 
 def tokens(format="fp8_tensor", width=H, element_type="e4m3"):
-    return quantize_tokens(jnp.zeros((T, width), BF16), format, element_type=element_type)
+    x = zeros((T, width), BF16)
+    return zeros_of(quantize_tokens, x, format=format, element_type=element_type)
 
 
 def layer(format):
@@ -38,14 +40,14 @@ def layer(format):
     }
 
 
-X = jnp.zeros((T, H), BF16)
+X = zeros((T, H), BF16)
 LAYER = {
     "x": X,
-    "routing": Routing(jnp.zeros((T, 1), I32), jnp.zeros((T, 1))),
+    "routing": Routing(zeros((T, 1), I32), zeros((T, 1))),
     **layer("fp8_tensor"),
 }
-PLAIN = {"w_gate_up": jnp.zeros((E, H, 2 * INTER), BF16), "w_down": jnp.zeros((E, INTER, H), BF16)}
-SCALE = jnp.float32(0.01)
+PLAIN = {"w_gate_up": zeros((E, H, 2 * INTER), BF16), "w_down": zeros((E, INTER, H), BF16)}
+SCALE = np.float32(0.01)
 GOT_UP = "w_gate_up: a QuantizedArray (fp8_tensor, values f8_e4m3fn[3,64,16])"
 GOT_DOWN = "w_down: a QuantizedArray (fp8_tensor, values f8_e4m3fn[3,16,32])"
 
@@ -114,18 +116,18 @@ LAYER_ERRORS = (
         "jaxmoe.quantize. Got down: a QuantizedArray (fp8_tensor, values f8_e4m3fn[5,16]).",
     ),
     (
-        {"w_down": with_leaf(LAYER["w_down"], scales=jnp.ones((E, 1)))},
+        {"w_down": with_leaf(LAYER["w_down"], scales=ones((E, 1)))},
         ValueError,
         "experts.down.scales.shape=[3,1] must be [3] (fp8_tensor, layout kn). Got "
         "experts.down.scales: f32[3,1].",
     ),
     (
-        {"w_down": with_leaf(LAYER["w_down"], scales=jnp.ones(E, BF16))},
+        {"w_down": with_leaf(LAYER["w_down"], scales=ones(E, BF16))},
         TypeError,
         "experts.down.scales.dtype=bf16 must be f32. Got experts.down.scales: bf16[3].",
     ),
     (
-        {"w_gate_up": with_leaf(LAYER["w_gate_up"], values=jnp.zeros((E, 64, H), jnp.int8))},
+        {"w_gate_up": with_leaf(LAYER["w_gate_up"], values=zeros((E, 64, H), jnp.int8))},
         TypeError,
         "experts.gate_up.values.dtype=i8 must be f8_e4m3fn or f8_e5m2. Got "
         "experts.gate_up.values: i8[3,64,16].",
@@ -147,13 +149,13 @@ LAYER_ERRORS = (
         "f8_e4m3fn[3,16,32]).",
     ),
     (
-        {"b_down": jnp.zeros((E, H))},
+        {"b_down": zeros((E, H))},
         TypeError,
         "experts.down_bias.dtype=f32 must equal x.dtype=bf16. Got experts.down_bias: "
         "f32[3,16], x: bf16[5,16].",
     ),
     (
-        {"x": tokens(), "residual": jnp.zeros((T, H))},
+        {"x": tokens(), "residual": zeros((T, H))},
         TypeError,
         "residual.dtype=f32 must equal x.dtype=bf16. Got residual: f32[5,16], "
         "x: a QuantizedArray (fp8_tensor, values f8_e4m3fn[5,16]).",
@@ -207,12 +209,12 @@ LAYER_ERRORS = (
         "experts.x_scale.dtype=f16 must be f32. Got experts.x_scale: f16[].",
     ),
     (
-        {"x_scale": jnp.ones(E)},
+        {"x_scale": ones(E)},
         ValueError,
         "experts.x_scale.shape=[3] must be []. Got experts.x_scale: f32[3].",
     ),
     (
-        {"intermediate_scale": jnp.ones(E + 1), "num_experts": E + 1},
+        {"intermediate_scale": ones(E + 1), "num_experts": E + 1},
         ValueError,
         "experts.h_scale.shape=[4] must be [] or [3]. Got experts.h_scale: f32[4].",
     ),
@@ -285,13 +287,13 @@ def test_arguments_that_the_table_changes_are_right():
 GEMM = {
     "lhs": X,
     "rhs": weights(E, H, INTER, format="fp8_channel"),
-    "group_sizes": jnp.zeros(E, I32),
+    "group_sizes": zeros(E, I32),
 }
 GOT_RHS = "rhs: a QuantizedArray (fp8_channel, values f8_e4m3fn[3,32,16])"
 
 GEMM_ERRORS = (
     (
-        {"rhs": jnp.zeros((E, H, INTER), BF16), "lhs": tokens("fp8_channel")},
+        {"rhs": zeros((E, H, INTER), BF16), "lhs": tokens("fp8_channel")},
         TypeError,
         "lhs must be a JAX or NumPy array, because rhs is no QuantizedArray; "
         "jaxmoe.dequantize(lhs) gives one. "
@@ -309,13 +311,13 @@ GEMM_ERRORS = (
         f"rhs.layout='kn' must equal weight_layout='nk': give weight_layout='kn'. Got {GOT_RHS}.",
     ),
     (
-        {"lhs": jnp.zeros((T, INTER), BF16)},
+        {"lhs": zeros((T, INTER), BF16)},
         ValueError,
         "rhs.shape[1]=16 must equal lhs.shape[1]=32 (K, the contracted axis). "
         f"Got {GOT_RHS}, lhs: bf16[5,32].",
     ),
     (
-        {"bias": jnp.zeros((E, INTER))},
+        {"bias": zeros((E, INTER))},
         TypeError,
         "bias.dtype=f32 must equal lhs.dtype=bf16. Got bias: f32[3,32], lhs: bf16[5,16].",
     ),
@@ -333,7 +335,7 @@ GEMM_ERRORS = (
         "rhs: a QuantizedArray (fp8_tensor, values f8_e4m3fn[3,32,16]).",
     ),
     (
-        {"rhs": jnp.zeros((E, H, INTER), BF16), "accum": "promoted"},
+        {"rhs": zeros((E, H, INTER), BF16), "accum": "promoted"},
         ValueError,
         "accum must be None if no weight is quantized.",
     ),
@@ -345,7 +347,7 @@ GEMM_ERRORS = (
         "config: a GemmConfig.",
     ),
     (
-        {"rhs": with_leaf(GEMM["rhs"], scales=jnp.ones((E, H)))},
+        {"rhs": with_leaf(GEMM["rhs"], scales=ones((E, H)))},
         ValueError,
         "rhs.scales.shape=[3,16] must be [3,32] (fp8_channel, layout kn). "
         "Got rhs.scales: f32[3,16].",

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxmoe import Experts, QuantizedArray, _targets, explain, quantize
 from jaxmoe._testing import Layer, assert_equal, layer_inputs
+from tests.arguments import zeros_of
 from tests.layers import moe_mlp
 from tests.lowered import calls, cuda_text, layer_call
 from tests.sharding_programs import AUTO, EXPLICIT, check_spec, compiled, make_mesh
@@ -197,7 +198,7 @@ def test_without_a_gradient_it_is_one_call():
 
 
 def quantized(name) -> QuantizedArray:
-    return quantize(RIGHT[name], "fp8_channel", weight_layout="kn")
+    return zeros_of(quantize, RIGHT[name], format="fp8_channel", weight_layout="kn")
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from jaxmoe._testing import (
     layer_inputs,
     normal,
 )
+from tests.arguments import zeros
 from tests.layers import moe_mlp
 from tests.lowered import calls, cuda_text, layer_call
 from tests.test_mlp import options, run
@@ -283,12 +284,12 @@ def test_shard_map(check_vma, mapped):
     close(value_and_gradients(split, inputs), whole_layer())
 
 
-X = jnp.zeros((5, 8), jnp.bfloat16)
+X = zeros((5, 8), jnp.bfloat16)
 LAYER = (
     X,
-    Routing(jnp.zeros((5, 2), jnp.int32), jnp.zeros((5, 2), jnp.float32)),
-    jnp.zeros((3, 8, 16), jnp.bfloat16),
-    jnp.zeros((3, 8, 8), jnp.bfloat16),
+    Routing(zeros((5, 2), jnp.int32), zeros((5, 2))),
+    zeros((3, 8, 16), jnp.bfloat16),
+    zeros((3, 8, 8), jnp.bfloat16),
 )
 
 

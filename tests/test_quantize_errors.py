@@ -9,10 +9,11 @@ import pytest
 
 import jaxmoe
 from tests import layers
+from tests.arguments import ones, zeros, zeros_of
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 E, N, K, R = 2, 130, 257, 5
-W, X = jnp.zeros((E, N, K), BF16), jnp.zeros((R, K), BF16)
+W, X = zeros((E, N, K), BF16), zeros((R, K), BF16)
 WEIGHTS = {"w": W, "format": "fp8_block", "weight_layout": "nk"}
 TOKENS = {"x": X, "format": "fp8_block"}
 
@@ -48,7 +49,7 @@ SHARED = (
         "scale_format='ue8m0' must be one of float32, e8m0.",
     ),
     (
-        {"scale": jnp.ones(3), "scale_format": "e8m0"},
+        {"scale": ones(3), "scale_format": "e8m0"},
         ValueError,
         "scale_format='e8m0' must be 'float32' if scale is given: it is not rounded. "
         "Got scale: f32[3].",
@@ -59,7 +60,7 @@ SHARED = (
         "scale must be a JAX or NumPy array. Got scale: 0.5.",
     ),
     (
-        {"scale": jnp.ones(3, BF16)},
+        {"scale": ones(3, BF16)},
         TypeError,
         "scale.dtype=bf16 must be f32. Got scale: bf16[3].",
     ),
@@ -97,7 +98,7 @@ WEIGHT_ERRORS = (
         "w.dtype=f8_e4m3fn must be bf16 or f16 or f32. Got w: f8_e4m3fn[2,130,257].",
     ),
     (
-        {"w": jaxmoe.quantize(W, "fp8_block", weight_layout="nk")},
+        {"w": zeros_of(jaxmoe.quantize, W, format="fp8_block", weight_layout="nk")},
         TypeError,
         "w must be a JAX or NumPy array, not a QuantizedArray; jaxmoe.dequantize(w) gives one. "
         "Got w: a QuantizedArray (fp8_block, values f8_e4m3fn[2,130,257]).",
@@ -108,22 +109,22 @@ WEIGHT_ERRORS = (
         "weight_layout='tokens' must be one of kn, nk.",
     ),
     (
-        {"scale": jnp.ones((E, 1, 3))},
+        {"scale": ones((E, 1, 3))},
         ValueError,
         "scale.shape=[2,1,3] must be [2,2,3] (fp8_block, layout nk). Got scale: f32[2,1,3].",
     ),
     (
-        {"scale": jnp.ones((E, N, 1)), "format": "fp8_channel"},
+        {"scale": ones((E, N, 1)), "format": "fp8_channel"},
         ValueError,
         "scale.shape=[2,130,1] must be [2,130] (fp8_channel, layout nk). Got scale: f32[2,130,1].",
     ),
     (
-        {"scale": jnp.ones((E, N)), "format": "fp8_channel", "weight_layout": "kn"},
+        {"scale": ones((E, N)), "format": "fp8_channel", "weight_layout": "kn"},
         ValueError,
         "scale.shape=[2,130] must be [2,257] (fp8_channel, layout kn). Got scale: f32[2,130].",
     ),
     (
-        {"scale": jnp.ones(()), "format": "fp8_tensor"},
+        {"scale": ones(()), "format": "fp8_tensor"},
         ValueError,
         "scale.shape=[] must be [2] (fp8_tensor, layout nk). Got scale: f32[].",
     ),
@@ -141,12 +142,12 @@ TOKEN_ERRORS = (
         "x.dtype=i32 must be bf16 or f16 or f32. Got x: i32[5,257].",
     ),
     (
-        {"scale": jnp.ones((R, 2))},
+        {"scale": ones((R, 2))},
         ValueError,
         "scale.shape=[5,2] must be [5,3] (fp8_block, layout tokens). Got scale: f32[5,2].",
     ),
     (
-        {"scale": jnp.ones((1,)), "format": "fp8_tensor"},
+        {"scale": ones((1,)), "format": "fp8_tensor"},
         ValueError,
         "scale.shape=[1] must be [] (fp8_tensor, layout tokens). Got scale: f32[1].",
     ),
@@ -185,7 +186,7 @@ def test_the_layout_of_weights_has_no_default() -> None:
 
 FIELDS = {
     "values": W.astype(jnp.float8_e4m3fn),
-    "scales": jnp.ones((E, N)),
+    "scales": ones((E, N)),
     "format": "fp8_channel",
     "layout": "nk",
     "dtype": BF16,
@@ -207,13 +208,13 @@ def test_fields(change, kind, message) -> None:
 
 LEAF_ERRORS = (
     (
-        {"scales": jnp.ones((E, K))},
+        {"scales": ones((E, K))},
         ValueError,
         "q.scales.shape=[2,257] must be [2,130] (fp8_channel, layout nk). "
         "Got q.scales: f32[2,257].",
     ),
     (
-        {"scales": jnp.ones((E, N), BF16)},
+        {"scales": ones((E, N), BF16)},
         TypeError,
         "q.scales.dtype=bf16 must be f32. Got q.scales: bf16[2,130].",
     ),

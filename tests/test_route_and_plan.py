@@ -37,7 +37,7 @@ def _map(num_experts, num_local, seed=0):
     """A map with every second expert elsewhere, garbage among it."""
     ids = np.random.default_rng(seed).integers(-3, num_local + 2, num_experts, np.int32)
     ids[:2] = np.iinfo(np.int32).min, np.iinfo(np.int32).max
-    return jnp.asarray(ids)
+    return ids
 
 
 def test_signature_is_that_of_route_and_plan():
@@ -65,7 +65,7 @@ OPTIONS = {
     "shared in the map": SHARED | {"expert_map": _map(18, 7), "num_local_experts": 7},
     "scaled": SHARED | {"expert_scale": True},
     "padding": SHARED | {"num_valid_tokens": 4},
-    "padding by array": SHARED | {"num_valid_tokens": jnp.int32(4)},
+    "padding by array": SHARED | {"num_valid_tokens": np.array(4, np.int32)},
     "all padding": SHARED | {"num_valid_tokens": 0},
     "everything": SHARED
     | {
@@ -190,16 +190,16 @@ def test_forced_choices_are_one_call_for_the_plan():
 
 REFUSED = [
     ({"top_k": 9}, "top_k=9 must"),
-    ({"method": "topk", "bias": jnp.zeros((8,))}, "bias=f32"),
+    ({"method": "topk", "bias": np.zeros(8, np.float32)}, "bias=f32"),
     ({"scale": "2"}, "scale must be a Python float"),
     ({"num_groups": 2}, "num_groups=2 must be left out"),
     ({"epsilon": 1.0}, "epsilon=1.0 must be None"),
     ({"num_valid_tokens": 4}, "num_valid_tokens=4 must"),
-    ({"expert_ids": jnp.zeros((3, 1), jnp.int32)}, r"expert_ids.shape\[1\]=1 must"),
+    ({"expert_ids": np.zeros((3, 1), np.int32)}, r"expert_ids.shape\[1\]=1 must"),
     ({"expert_offset": 8}, "expert_offset=8 must"),
     ({"num_local_experts": 9}, "num_local_experts=9 must"),
     (
-        {"num_shared_experts": 1, "expert_map": jnp.zeros((8,), jnp.int32)},
+        {"num_shared_experts": 1, "expert_map": np.zeros(8, np.int32)},
         r"expert_map.shape\[0\]=8 must be 9",
     ),
 ]

@@ -1,4 +1,4 @@
-"""conftest.py: a compiled program is shared whole or not at all."""
+"""conftest.py: what is compiled is shared whole or not at all, and importing a test is free."""
 
 import os
 import time
@@ -42,3 +42,27 @@ def test_programs_of_this_session_are_its_own(conftest, pytestconfig) -> None:
     jnp.arange(3).block_until_ready()
     assert own.parent == pytestconfig.rootpath / "build" / "jax_cache"
     assert any(own.glob("*-cache"))
+
+
+class _Collector:
+    """A test module, as the hook sees it."""
+
+    nodeid = "tests/test_planted.py"
+
+    def __init__(self) -> None:
+        self.config = type("Config", (), {"stash": pytest.Stash()})()
+
+
+def test_a_module_that_computes_when_imported_is_named(conftest) -> None:
+    jnp.zeros(2)  # what its import would do
+    collector = _Collector()
+    reports = []
+    for _ in range(2):
+        call = conftest.pytest_make_collect_report(collector)
+        next(call)
+        report = pytest.CollectReport(collector.nodeid, "passed", None, [])
+        with pytest.raises(StopIteration) as ended:
+            call.send(report)
+        reports.append(ended.value.value)
+    assert [report.outcome for report in reports] == ["failed", "passed"], "only the first one"
+    assert reports[0].longrepr == ("tests/test_planted.py: computes with JAX while it is imported")
