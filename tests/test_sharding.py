@@ -84,8 +84,8 @@ ROWS = [
         i="a",
         gate_up="gate_up",
     ),
-    Row("H of `w_gate_up`", "1 all-reduce", "1 all-gather, 2 all-reduce", h_in="a"),
-    Row("H of `w_down`", "none", "1 all-reduce", P(None, "a"), h_out="a"),
+    Row("H of `gate_up`", "1 all-reduce", "1 all-gather, 2 all-reduce", h_in="a"),
+    Row("H of `down`", "none", "1 all-reduce", P(None, "a"), h_out="a"),
     Row("tokens", "none", "1 all-reduce", P("a"), tokens="a"),
     Row("tokens, experts", "1 all-reduce", "3 all-reduce", P("a"), tokens="a", experts="b"),
     Row(
