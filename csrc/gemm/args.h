@@ -16,6 +16,7 @@ struct ScaleArgs {
   const int* x_index;  // row -> row of x's scales; null: the same
   int64_t w_stride;    // from a weight to the next
   int w_row_stride;    // from a weight row (128 of them, if by_step) to the next
+  int w_up;            // from a weight's first scale to that of its up rows, if apart; else 0
   int x_row_stride;
   int num_x;     // weight w starts at x[w % num_x]
   int num_out;   // the output of weight w is quantized by out[w % num_out]
@@ -39,7 +40,7 @@ struct MoeGemmArgs {
   int rows_per_batch;
   int num_weights;
   int k;
-  int n;      // weight rows
+  int n;      // weight rows, those of w_up included
   int n_out;  // output features
   int num_k_steps;
   int num_w_tiles;
@@ -55,9 +56,11 @@ struct MoeGemmArgs {
   bool writes_plan;     // slot_to_row and the number of rows, for the kernels after
   PlanParams plan;
   ActivationParams activation;
-  void* z;           // null, or where the sums go that the activation is of; not FP8
-  ScaleArgs scales;  // FP8
-  int64_t x_rows;    // rows of X that row_index may name; others are zeros
+  void* z;               // null, or where the sums go that the activation is of; not FP8
+  ScaleArgs scales;      // FP8
+  CUtensorMap w_up_map;  // like w_map, of the up rows if they are apart
+  int up_origin;         // then weight row of the first of them; else 0
+  int64_t x_rows;        // rows of X that row_index may name; others are zeros
 };
 
 // One instantiated kernel. `launch` sets attributes and launches on `grid` CTAs.

@@ -41,6 +41,7 @@ bool ByStep(const MoeGemmProblem& p) { return p.scales.format == ScaleFormat::kB
 ScaleArgs MakeScales(const MoeGemmProblem& p) {
   constexpr int kBlock = 128;
   const int blocks = static_cast<int>(CeilDiv(p.k, kBlock));
+  const bool two_arrays = p.w_up != nullptr;
   ScaleArgs s{};
   s.w = p.scales.w;
   s.x = p.scales.x;
@@ -53,17 +54,20 @@ ScaleArgs MakeScales(const MoeGemmProblem& p) {
   s.half = p.out_dtype == DType::kFloat16;
   switch (p.scales.format) {
     case ScaleFormat::kTensor:
-      s.w_stride = 1;
+      s.w_stride = two_arrays ? 2 : 1;
+      s.w_up = two_arrays ? 1 : 0;
       s.num_x = p.scales.num_x;
       break;
     case ScaleFormat::kChannel:
       s.w_stride = p.n;
       s.w_row_stride = 1;
+      s.w_up = two_arrays ? p.n / 2 : 0;
       s.x_row_stride = 1;
       break;
     case ScaleFormat::kBlock:
-      s.w_stride = CeilDiv(p.n, kBlock) * blocks;
       s.w_row_stride = blocks;
+      s.w_up = two_arrays ? static_cast<int>(CeilDiv(p.n / 2, kBlock)) * blocks : 0;
+      s.w_stride = two_arrays ? 2 * s.w_up : CeilDiv(p.n, kBlock) * blocks;
       s.x_row_stride = blocks;
       break;
   }
@@ -91,7 +95,10 @@ const char* LaunchMoeGemm(const MoeGemmProblem& p, const TileConfig& tile, cudaS
                    p.scales.promoted ? ", promoted sums" : "",
                    p.out_f32 ? ", float32 output" : "");
   }
-  if (p.w_up != nullptr) return "no kernel reads gate and up from two arrays";
+  const bool two_arrays = p.w_up != nullptr;
+  if (two_arrays && (!p.gated || p.gate_up != GateUp::kGateUp)) {
+    return "a second weight array has the up half of a gated product, gate first";
+  }
   if (p.num_groups == 0 || p.rows_per_batch == 0 || p.n == 0) return nullptr;
   const int unit = 16 / ElementSize(p.dtype);
   if (p.k % unit != 0 || (p.gated ? p.n / 2 : p.n) % 8 != 0 || p.n % 8 != 0 || p.k == 0) {
@@ -108,19 +115,21 @@ const char* LaunchMoeGemm(const MoeGemmProblem& p, const TileConfig& tile, cudaS
   if (ByStep(p) && (!p.scales.promoted || p.x_rows * CeilDiv(p.k, variant->step_k) > INT32_MAX)) {
     return "block scales need promoted sums and at most 2^31 scales of X";
   }
-  if (ByStep(p) && p.gated && p.n % 32 != 0) return "with block scales n / 2 is a multiple of 16";
+  if (ByStep(p) && p.gated && !two_arrays && p.n % 32 != 0)
+    return "with block scales n / 2 is a multiple of 16";
 
   MoeGemmArgs args{};
-  constexpr int kWeightBoxRows = 64;
-  const bool k_inner = p.layout == WeightLayout::kNK;
-  if (const char* error = EncodeMatricesMap(p.dtype,
-                                            p.w,
-                                            p.num_weights,
-                                            k_inner ? p.n : p.k,
-                                            k_inner ? p.k : p.n,
-                                            kWeightBoxRows,
-                                            &args.w_map)) {
-    return error;
+  args.up_origin = two_arrays ? p.n / 2 : 0;
+  const auto encode_weight = [&](const void* w, CUtensorMap* map) {
+    constexpr int kBoxRows = 64;
+    const int rows = p.n - args.up_origin;
+    const bool k_inner = p.layout == WeightLayout::kNK;
+    return EncodeMatricesMap(
+        p.dtype, w, p.num_weights, k_inner ? rows : p.k, k_inner ? p.k : rows, kBoxRows, map);
+  };
+  if (const char* error = encode_weight(p.w, &args.w_map)) return error;
+  if (two_arrays) {
+    if (const char* error = encode_weight(p.w_up, &args.w_up_map)) return error;
   }
   const int x_box_rows = tile.gather ? 1 : variant->box_rows;
   if (const char* error = EncodeMatrixMap(p.dtype, p.x, p.x_rows, p.k, x_box_rows, &args.x_map)) {
@@ -169,7 +178,7 @@ const char* LaunchMoeGemm(const MoeGemmProblem& p, const TileConfig& tile, cudaS
   if (fp8) args.scales = MakeScales(p);
 
   // A thread takes one scale for its warpgroup's 64 gate rows and one for the up rows.
-  if (ByStep(p) && p.gated && !args.interleaved && args.n_out % 64 != 0 &&
+  if (ByStep(p) && p.gated && !two_arrays && !args.interleaved && args.n_out % 64 != 0 &&
       (tile.weight_tile == 256 || tile.token_tile == 256)) {
     return "block scales and a tile of 256 need halves of a multiple of 64 rows";
   }

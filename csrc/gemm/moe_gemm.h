@@ -84,8 +84,9 @@ struct MoeGemmProblem {
   WeightLayout layout = WeightLayout::kKN;
   const void* x = nullptr;  // [x_rows, k]
   const void* w = nullptr;  // [num_weights, k, n] or [num_weights, n, k]
-  // The up half apart, if w has the gate half alone, n / 2 rows each: kGateUp, and kTensor scales
-  // are [num_weights, 2].
+  // The up half, if w has the gate half alone: n / 2 rows each, in the order kGateUp. Bias, z and
+  // scales are those of n rows, but kTensor scales are [num_weights, 2], and with kBlock each half
+  // begins with a block of its own: [num_weights, 2 * ceil(n / 256), ceil(k / 128)].
   const void* w_up = nullptr;
   const void* bias = nullptr;         // [num_weights, n] or null
   void* out = nullptr;                // [batch * rows_per_batch, n_out]

@@ -91,6 +91,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
 
   if (warp == 0 && lane == 0) {
     ptx::PrefetchTensorMap(&args.w_map);
+    if (T::kGated && args.up_origin != 0) ptx::PrefetchTensorMap(&args.w_up_map);
     ptx::PrefetchTensorMap(&args.x_map);
     constexpr int kWarpgroup = 128;
     const bool by_threads = args.gather && T::kGatherByThreads;

@@ -11,13 +11,25 @@
 
 namespace jaxmoe {
 
+// Whether 64-row block `block` of a tile has up rows that are apart from the gate rows in it.
+template <class T>
+__device__ __forceinline__ constexpr bool IsUpBlock(int block) {
+  return T::kGated && block % 2 != 0;
+}
+
+// Row `row` of the weight, of block `block`, in the array that holds it: w, or w_up.
+template <class T>
+__device__ __forceinline__ int RowInArray(const MoeGemmArgs& args, int row, int block) {
+  return IsUpBlock<T>(block) ? row - args.up_origin : row;
+}
+
 // First weight row of 64-row block `block` of weight tile `w_tile`.
 template <class T>
 __device__ __forceinline__ int WeightRow(const MoeGemmArgs& args, int w_tile, int block) {
   if constexpr (T::kGated) {
     if (!args.interleaved) {
       const int feature = w_tile * (T::kWeightTile / 2) + (block / 2) * 64;
-      return feature + (block % 2 == 0 ? args.gate_base : args.up_base);
+      return feature + (IsUpBlock<T>(block) ? args.up_base : args.gate_base);
     }
   }
   return w_tile * T::kWeightTile + block * 64;
@@ -43,7 +55,9 @@ __device__ void RunWeightProducer(const MoeGemmArgs& args, const SharedStorage<T
   constexpr bool kKMajor = T::kMajor == cute::SM90::GMMA::Major::K;
   constexpr bool kPairs = kKMajor && T::kDecode;
   constexpr int kBlocks = T::kWeightBlocks / T::kMulticast;
+  static_assert(kBlocks % 2 == 0, "a CTA loads gate and up blocks in turn");
   const int first_block = T::kMulticast > 1 ? ptx::ClusterRank() * kBlocks : 0;
+  const CUtensorMap* const up_map = args.up_origin != 0 ? &args.w_up_map : &args.w_map;
   const StepRange steps = StepsOf<T>(args.num_k_steps);
   PipelineState<T::kStages> stage;
   ForEachTile(smem, [&](const TileInfo& info, const auto& slot) {
@@ -51,7 +65,9 @@ __device__ void RunWeightProducer(const MoeGemmArgs& args, const SharedStorage<T
     if (args.gather) token_bytes = T::kGatherByThreads ? 0 : info.rows * T::kTokenStepBytes;
     int row[kBlocks];
 #pragma unroll
-    for (int b = 0; b < kBlocks; ++b) row[b] = WeightRow<T>(args, info.w_tile, first_block + b);
+    for (int b = 0; b < kBlocks; ++b) {
+      row[b] = RowInArray<T>(args, WeightRow<T>(args, info.w_tile, first_block + b), b);
+    }
 
     for (int step = steps.first; step < steps.last; ++step) {
       uint64_t* full = smem.full(stage.index);
@@ -66,14 +82,15 @@ __device__ void RunWeightProducer(const MoeGemmArgs& args, const SharedStorage<T
       uint8_t* dst = smem.weights(stage.index) + first_block * T::kBlockBytes;
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b) {
+        const CUtensorMap* const map = IsUpBlock<T>(b) ? up_map : &args.w_map;
         const int c0 = kKMajor ? k : row[b];
         const int c1 = kKMajor ? row[b] : k;
         if constexpr (T::kMulticast > 1) {
           constexpr uint16_t kAll = (1 << T::kMulticast) - 1;
           ptx::TmaLoad3DMulticast(
-              dst + b * T::kBlockBytes, &args.w_map, full, c0, c1, info.weight, kAll, policy);
+              dst + b * T::kBlockBytes, map, full, c0, c1, info.weight, kAll, policy);
         } else {
-          ptx::TmaLoad3D(dst + b * T::kBlockBytes, &args.w_map, full, c0, c1, info.weight, policy);
+          ptx::TmaLoad3D(dst + b * T::kBlockBytes, map, full, c0, c1, info.weight, policy);
         }
       }
       stage.Advance();

@@ -28,9 +28,23 @@ __device__ __forceinline__ float TokenScale(const MoeGemmArgs& args,
   return s.x[info.weight % s.num_x + row * s.x_row_stride];
 }
 
-// Of a weight row, or the last there is. 1 if the k loop applies the scales.
-__device__ __forceinline__ float WeightScale(const ScaleArgs& s, int weight, int row, int rows) {
-  return s.by_step ? 1.0f : s.w[weight * s.w_stride + min(row, rows - 1) * s.w_row_stride];
+// Where the scale of row `row`, of block `block`, lies among those of its weight; rows past the
+// last have the last's. kRows weight rows share a scale.
+template <class T, int kRows = 1>
+__device__ __forceinline__ int WeightScaleAt(const MoeGemmArgs& args, int row, int block) {
+  const int last = (T::kGated ? args.n - args.up_origin : args.n) - 1;
+  const int up = IsUpBlock<T>(block) ? args.scales.w_up : 0;
+  return min(RowInArray<T>(args, row, block), last) / kRows * args.scales.w_row_stride + up;
+}
+
+// Scale of weight row `row`, of block `block`; 1 if the k loop applied it.
+template <class T>
+__device__ __forceinline__ float WeightScale(const MoeGemmArgs& args,
+                                             int weight,
+                                             int row,
+                                             int block) {
+  const ScaleArgs& s = args.scales;
+  return s.by_step ? 1.0f : s.w[weight * s.w_stride + WeightScaleAt<T>(args, row, block)];
 }
 
 // What the output is multiplied with before it becomes e4m3; NaN for scales that quantize refuses.
@@ -55,7 +69,7 @@ class TileScales {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = first + thread / 32 * 16 + half * 8 + thread % 32 / 4;
-        weight_[block][half] = WeightScale(args.scales, info.weight, row, args.n);
+        weight_[block][half] = WeightScale<T>(args, info.weight, row, block);
       }
     }
 #pragma unroll
@@ -92,14 +106,8 @@ class TileScales {
   float out_inverse_;
 };
 
-// Scales of the 16 weight rows of a warp, in rows that exist. They begin at a multiple of 16, so
-// lie in one block of 128.
-template <class T>
-__device__ __forceinline__ int ScaleRow(const MoeGemmArgs& args, int w_tile, int block, int warp) {
-  return min(WeightRow<T>(args, w_tile, block) + 16 * warp, args.n - 1) / 128 *
-         args.scales.w_row_stride;
-}
-
+// Scales of every k step of the 16 weight rows of a warp: they begin at a multiple of 16, so lie in
+// one block of 128.
 template <class T>
 __device__ __forceinline__ StepScales FetchStepScales(const MoeGemmArgs& args,
                                                       const TileInfo& info,
@@ -113,7 +121,8 @@ __device__ __forceinline__ StepScales FetchStepScales(const MoeGemmArgs& args,
   for (int block = 0; block < 2; ++block) {
     // With tokens on M a thread has all 64 rows: then they begin at a multiple of 64.
     const int warp = T::kTokensOnM ? 0 : thread / 32;
-    scales.weight[block] = w + ScaleRow<T>(args, info.w_tile, share.first_block + block, warp);
+    const int row = WeightRow<T>(args, info.w_tile, share.first_block + block) + 16 * warp;
+    scales.weight[block] = w + WeightScaleAt<T, 128>(args, row, block);
   }
   return scales;
 }

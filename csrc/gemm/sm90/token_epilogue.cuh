@@ -76,7 +76,7 @@ class TokenMajorEpilogue {
     if (args_.bias != nullptr && row < args_.n) {
       bias = Out().Load(args_.bias, static_cast<int64_t>(site_.weight) * args_.n + row);
     }
-    columns_[t] = make_float2(WeightScale(args_.scales, site_.weight, row, args_.n), bias);
+    columns_[t] = make_float2(WeightScale<T>(args_, site_.weight, row, t / 64), bias);
     token_scales_[t] = TokenScale<T>(args_, info, share, -1, t);
   }
 
