@@ -9,13 +9,11 @@ import numpy as np
 
 from jaxmoe import _checks, _formats
 from jaxmoe._codes import CODES
-from jaxmoe._formats import quantization as _quantize
 
 FORMATS = tuple(_formats.QUANTIZED)
 WEIGHT_LAYOUTS = CODES["layout"]
 LAYOUTS = (*WEIGHT_LAYOUTS, "tokens")
 SCALE_FORMATS = ("float32", "e8m0")
-_ELEMENT_NAMES = {n: np.dtype(dtype).name for n, dtype in _quantize.ELEMENT_DTYPES.items()}
 
 
 @jax.tree_util.register_dataclass
@@ -67,7 +65,7 @@ def quantize(
     format: str,
     *,
     weight_layout: str,
-    element_type: str = "e4m3",
+    element_type: str | None = None,
     scale: jax.Array | None = None,
     scale_format: str = "float32",
 ) -> QuantizedArray:
@@ -84,7 +82,8 @@ def quantize(
       format: "fp8_tensor", "fp8_channel" or "fp8_block".
       weight_layout: "kn" or "nk", which of the two shapes `w` has. No default: the wrong axis would
         give a good array that no product can use.
-      element_type: "e4m3" (float8_e4m3fn); for "fp8_tensor" also "e5m2".
+      element_type: the usual one of the format by default: "e4m3" (float8_e4m3fn) in FP8, where
+        "fp8_tensor" has "e5m2" too.
       scale: float32, [E], [E, N] or [E, ceil(N / 128), ceil(K / 128)], used instead of the formula;
         dequantization multipliers. One outside [2^-126, 2^126] becomes NaN, with its values.
       scale_format: "float32", or "e8m0" to round each scale up to a power of two (still float32).
@@ -117,7 +116,7 @@ def quantize(
     op = "quantize"
     _checks.check_choice(op, "weight_layout", weight_layout, WEIGHT_LAYOUTS)
     _checks.check_rank(op, "w", w, "E,K,N" if weight_layout == "kn" else "E,N,K")
-    _check_options(op, "w", w, format, element_type, scale, scale_format)
+    element_type = _check_options(op, "w", w, format, element_type, scale, scale_format)
     stored = jnp.swapaxes(w, 1, 2) if weight_layout == "kn" else jnp.asarray(w)
     return _quantized(op, stored, format, weight_layout, element_type, scale, scale_format)
 
@@ -126,7 +125,7 @@ def quantize_tokens(
     x: jax.Array,
     format: str,
     *,
-    element_type: str = "e4m3",
+    element_type: str | None = None,
     scale: jax.Array | None = None,
     scale_format: str = "float32",
 ) -> QuantizedArray:
@@ -139,7 +138,8 @@ def quantize_tokens(
     Args:
       x: [R, K] bfloat16, float16 or float32.
       format: "fp8_tensor", "fp8_channel" or "fp8_block".
-      element_type: "e4m3" (float8_e4m3fn); for "fp8_tensor" also "e5m2".
+      element_type: the usual one of the format by default: "e4m3" (float8_e4m3fn) in FP8, where
+        "fp8_tensor" has "e5m2" too.
       scale: float32, [], [R] or [R, ceil(K / 128)], a static scale used instead of the formula. One
         outside [2^-126, 2^126] becomes NaN, with its values.
       scale_format: "float32", or "e8m0" to round each scale up to a power of two (still float32).
@@ -162,7 +162,10 @@ def quantize_tokens(
     """
     op = "quantize_tokens"
     _checks.check_rank(op, "x", x, "R,K")
-    _check_options(op, "x", x, format, element_type, scale, scale_format)
+    element_type = _check_options(op, "x", x, format, element_type, scale, scale_format)
+    if not _formats.QUANTIZED[format].quantizes_tokens:
+        rule = f"format={format!r} is for weights: its tokens are not quantized"
+        raise ValueError(_checks.message(op, rule, x=x))
     return _quantized(op, jnp.asarray(x), format, "tokens", element_type, scale, scale_format)
 
 
@@ -197,21 +200,13 @@ def dequantize(q: QuantizedArray, *, dtype: Any = None) -> jax.Array:
     check_quantized(op, "q", q)
     out_dtype = _float_dtype(op, q.dtype if dtype is None else dtype)
     values, scales = jnp.asarray(q.values), jnp.asarray(q.scales)
-    out = values.astype(jnp.float32)
-    out *= _quantize.spread(scales, values.shape, _shared(q.format, q.layout))
+    out = _formats.QUANTIZED[q.format].decode(values, scales, q.layout == "tokens")
     return (jnp.swapaxes(out, 1, 2) if q.layout == "kn" else out).astype(out_dtype)
 
 
 def scales_shape(format: str, layout: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the shape of the scales of values of the shape `shape` ([E, N, K] or [R, K])."""
-    return _quantize.scales_shape(shape, _shared(format, layout))
-
-
-def _shared(format: str, layout: str) -> str:
-    """What shares a scale in an array of this format and layout."""
-    given = _formats.QUANTIZED[format]
-    scales = given.token_scales if layout == "tokens" else given.weight_scales
-    return _quantize.sharing(scales or "")
+    return _formats.QUANTIZED[format].scales_shape(shape, layout == "tokens")
 
 
 def check_quantized(op: str, name: str, q: Any) -> None:
@@ -219,7 +214,7 @@ def check_quantized(op: str, name: str, q: Any) -> None:
     if not isinstance(q, QuantizedArray):
         raise TypeError(_checks.message(op, f"{name} must be a jaxmoe.QuantizedArray", **{name: q}))
     _checks.check_rank(op, f"{name}.values", q.values, "R,K" if q.layout == "tokens" else "E,N,K")
-    allowed = [_ELEMENT_NAMES[n] for n in _formats.QUANTIZED[q.format].element_types]
+    allowed = [np.dtype(d).name for d in _formats.QUANTIZED[q.format].element_types.values()]
     _checks.check_dtype(op, f"{name}.values", q.values, allowed)
     check_scales(op, f"{name}.scales", q.scales, q.format, q.layout, q.values.shape)
 
@@ -232,6 +227,11 @@ def check_scales(
     _checks.check_shape(
         op, name, scales, scales_shape(format, layout, shape), f"{format}, layout {layout}"
     )
+
+
+def _element_types() -> tuple[str, ...]:
+    """The names of all element types, each once."""
+    return tuple(dict.fromkeys(n for f in _formats.QUANTIZED.values() for n in f.element_types))
 
 
 def _float_dtype(op: str, value: Any) -> np.dtype:
@@ -247,12 +247,15 @@ def _float_dtype(op: str, value: Any) -> np.dtype:
 
 def _check_options(
     op: str, name: str, x: Any, format: Any, element_type: Any, scale: Any, scale_format: Any
-) -> None:
+) -> str:
+    """Checks the options. Returns the element type, by default the usual one of the format."""
     _checks.check_choice(op, "format", format, FORMATS)
-    _checks.check_dtype(op, name, x, _checks.FLOATS)
-    _checks.check_choice(op, "element_type", element_type, tuple(_quantize.ELEMENT_DTYPES))
-    _checks.check_choice(op, "scale_format", scale_format, SCALE_FORMATS)
     allowed = _formats.QUANTIZED[format].element_types
+    _checks.check_dtype(op, name, x, _checks.FLOATS)
+    if element_type is None:
+        element_type = next(iter(allowed))
+    _checks.check_choice(op, "element_type", element_type, _element_types())
+    _checks.check_choice(op, "scale_format", scale_format, SCALE_FORMATS)
     if element_type not in allowed:
         those = [f.name for f in _formats.QUANTIZED.values() if element_type in f.element_types]
         rule = (
@@ -265,6 +268,7 @@ def _check_options(
             f"scale_format={scale_format!r} must be 'float32' if scale is given: it is not rounded"
         )
         raise ValueError(_checks.message(op, rule, scale=scale))
+    return element_type
 
 
 def _quantized(
@@ -281,12 +285,12 @@ def _quantized(
         scale = np.asarray(scale) if isinstance(scale, np.generic) else scale
         check_scales(op, "scale", scale, format, layout, x.shape)
         scale = _without_derivative(jnp.asarray(scale), op)
-    values, scales = _quantize.quantize(
+    values, scales = _formats.QUANTIZED[format].encode(
         _without_derivative(x, op),
         scale,
-        shared=_shared(format, layout),
         element_type=element_type,
         e8m0=scale_format == "e8m0",
+        tokens=layout == "tokens",
     )
     return QuantizedArray(values, scales, format, layout, np.dtype(x.dtype))
 

@@ -45,12 +45,13 @@ class Format:
 
     Attributes:
       name: what users call it.
-      code: what the kernels call it; the extension exports the same table.
+      code: what the kernels call it, -1 if there are none; the extension exports the same table.
       weight_scales: dimensions of the scales of weights [E, N, K], as einsum letters: "" without
         scales, "e", "e n", or "e p q" for blocks of `block` along N and K.
       token_scales: the same of tokens [R, K]: "", "t", "t q"; None if tokens are not quantized.
       block: elements of an axis that share a scale, where blocks do; no axis is divided inside one.
-      element_types: what values may be stored as, the usual one first; none for plain arrays.
+      stored: what values may be stored as, names and dtypes, the usual one first; none for plain
+        arrays.
       static_scales: whether checkpoints may bring scales of the activations.
       composed: whether the layer is made of other ops, which are CUDA's too.
       expands: whether those ops are divided over a mesh each by itself, not the layer as a whole.
@@ -59,11 +60,11 @@ class Format:
     """
 
     name: str
-    code: int = 0
+    code: int = -1
     weight_scales: str = ""
     token_scales: str | None = None
     block: int = 1
-    element_types: tuple[str, ...] = ()
+    stored: tuple[tuple[str, Any], ...] = ()
     static_scales: bool = False
     composed: bool = False
     expands: bool = False
@@ -73,7 +74,12 @@ class Format:
     @property
     def quantized(self) -> bool:
         """Whether weights are a `jaxmoe.QuantizedArray`, values with scales, stored [E, N, K]."""
-        return bool(self.element_types)
+        return bool(self.stored)
+
+    @property
+    def element_types(self) -> dict[str, Any]:
+        """The dtypes that values may have, by name."""
+        return dict(self.stored)
 
     @property
     def quantizes_tokens(self) -> bool:
@@ -84,6 +90,52 @@ class Format:
     def one_token_scale(self) -> bool:
         """Whether all tokens share a scale, which is made of all of them."""
         return self.token_scales == ""
+
+    def scales_of(self, tokens: bool) -> str:
+        """The dimensions of the scales of tokens, or of weights."""
+        return (self.token_scales if tokens else self.weight_scales) or ""
+
+    def scales_shape(self, shape: tuple[int, ...], tokens: bool) -> tuple[int, ...]:
+        """The shape of the scales of values of the shape `shape`, [R, K] or [E, N, K]."""
+        names = ("t", "q") if tokens else ("e", "n", "q")
+        sizes = dict(zip(names, shape, strict=True))
+        sizes |= {"q": -(-shape[-1] // self.block), "p": -(-shape[-2] // self.block)}
+        return tuple(sizes[letter] for letter in letters(self.scales_of(tokens)))
+
+    def spread(self, scales: jax.Array, shape: tuple[int, ...], tokens: bool) -> jax.Array:
+        """Gives each element of values of the shape `shape` the scale that it shares."""
+        names = letters(self.scales_of(tokens))
+        for letter, axis in (("p", len(shape) - 2), ("q", len(shape) - 1)):
+            if letter in names:
+                scales = repeat_blocks(scales, axis, self.block, shape[axis])
+        scales = scales.reshape(scales.shape + (1,) * (len(shape) - scales.ndim))
+        return jnp.broadcast_to(scales, shape)
+
+    def encode(
+        self, x: jax.Array, scale: jax.Array | None, *, element_type: str, e8m0: bool, tokens: bool
+    ) -> tuple[jax.Array, jax.Array]:
+        """Quantizes tokens [R, K] or weights [E, N, K]: their values and scales.
+
+        `scale` holds the scales if the caller gives them; `e8m0` asks for powers of two.
+        """
+        del x, scale, element_type, e8m0, tokens
+        raise TypeError(f"{self.name} has no quantized values")
+
+    def decode(self, values: jax.Array, scales: jax.Array, tokens: bool) -> jax.Array:
+        """What values and scales stand for, float32."""
+        return values.astype(jnp.float32) * self.spread(scales, values.shape, tokens)
+
+    def multiply(
+        self, x: jax.Array, x_scales: jax.Array | None, w: jax.Array, w_scales: jax.Array
+    ) -> jax.Array:
+        """The product of rows [B, K] and the weights [N, K] of one expert, [B, N] float32.
+
+        Scales of a tensor or of a row multiply the sum; others are in the weights it is made of.
+        """
+        if "q" in self.weight_scales:
+            w, w_scales = self.decode(w[None], w_scales[None], tokens=False)[0], jnp.float32(1)
+        out = dot(x, w) * w_scales.reshape(-1)[None, :]
+        return out if x_scales is None else out * x_scales.reshape(-1, 1)
 
     def tokens(self, x: jax.Array, scale: jax.Array | None = None) -> Tokens:
         """Returns rows [R, K] as products read them, with a static scale if there is one."""
@@ -128,6 +180,28 @@ class Format:
         if letters is None:
             return False
         return (k and "q" not in letters) or (rows and "t" not in letters)
+
+
+def repeat_blocks(scales: jax.Array, axis: int, block: int, size: int) -> jax.Array:
+    """Repeats each element along `axis` for its block, of `size` elements together."""
+    first, rest = scales.shape[:axis], scales.shape[axis + 1 :]
+    num_blocks = scales.shape[axis]
+    # not jnp.repeat, which refuses axes that are split over an Explicit mesh
+    scales = jnp.expand_dims(scales, axis + 1)
+    scales = jnp.broadcast_to(scales, (*first, num_blocks, block, *rest))
+    scales = scales.reshape(*first, num_blocks * block, *rest)
+    return jax.lax.slice_in_dim(scales, 0, size, axis=axis) if size % block else scales
+
+
+def dot(a: jax.Array, b: jax.Array) -> jax.Array:
+    """a [..., M, K] times b [..., N, K] in float32, which holds every narrow value exactly."""
+    batch = tuple(range(a.ndim - 2))
+    return jax.lax.dot_general(
+        a.astype(jnp.float32),
+        b.astype(jnp.float32),
+        (((a.ndim - 1,), (b.ndim - 1,)), (batch, batch)),
+        preferred_element_type=jnp.float32,
+    )
 
 
 def letters(text: str) -> tuple[str, ...]:

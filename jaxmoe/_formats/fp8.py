@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmoe._formats import quantization
-from jaxmoe._formats.base import Format, Gradient, Tokens
+from jaxmoe._formats.base import Format, Gradient, Tokens, dot
 
 BLOCK = quantization.BLOCK
 PROMOTED_K = 2048  # products over more elements promote their sums by default
@@ -38,16 +38,28 @@ class Fp8(Format):
         """float8_e4m3fn, whatever weights are."""
         return jnp.dtype(jnp.float8_e4m3fn)
 
+    def encode(
+        self, x: jax.Array, scale: jax.Array | None, *, element_type: str, e8m0: bool, tokens: bool
+    ) -> tuple[jax.Array, jax.Array]:
+        """Quantizes tokens [R, K] or weights [E, N, K]: their values and scales."""
+        shared = quantization.sharing(self.scales_of(tokens))
+        return quantization.quantize(x, scale, shared=shared, element_type=element_type, e8m0=e8m0)
+
     def tokens(self, x: jax.Array, scale: jax.Array | None = None) -> Tokens:
         """Quantizes rows, with a static scale if there is one."""
-        values, scales = quantization.quantize(
-            x,
-            scale,
-            shared=quantization.sharing(self.token_scales or ""),
-            element_type="e4m3",
-            e8m0=False,
-        )
-        return Tokens(values, scales)
+        return Tokens(*self.encode(x, scale, element_type="e4m3", e8m0=False, tokens=True))
+
+    def multiply(
+        self, x: jax.Array, x_scales: jax.Array | None, w: jax.Array, w_scales: jax.Array
+    ) -> jax.Array:
+        """Scales each 128 of k apart, where they have scales of their own."""
+        if not self.scaled_by_step:
+            return super().multiply(x, x_scales, w, w_scales)
+        assert x_scales is not None
+        padding = ((0, 0), (0, x_scales.shape[1] * BLOCK - x.shape[1]))
+        x, w = (jnp.pad(a, padding).reshape(a.shape[0], -1, BLOCK).swapaxes(0, 1) for a in (x, w))
+        w_scales = jnp.repeat(w_scales, BLOCK, axis=0)[: w.shape[1]]
+        return (dot(x, w) * x_scales.T[:, :, None] * w_scales.T[:, None, :]).sum(axis=0)
 
     def by_row(self, values: jax.Array, scales: Any) -> tuple[Format, Any]:
         """The format, and the scales of weights, in which each token has a scale of its own."""
@@ -74,6 +86,7 @@ class Fp8(Format):
         return None
 
 
+_E4M3 = ("e4m3", jnp.float8_e4m3fn)
 _FORWARD_ONLY = Gradient(refused=_REFUSED)
 
 FP8_TENSOR = Fp8(
@@ -81,7 +94,7 @@ FP8_TENSOR = Fp8(
     code=1,
     weight_scales="e",
     token_scales="",
-    element_types=("e4m3", "e5m2"),
+    stored=(_E4M3, ("e5m2", jnp.float8_e5m2)),
     static_scales=True,
     gradient=_FORWARD_ONLY,
 )
@@ -90,7 +103,7 @@ FP8_CHANNEL = Fp8(
     code=2,
     weight_scales="e n",
     token_scales="t",
-    element_types=("e4m3",),
+    stored=(_E4M3,),
     gradient=_FORWARD_ONLY,
 )
 FP8_BLOCK = Fp8(
@@ -99,7 +112,7 @@ FP8_BLOCK = Fp8(
     weight_scales="e p q",
     token_scales="t q",
     block=BLOCK,
-    element_types=("e4m3",),
+    stored=(_E4M3,),
     gradient=_FORWARD_ONLY,
     scaled_by_step=True,
 )

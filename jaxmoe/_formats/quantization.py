@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jaxmoe import _primitive, _sharding, _targets
 from jaxmoe._codes import choice
+from jaxmoe._formats.base import repeat_blocks
 
 BLOCK = 128  # elements of a block along each axis that has blocks
 MIN_SCALE, MAX_SCALE = 2.0**-126, 2.0**126  # both, and what 1 / scale gives, are normal float32
@@ -47,14 +48,7 @@ def spread(scales: jax.Array, shape: tuple[int, ...], shared: str) -> jax.Array:
         return jnp.broadcast_to(scales, shape)
     for axis in _BLOCK_AXES[shared]:
         axis += len(shape)
-        first, rest = scales.shape[:axis], scales.shape[axis + 1 :]
-        num_blocks = scales.shape[axis]
-        # not jnp.repeat, which refuses axes that are split over an Explicit mesh
-        scales = jnp.expand_dims(scales, axis + 1)
-        scales = jnp.broadcast_to(scales, (*first, num_blocks, BLOCK, *rest))
-        scales = scales.reshape(*first, num_blocks * BLOCK, *rest)
-        if shape[axis] % BLOCK:
-            scales = jax.lax.slice_in_dim(scales, 0, shape[axis], axis=axis)
+        scales = repeat_blocks(scales, axis, BLOCK, shape[axis])
     return scales
 
 
