@@ -216,8 +216,8 @@ class Workload {
     layer.x = x_.get();
     layer.expert_ids = ExpertIds(turn);
     layer.weights = routing_weights_.get();
-    layer.w_gate_up = weights_.gate_up(turn);
-    layer.w_down = weights_.down(turn);
+    layer.gate_up = Weights(weights_.gate_up(turn), tile);
+    layer.down = Weights(weights_.down(turn), down);  // LaunchMoeMlp drops `gather`
     layer.residual = y_.get();
     layer.y = y_.get();
     layer.rows = rows_.get();
@@ -229,12 +229,7 @@ class Workload {
     layer.intermediate = model_.intermediate;
     layer.num_experts = model_.num_experts;
     layer.num_local_experts = model_.num_experts;
-    layer.num_gate_up_weights = model_.num_experts;
-    layer.num_down_weights = model_.num_experts;
-    layer.layout = weights_.layout();
     layer.activation = Swiglu();
-    layer.gemm1 = tile;
-    layer.gemm2 = down;  // LaunchMoeMlp drops `gather`
     return layer;
   }
 
@@ -245,6 +240,15 @@ class Workload {
     activation.c1 = 1.0f;
     activation.limit = INFINITY;
     return activation;
+  }
+
+  MlpWeights Weights(const bf16* values, const TileConfig& tile) const {
+    MlpWeights weights;
+    weights.values = values;
+    weights.count = model_.num_experts;
+    weights.layout = weights_.layout();
+    weights.tile = tile;
+    return weights;
   }
 
   int* Index(int turn) const { return index_.get() + index_stride_ * (turn % kRoutings); }

@@ -265,8 +265,7 @@ __device__ __forceinline__ void StoreMatrix2Transposed(void* row, uint32_t a, ui
       : "memory");
 }
 
-// Stores four of them, or transposed: lanes 8 i to 8 i + 7 give the addresses of the rows of
-// matrix i.
+// Stores four of them as they are: lanes 8 i to 8 i + 7 give the addresses of the rows of matrix i.
 __device__ __forceinline__ void StoreMatrix4(
     void* row, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   asm volatile(
@@ -276,16 +275,6 @@ __device__ __forceinline__ void StoreMatrix4(
       "r"(c),
       "r"(d)
       : "memory");
-}
-__device__ __forceinline__ void StoreMatrix4Transposed(
-    void* row, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                   SmemAddress(row)),
-               "r"(a),
-               "r"(b),
-               "r"(c),
-               "r"(d)
-               : "memory");
 }
 
 template <class Element>

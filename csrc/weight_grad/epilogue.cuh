@@ -21,8 +21,6 @@ class TgmmEpilogue {
                           int consumer,
                           int thread)
       : args_(args),
-        consumer_(consumer),
-        thread_(thread),
         warp_(thread / 32),
         lane_(thread % 32),
         staging_(smem.staging(consumer)),
@@ -33,33 +31,25 @@ class TgmmEpilogue {
   }
 
   __device__ __forceinline__ void Run(Sums& sums) const {
-    if (args_.out_f32) {
-      args_.transposed ? RunAs<float, true>(sums) : RunAs<float, false>(sums);
-    } else {
-      args_.transposed ? RunAs<Element, true>(sums) : RunAs<Element, false>(sums);
-    }
+    args_.out_f32 ? RunAs<float>(sums) : RunAs<Element>(sums);
   }
 
  private:
   static constexpr int kHalf = T::kN / 2;
   static constexpr int kGroups = T::kN / 8;  // of 8 columns
 
-  template <class Out, bool kTransposed>
+  template <class Out>
   __device__ __forceinline__ void RunAs(Sums& sums) const {
-    if (args_.accumulate) AddOld<Out, kTransposed>(sums);
+    if (args_.accumulate) AddOld<Out>(sums);
     if constexpr (sizeof(Out) == 4) {
-      StoreFloats<kTransposed>(sums);
-    } else if constexpr (kTransposed) {
-      StoreTransposed(sums);
+      StoreFloats(sums);
     } else {
       StoreRows(sums);
     }
   }
 
-  template <bool kTransposed>
   __device__ __forceinline__ int64_t Offset(int m, int n) const {
-    return weight_ + (kTransposed ? static_cast<int64_t>(n) * args_.m + m
-                                  : static_cast<int64_t>(m) * args_.n + n);
+    return weight_ + static_cast<int64_t>(m) * args_.n + n;
   }
 
   // Sum 4 * group + e.
@@ -70,7 +60,7 @@ class TgmmEpilogue {
     return n_ + group * 8 + lane_ % 4 * 2 + e % 2;
   }
 
-  template <class Out, bool kTransposed>
+  template <class Out>
   __device__ __forceinline__ void AddOld(Sums& sums) const {
     const Out* out = static_cast<const Out*>(args_.out);
 #pragma unroll
@@ -80,7 +70,7 @@ class TgmmEpilogue {
         const int m = Row(e);
         const int n = Column(group, e);
         if (m < args_.m && n < args_.n) {
-          const Out old = out[Offset<kTransposed>(m, n)];
+          const Out old = out[Offset(m, n)];
           if constexpr (sizeof(Out) == 4) {
             sums[4 * group + e] += old;
           } else {
@@ -91,23 +81,17 @@ class TgmmEpilogue {
     }
   }
 
-  template <bool kTransposed>
   __device__ __forceinline__ void StoreFloats(const Sums& sums) const {
     float* out = static_cast<float*>(args_.out);
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) {
 #pragma unroll
-      for (int e = 0; e < 4; e += kTransposed ? 1 : 2) {
+      for (int e = 0; e < 4; e += 2) {
         const int m = Row(e);
         const int n = Column(group, e);
         if (m < args_.m && n < args_.n) {
           const float* sum = &sums[4 * group + e];
-          float* at = out + Offset<kTransposed>(m, n);
-          if constexpr (kTransposed) {
-            __stcs(at, sum[0]);
-          } else {
-            __stcs(reinterpret_cast<float2*>(at), make_float2(sum[0], sum[1]));
-          }
+          __stcs(reinterpret_cast<float2*>(out + Offset(m, n)), make_float2(sum[0], sum[1]));
         }
       }
     }
@@ -141,39 +125,9 @@ class TgmmEpilogue {
         const int row = 2 * pass + lane_ / kPieces;
         const uint4 piece =
             *reinterpret_cast<const uint4*>(staging + Swizzled(row, kPieces, lane_ % kPieces));
-        Store16(m_ + warp_ * 16 + row, n, Offset<false>(m_ + warp_ * 16 + row, n), piece);
+        Store16(m_ + warp_ * 16 + row, n, Offset(m_ + warp_ * 16 + row, n), piece);
       }
       __syncwarp();  // the staging is free for the next half, or tile
-    }
-  }
-
-  // The warpgroup together: half of N, of which each is a row of dw, by its 64 of M.
-  __device__ __forceinline__ void StoreTransposed(const Sums& sums) const {
-    constexpr int kPieces = 64 / 8;
-    constexpr int kRowsPerPass = 128 / kPieces;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-#pragma unroll
-      for (int j = 0; j < kHalf / 16; ++j) {
-        const float* s = &sums[half * kHalf / 2 + 8 * j];
-        const int row = 16 * j + lane_ / 16 * 8 + lane_ % 8;
-        ptx::StoreMatrix4Transposed(staging_ + Swizzled(row, kPieces, 2 * warp_ + lane_ / 8 % 2),
-                                    ptx::Pack2<Element>(s[0], s[1]),
-                                    ptx::Pack2<Element>(s[2], s[3]),
-                                    ptx::Pack2<Element>(s[4], s[5]),
-                                    ptx::Pack2<Element>(s[6], s[7]));
-      }
-      Sync();
-      const int m = m_ + thread_ % kPieces * 8;
-#pragma unroll
-      for (int pass = 0; pass < kHalf / kRowsPerPass; ++pass) {
-        const int row = pass * kRowsPerPass + thread_ / kPieces;
-        const int n = n_ + half * kHalf + row;
-        const uint4 piece =
-            *reinterpret_cast<const uint4*>(staging_ + Swizzled(row, kPieces, thread_ % kPieces));
-        Store16(m, n, Offset<true>(m, n), piece);
-      }
-      Sync();
     }
   }
 
@@ -185,11 +139,7 @@ class TgmmEpilogue {
     }
   }
 
-  __device__ __forceinline__ void Sync() const { ptx::NamedBarrierSync(1 + consumer_, 128); }
-
   const TgmmArgs& args_;
-  const int consumer_;
-  const int thread_;
   const int warp_;
   const int lane_;
   uint8_t* const staging_;

@@ -4,9 +4,9 @@
 //
 // Rows t are the contraction: both operands lie in shared memory as in global memory, a row of t
 // after the other, which is wgmma's MN-major. Persistent CTAs of 384 threads: warp 0 schedules, one
-// thread of warp 1 loads, or if an operand is gathered warps 1 to 3 do, and two warpgroups
-// multiply. A k loop may be four steps long, so the epilogue counts: the first consumer warpgroup
-// is a few steps ahead of the second, and the tensor cores always have one of them.
+// thread of warp 1 loads, and two warpgroups multiply. A k loop may be four steps long, so the
+// epilogue counts: the first consumer warpgroup is a few steps ahead of the second, and the tensor
+// cores always have one of them.
 //
 // Shared memory: 192 KB of stages, 32 KB for the sums on their way out. Bytes that bind: dw once,
 // and 384 columns of both operands for each row and tile from L2, 256 in pairs of CTAs.
@@ -23,11 +23,8 @@ class TgmmMainloop {
  public:
   using Sums = float[T::kAccumulators];
 
-  __device__ TgmmMainloop(const TgmmArgs& args,
-                          const TgmmStorage<T>& smem,
-                          int consumer,
-                          int thread)
-      : smem_(smem), gather_(args.gather), consumer_(consumer), thread_(thread) {}
+  __device__ TgmmMainloop(const TgmmStorage<T>& smem, int consumer, int thread)
+      : smem_(smem), consumer_(consumer), thread_(thread) {}
 
   // Tells `ahead` when it is kLead steps in, as the first of the warpgroups.
   __device__ __forceinline__ void Run(int steps,
@@ -41,7 +38,7 @@ class TgmmMainloop {
       int slices = T::kSlices;
       int previous = -1;
       for (; step < steps; ++step) {
-        Wait(stage);
+        ptx::BarrierWait(smem_.full(stage.index), stage.parity);
         slices = (rows.count() + T::kSliceRows - 1) / T::kSliceRows;
         if (slices < T::kSlices) break;
         ptx::FenceAccumulator(sums);
@@ -86,13 +83,6 @@ class TgmmMainloop {
   static constexpr cute::SM90::GMMA::Major kMN = cute::SM90::GMMA::Major::MN;
   static constexpr int kSliceBytes = T::kSliceRows * T::kBoxColumns * 2;
 
-  __device__ __forceinline__ void Wait(const PipelineState<T::kStages>& stage) const {
-    ptx::BarrierWait(smem_.full(stage.index), stage.parity);
-    // Rows copied by threads were written through the generic proxy, wgmma reads through the
-    // async one.
-    if (gather_) ptx::FenceProxyAsync();
-  }
-
   __device__ __forceinline__ void Issue(int stage, int slice, bool accumulate, Sums& sums) const {
     const uint32_t m = ptx::SmemAddress(smem_.m_side(stage)) + consumer_ * T::kBoxBytes;
     const uint32_t n = ptx::SmemAddress(smem_.n_side(stage));
@@ -108,7 +98,6 @@ class TgmmMainloop {
   }
 
   const TgmmStorage<T>& smem_;
-  const bool gather_;
   const int consumer_;
   const int thread_;
 };
@@ -119,7 +108,7 @@ __device__ __forceinline__ void RunTgmmConsumer(const TgmmArgs& args,
                                                 int consumer) {
   const int thread = threadIdx.x % 128;
   const int lane = thread % 32;
-  const TgmmMainloop<T> mainloop(args, smem, consumer, thread);
+  const TgmmMainloop<T> mainloop(smem, consumer, thread);
   PipelineState<T::kStages> stage;
   ForEachTile(smem, lane, [&](const TileInfo& info, const auto& slot) {
     const int steps = StepsOfTile<T>(info);
@@ -144,13 +133,13 @@ __global__ void __launch_bounds__(T::kThreads, 1)
 
   if (warp == 0 && lane == 0) {
     for (int s = 0; s < T::kStages; ++s) {
-      ptx::BarrierInit(smem.full(s), 1 + (args.gather ? 32 * T::kGatherWarps : 0));
+      ptx::BarrierInit(smem.full(s), 1);
       ptx::BarrierInit(smem.empty(s), 4 * T::kConsumers * T::kMulticast);
     }
     for (int s = 0; s < T::kRing; ++s) {
       ptx::BarrierInit(smem.ring_full(s), 1);
-      const int warps = (args.gather ? T::kGatherWarps : 1) + 4 * T::kConsumers;
-      ptx::BarrierInit(smem.ring_empty(s), T::kCluster * warps);
+      // The loading thread, and the warps of the consumers.
+      ptx::BarrierInit(smem.ring_empty(s), T::kCluster * (1 + 4 * T::kConsumers));
       ptx::BarrierInit(smem.ahead(s), 1);
     }
     ptx::BarrierInitFence();
@@ -168,8 +157,6 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     cutlass::arch::warpgroup_reg_dealloc<T::kProducerRegisters>();
     if (warp == 0) {
       if (T::kCluster == 1 || ptx::ClusterRank() == 0) RunTgmmScheduler<T>(args, smem, lane);
-    } else if (args.gather) {
-      RunTgmmGatherer<T>(args, smem, warp - 1, lane);
     } else if (warp == 1 && lane == 0) {
       RunTgmmLoader<T>(args, smem);
     }

@@ -61,7 +61,7 @@ __device__ void RunTgmmScheduler(const TgmmArgs& args, const TgmmStorage<T>& sme
   }
 }
 
-// Issues the bulk copies of a step, as one thread: both operands, or if M is gathered N alone.
+// Issues the bulk copies of a step, as one thread.
 template <class T>
 class TgmmLoader {
  public:
@@ -78,16 +78,14 @@ class TgmmLoader {
                                        const StepRows<T>& rows,
                                        int stage) const {
     uint64_t* full = smem_.full(stage);
-    ptx::BarrierArriveExpectTx(full, T::kNBytes + (args_.gather ? 0 : T::kMBytes));
+    ptx::BarrierArriveExpectTx(full, T::kMBytes + T::kNBytes);
     const int before = rows.count() - T::kStepRows;  // row -1 of the group and those before: zeros
     const int c2 = rows.row();
-    if (!args_.gather) {
 #pragma unroll
-      for (int b = 0; b < T::kMBoxes; ++b) {
-        const int c0 = place.m_tile * T::kM + b * T::kBoxColumns;
-        uint8_t* dst = smem_.m_side(stage) + b * T::kBoxBytes;
-        ptx::TmaLoad3D(dst, &args_.m_map, full, c0, before, c2, policy_);
-      }
+    for (int b = 0; b < T::kMBoxes; ++b) {
+      const int c0 = place.m_tile * T::kM + b * T::kBoxColumns;
+      uint8_t* dst = smem_.m_side(stage) + b * T::kBoxBytes;
+      ptx::TmaLoad3D(dst, &args_.m_map, full, c0, before, c2, policy_);
     }
 #pragma unroll
     for (int b = first_box_; b < first_box_ + kBoxes; ++b) {
@@ -111,7 +109,7 @@ class TgmmLoader {
   const int first_box_;
 };
 
-// The whole life of the loading thread, where nothing is gathered.
+// The whole life of the loading thread.
 template <class T>
 __device__ void RunTgmmLoader(const TgmmArgs& args, const TgmmStorage<T>& smem) {
   const TgmmLoader<T> loader(args, smem);
@@ -127,68 +125,6 @@ __device__ void RunTgmmLoader(const TgmmArgs& args, const TgmmStorage<T>& smem) 
     }
     slot.Release();
   });
-}
-
-// One of the gathering warps: the operand of the M side by 16-byte copies, a warp two rows at a
-// time, swizzled by hand. Rows before those of the step, or whose index is out of range, are
-// zeros. The last of the warps loads N as well, and has a pair of rows less.
-template <class T>
-__device__ void RunTgmmGatherer(const TgmmArgs& args,
-                                const TgmmStorage<T>& smem,
-                                int warp,
-                                int lane) {
-  constexpr int kChunks = T::kM / 8;  // of 16 bytes, in a row
-  static_assert(kChunks == 16, "half a warp a row");
-  constexpr int kPairs = T::kStepRows / 2;
-  constexpr int kPasses = (kPairs + T::kGatherWarps - 1) / T::kGatherWarps;
-  static_assert(2 * kPasses <= 32, "a lane for the index of each row of a warp");
-  const bool loads = warp == T::kGatherWarps - 1;
-  const TgmmLoader<T> loader(args, smem);
-  const int chunk = lane % kChunks;
-  const int row_chunks = args.m / 8;
-  const uint4* operand = static_cast<const uint4*>(args.m_operand);
-  // Pass i copies rows 2 * (warp + 3 i) and the next; lanes 2 i and 2 i + 1 have their indices.
-  const int my_row = 2 * (warp + T::kGatherWarps * (lane / 2)) + lane % 2;
-  const auto load_index = [&](const StepRows<T>& rows) {
-    const int row = my_row - T::kStepRows + rows.count();
-    return row >= 0 && my_row < T::kStepRows ? args.row_index[rows.row() + row] : -1;
-  };
-  PipelineState<T::kStages> stage;
-  ForEachTile(smem, lane, [&](const TileInfo& info, const auto& slot) {
-    const TgmmPlace place = TgmmPlace::Of(info);
-    const int column = place.m_tile * kChunks + chunk;
-    const bool inside = column < row_chunks;
-    const int steps = StepsOfTile<T>(info);
-    StepRows<T> rows(args, info);
-    int next_index = steps > 0 ? load_index(rows) : -1;
-    for (int step = 0; step < steps; ++step) {
-      const int index = next_index;
-      ptx::BarrierWait(smem.empty(stage.index), stage.parity ^ 1);
-      if (loads && lane == 0) loader.Load(place, rows, stage.index);
-      __syncwarp();
-      if (step + 1 < steps) {
-        rows.Advance();
-        next_index = load_index(rows);  // arrives while this step is copied
-      }
-      const uint32_t dst = ptx::SmemAddress(smem.m_side(stage.index)) + chunk / 8 * T::kBoxBytes;
-#pragma unroll
-      for (int i = 0; i < kPasses; ++i) {
-        const int pair = warp + T::kGatherWarps * i;
-        const int source_row = __shfl_sync(0xffffffffu, index, 2 * i + lane / 16);
-        if (pair < kPairs) {
-          const int row = 2 * pair + lane / 16;
-          const bool valid = inside && source_row >= 0 && source_row < args.gathered_rows;
-          const int64_t at = static_cast<int64_t>(source_row) * row_chunks + column;
-          ptx::CopyAsync16(
-              dst + row * 128 + ((chunk ^ row) % 8) * 16, valid ? operand + at : operand, valid);
-        }
-      }
-      ptx::CopyAsyncArrive(smem.full(stage.index));
-      stage.Advance();
-    }
-    slot.Release();
-  });
-  ptx::CopyAsyncWaitAll();  // no copy outlives its thread
 }
 
 }  // namespace jaxmoe

@@ -66,34 +66,19 @@ const char* LaunchTgmm(const TgmmProblem& p, const TgmmConfig& config, cudaStrea
     return "every weight must have as many groups";
   }
 
-  // The gathered operand is the narrow side of the tile, which takes half of the copies.
-  const bool transposed = p.gathered == GatheredOperand::kDy;
   TgmmArgs args{};
-  args.gather = p.gathered != GatheredOperand::kNone;
-  args.transposed = transposed;
-  args.m = transposed ? p.n : p.k;
-  args.n = transposed ? p.k : p.n;
-  const void* m_operand = transposed ? p.dy : p.x;
-  const void* n_operand = transposed ? p.x : p.dy;
+  args.m = p.k;
+  args.n = p.n;
   if (rows > 0) {
-    if (!args.gather) {
-      if (const char* error =
-              EncodeRowsMap(p.dtype, m_operand, rows, args.m, variant->step_rows, &args.m_map)) {
-        return error;
-      }
-    }
-    if (const char* error =
-            EncodeRowsMap(p.dtype, n_operand, rows, args.n, variant->step_rows, &args.n_map)) {
-      return error;
-    }
+    const char* error = EncodeRowsMap(p.dtype, p.x, rows, p.k, variant->step_rows, &args.m_map);
+    if (error != nullptr) return error;
+    error = EncodeRowsMap(p.dtype, p.dy, rows, p.n, variant->step_rows, &args.n_map);
+    if (error != nullptr) return error;
   }
   args.group_starts = p.group_starts;
   args.group_sizes = p.group_sizes;
-  args.row_index = p.row_index;
   args.tile_counter = p.tile_counter;
-  args.m_operand = m_operand;
   args.out = p.dw;
-  args.gathered_rows = p.gathered_rows;
   args.num_weights = p.num_weights;
   args.num_groups = p.num_groups;
   args.groups_per_batch = p.groups_per_batch;

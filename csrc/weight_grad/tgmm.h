@@ -14,8 +14,6 @@
 
 namespace jaxmoe {
 
-enum class GatheredOperand : int { kNone = 0, kX = 1, kDy = 2 };
-
 // Pointers are device pointers.
 struct TgmmProblem {
   DType dtype = DType::kBFloat16;     // of x and dy: bf16 or fp16
@@ -26,9 +24,6 @@ struct TgmmProblem {
   bool accumulate = false;            // adds to dw, in float32 with one rounding
   const int* group_starts = nullptr;  // [num_groups]; with group_sizes null [num_groups + 1]
   const int* group_sizes = nullptr;   // [num_groups] or null: starts[g + 1] - starts[g]
-  const int* row_index = nullptr;     // [batch * rows_per_batch], if an operand is gathered:
-  GatheredOperand gathered{};         // row t is its row row_index[t], or zeros if it has none
-  int64_t gathered_rows = 0;          // rows of the gathered operand
   int* tile_counter = nullptr;        // one int, zero when the kernel starts
   int num_weights = 0;
   int num_groups = 0;

@@ -8,29 +8,24 @@
 
 namespace jaxmoe {
 
-// The kernel's argument block, passed by value in constant memory. M and N are wgmma's sides: x and
-// dy, or if `transposed` dy and x.
+// The kernel's argument block, passed by value in constant memory. M and N are wgmma's sides: x has
+// m columns, dy has n.
 struct TgmmArgs {
-  CUtensorMap m_map;  // EncodeRowsMap; unused when gathering
-  CUtensorMap n_map;
+  CUtensorMap m_map;  // of x: EncodeRowsMap
+  CUtensorMap n_map;  // of dy
   const int* group_starts;
   const int* group_sizes;
-  const int* row_index;
   int* tile_counter;
-  const void* m_operand;  // when gathering
   void* out;
-  int64_t gathered_rows;
   int num_weights;
   int num_groups;
   int groups_per_batch;
   int rows_per_batch;
-  int m;  // columns of the operands
+  int m;
   int n;
   int num_m_tiles;  // of clusters
   int num_n_tiles;
-  int num_tiles;    // of all weights
-  bool gather;      // the operand of the M side, through row_index
-  bool transposed;  // dw has n rows of m
+  int num_tiles;  // of all weights
   bool out_f32;
   bool accumulate;
 };
@@ -47,15 +42,13 @@ struct TgmmTile {
   static constexpr int kCluster = kCluster_;
   static constexpr int kMulticast = kCluster;  // all share the N side
 
-  // 128 x 256 and not 256 x 128: a warpgroup's wgmma of 64 x 256 reads shared memory least, and the
-  // narrower side takes half of the copies when it is gathered.
+  // 128 x 256 and not 256 x 128: a warpgroup's wgmma of 64 x 256 reads shared memory least.
   static constexpr int kM = 128;
   static constexpr int kN = 256;
   static constexpr int kConsumers = 2;  // warpgroups, 64 rows of M each
   // NOTE: no second warpgroup of producers: a wgmma of 64 x 256 needs 154 registers before any
   // setmaxnreg, which 512 threads do not have.
   static constexpr int kThreads = 128 * (1 + kConsumers);
-  static constexpr int kGatherWarps = 3;
   static constexpr int kAccumulators = kN / 2;  // of a thread
 
   static constexpr int kBoxColumns = 64;

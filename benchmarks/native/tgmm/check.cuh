@@ -19,7 +19,6 @@ struct TgmmCase {
   int k = 328;  // ends inside a box, a tile and a cluster of tiles
   int n = 520;
   int loose_rows = 9;  // of a batch, after the last group
-  GatheredOperand gathered = GatheredOperand::kNone;
   bool accumulate = false;
   bool nan = false;      // rows of no group, and all those of odd weights
   bool garbage = false;  // sizes as the kernel gets them are not those that count
@@ -41,7 +40,6 @@ class TgmmCheck {
       for (int g = 0; g < per_batch; ++g) end += c.sizes[b * per_batch + g];
       rows = std::max(rows, end + c.loose_rows);
     }
-    std::mt19937 random(groups + c.k + rows);
     const int64_t total = static_cast<int64_t>(c.batch) * rows;
     std::vector<uint8_t> nan_rows(total, c.nan);
     for (int b = 0; b < c.batch; ++b) {
@@ -67,29 +65,13 @@ class TgmmCheck {
       given_sizes[1] = INT_MIN;
       sizes[1] = 0;
     }
-    // The gathered operand has a NaN row for every row that is to be NaN, else a random one.
-    constexpr int kSourceRows = 301;
-    std::vector<int> index(total);
-    std::vector<uint8_t> nan_source(kSourceRows, 0);
-    nan_source[0] = c.nan;
-    constexpr int kNoRow[] = {-1, kSourceRows, INT_MIN, INT_MAX};
-    for (int64_t t = 0; t < total; ++t) {
-      index[t] = nan_rows[t] ? 0 : 1 + random() % (kSourceRows - 1);
-      if (random() % 8 == 0) index[t] = kNoRow[random() % 4];
-    }
-    const bool gathers_x = c.gathered == GatheredOperand::kX;
-    const bool gathers_dy = c.gathered == GatheredOperand::kDy;
-    const auto starts_d = ToDevice(starts), sizes_d = ToDevice(sizes), index_d = ToDevice(index);
+    const auto starts_d = ToDevice(starts), sizes_d = ToDevice(sizes);
     const auto given_starts_d = ToDevice(given_starts), given_sizes_d = ToDevice(given_sizes);
-    const auto nan_rows_d = ToDevice(nan_rows), nan_source_d = ToDevice(nan_source);
-    const int64_t x_rows = gathers_x ? kSourceRows : total;
-    const int64_t dy_rows = gathers_dy ? kSourceRows : total;
-    const DeviceArray<Element> x(std::max<int64_t>(x_rows, 1) * c.k);
-    const DeviceArray<Element> dy(std::max<int64_t>(dy_rows, 1) * c.n);
-    const uint8_t* nan_x = gathers_x ? nan_source_d.get() : nan_rows_d.get();
-    const uint8_t* nan_dy = gathers_dy ? nan_source_d.get() : nan_rows_d.get();
-    FillRows<Element>(x.get(), x_rows, c.k, 1, nan_x, stream_);
-    FillRows<Element>(dy.get(), dy_rows, c.n, 2, nan_dy, stream_);
+    const auto nan_rows_d = ToDevice(nan_rows);
+    const DeviceArray<Element> x(std::max<int64_t>(total, 1) * c.k);
+    const DeviceArray<Element> dy(std::max<int64_t>(total, 1) * c.n);
+    FillRows<Element>(x.get(), total, c.k, 1, nan_rows_d.get(), stream_);
+    FillRows<Element>(dy.get(), total, c.n, 2, nan_rows_d.get(), stream_);
 
     // dw between two guards, poisoned.
     const size_t count = static_cast<size_t>(c.num_weights) * c.k * c.n;
@@ -113,9 +95,6 @@ class TgmmCheck {
       p.accumulate = c.accumulate;
       p.group_starts = given_starts_d.get();
       p.group_sizes = given_sizes_d.get();
-      p.gathered = c.gathered;
-      p.row_index = c.gathered == GatheredOperand::kNone ? nullptr : index_d.get();
-      p.gathered_rows = kSourceRows;
       p.tile_counter = counter.get();
       p.num_weights = c.num_weights;
       p.num_groups = groups;
@@ -132,9 +111,6 @@ class TgmmCheck {
                     c.accumulate ? old.get() : nullptr,
                     starts_d.get(),
                     sizes_d.get(),
-                    c.gathered == GatheredOperand::kNone ? nullptr : index_d.get(),
-                    c.gathered,
-                    kSourceRows,
                     c.num_weights,
                     groups,
                     c.k,
@@ -176,43 +152,32 @@ inline std::vector<TgmmCase> TgmmCases() {
   const std::vector<int> sizes = {
       0, 1, 7, 16, 17, 0, 0, 31, 64, 65, 96, 100, 127, 128, 129, 257, 400, 0};
   const int e = static_cast<int>(sizes.size());
-  std::vector<TgmmCase> cases;
-  for (GatheredOperand gathered :
-       {GatheredOperand::kNone, GatheredOperand::kX, GatheredOperand::kDy}) {
-    const std::string suffix = gathered == GatheredOperand::kNone ? ""
-                               : gathered == GatheredOperand::kX  ? ", x gathered"
-                                                                  : ", dy gathered";
-    const auto add = [&](TgmmCase c) {
-      c.name += suffix;
-      c.gathered = gathered;
-      cases.push_back(c);
-    };
-    add({"sizes", sizes, e});
-    add({.name = "NaN outside", .sizes = sizes, .num_weights = e, .nan = true});
-    add({.name = "accumulate", .sizes = sizes, .num_weights = e, .accumulate = true});
-    add({.name = "no loose rows", .sizes = sizes, .num_weights = e, .loose_rows = 0});
-    add({.name = "one expert", .sizes = {1500}, .num_weights = 1});
-    add({.name = "one row", .sizes = {1}, .num_weights = 1, .k = 8, .n = 8, .loose_rows = 0});
-    add({.name = "narrow", .sizes = sizes, .num_weights = e, .k = 8, .n = 264});
-    add({.name = "flat", .sizes = sizes, .num_weights = e, .k = 1032, .n = 8});
-    add({.name = "whole tiles", .sizes = {256, 320, 192}, .num_weights = 3, .k = 512, .n = 768});
-    add({.name = "panels", .sizes = {70, 0, 200}, .num_weights = 3, .k = 4616, .n = 4616});
-    add({.name = "batches, weights of their own",
-         .sizes = {3, 70, 0, 129, 64, 20},
-         .num_weights = 6,
-         .batch = 2});
-    add({.name = "batches, shared weights",
-         .sizes = {3, 70, 0, 129, 64, 0, 200, 1, 0},
-         .num_weights = 3,
-         .batch = 3,
-         .nan = true});
-    add({.name = "several groups a weight",
-         .sizes = {3, 70, 0, 129, 0, 0, 64, 20, 1, 5, 0, 90},
-         .num_weights = 4});
-    add({.name = "garbage", .sizes = {30, 20, 100, 50}, .num_weights = 4, .garbage = true});
-    add({.name = "no rows", .sizes = {0, 0}, .num_weights = 2, .loose_rows = 0});
-  }
-  return cases;
+  return {
+      {.name = "sizes", .sizes = sizes, .num_weights = e},
+      {.name = "NaN outside", .sizes = sizes, .num_weights = e, .nan = true},
+      {.name = "accumulate", .sizes = sizes, .num_weights = e, .accumulate = true},
+      {.name = "no loose rows", .sizes = sizes, .num_weights = e, .loose_rows = 0},
+      {.name = "one expert", .sizes = {1500}, .num_weights = 1},
+      {.name = "one row", .sizes = {1}, .num_weights = 1, .k = 8, .n = 8, .loose_rows = 0},
+      {.name = "narrow", .sizes = sizes, .num_weights = e, .k = 8, .n = 264},
+      {.name = "flat", .sizes = sizes, .num_weights = e, .k = 1032, .n = 8},
+      {.name = "whole tiles", .sizes = {256, 320, 192}, .num_weights = 3, .k = 512, .n = 768},
+      {.name = "panels", .sizes = {70, 0, 200}, .num_weights = 3, .k = 4616, .n = 4616},
+      {.name = "batches, weights of their own",
+       .sizes = {3, 70, 0, 129, 64, 20},
+       .num_weights = 6,
+       .batch = 2},
+      {.name = "batches, shared weights",
+       .sizes = {3, 70, 0, 129, 64, 0, 200, 1, 0},
+       .num_weights = 3,
+       .batch = 3,
+       .nan = true},
+      {.name = "several groups a weight",
+       .sizes = {3, 70, 0, 129, 0, 0, 64, 20, 1, 5, 0, 90},
+       .num_weights = 4},
+      {.name = "garbage", .sizes = {30, 20, 100, 50}, .num_weights = 4, .garbage = true},
+      {.name = "no rows", .sizes = {0, 0}, .num_weights = 2, .loose_rows = 0},
+  };
 }
 
 inline bool CheckTgmm(cudaStream_t stream) {

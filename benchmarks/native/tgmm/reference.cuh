@@ -17,12 +17,9 @@ struct TgmmReference {
   const void* x;
   const void* dy;
   const void* dw;
-  const void* old;       // dw before an accumulation, or null
-  const int* starts;     // [num_groups]
-  const int* sizes;      // [num_groups]
-  const int* row_index;  // or null
-  GatheredOperand gathered;
-  int64_t gathered_rows;
+  const void* old;    // dw before an accumulation, or null
+  const int* starts;  // [num_groups]
+  const int* sizes;   // [num_groups]
   int num_weights;
   int num_groups;
   int k;
@@ -67,14 +64,8 @@ __global__ void TgmmReferenceKernel(TgmmReference p, int64_t stride, TgmmErrors*
     for (int g = weight; g < p.num_groups; g += p.num_weights) {
       any |= p.sizes[g] > 0;
       for (int t = p.starts[g] + lane; t < p.starts[g] + p.sizes[g]; t += 32) {
-        const int64_t other = p.row_index == nullptr ? t : p.row_index[t];
-        const bool none = other < 0 || (p.row_index != nullptr && other >= p.gathered_rows);
-        const int64_t x_row = p.gathered == GatheredOperand::kX ? other : t;
-        const int64_t dy_row = p.gathered == GatheredOperand::kDy ? other : t;
-        const bool no_x = none && p.gathered == GatheredOperand::kX;
-        const bool no_dy = none && p.gathered == GatheredOperand::kDy;
-        const double a = no_x ? 0.0 : LoadFloat<Element>(p.x, x_row * p.k + k);
-        const double b = no_dy ? 0.0 : LoadFloat<Element>(p.dy, dy_row * p.n + n);
+        const double a = LoadFloat<Element>(p.x, static_cast<int64_t>(t) * p.k + k);
+        const double b = LoadFloat<Element>(p.dy, static_cast<int64_t>(t) * p.n + n);
         sum += a * b;
         magnitude += fabs(a * b);
       }

@@ -3,9 +3,8 @@
 //   tgmm_bench [--check] [--models a,b] [--tokens 1024,4096] [--clusters 1,2] [--f32]
 //
 // --check: small products of every kind, all elements. A burst is a pause, one untimed call and n
-// timed ones between two events; a time is the median of the bursts, a call. dW1 is [H, 2 I] with x
-// gathered by token, dW2 [I, H] with dy gathered, as in the layer; "in order" has both in memory as
-// the kernel wants them. dense: one product of as many flops, [K, R] by [R, N].
+// timed ones between two events; a time is the median of the bursts, a call. dW1 is [H, 2 I], dW2
+// [I, H], as in the layer. dense: one product of as many flops, [K, R] by [R, N].
 #include <dlfcn.h>
 #include <unistd.h>
 
@@ -172,7 +171,6 @@ struct Product {
   const char* name;
   int k;
   int n;
-  GatheredOperand gathered;
 };
 
 class Bench {
@@ -181,27 +179,20 @@ class Bench {
       : arguments_(arguments), stream_(stream), cublas_(stream), counters_(65536) {}
 
   bool Run(const Model& model, int tokens) {
-    const int rows = tokens * model.top_k;
     std::mt19937 random(1234 + tokens);
     std::vector<int> ids;
     DrawRouting(model, tokens, Skew::kUniform, &random, &ids);
-    std::vector<int> starts(model.num_experts + 1, 0), row_to_token(rows);
+    std::vector<int> starts(model.num_experts + 1, 0);
     for (int id : ids) ++starts[id + 1];
     for (int e = 0; e < model.num_experts; ++e) starts[e + 1] += starts[e];
-    std::vector<int> next(starts.begin(), starts.end() - 1);
-    for (int i = 0; i < rows; ++i) row_to_token[next[ids[i]]++] = i / model.top_k;
     std::vector<int> sizes;
     for (int e = 0; e < model.num_experts; ++e) sizes.push_back(starts[e + 1] - starts[e]);
     const auto starts_d = ToDevice(starts), sizes_d = ToDevice(sizes);
-    const auto index_d = ToDevice(row_to_token);
     bool right = true;
     const int h = model.hidden, i = model.intermediate;
-    for (const Product& product : {Product{"dW1 gather", h, 2 * i, GatheredOperand::kX},
-                                   Product{"dW1 gather nk", 2 * i, h, GatheredOperand::kDy},
-                                   Product{"dW1 in order", h, 2 * i, GatheredOperand::kNone},
-                                   Product{"dW2 gather", i, h, GatheredOperand::kDy},
-                                   Product{"dW2 in order", i, h, GatheredOperand::kNone}}) {
-      right = Measure(model, tokens, product, starts_d, sizes_d, index_d) && right;
+    for (const Product& product :
+         {Product{"dW1", h, 2 * i}, Product{"dW1 nk", 2 * i, h}, Product{"dW2", i, h}}) {
+      right = Measure(model, tokens, product, starts_d, sizes_d) && right;
     }
     return right;
   }
@@ -211,13 +202,10 @@ class Bench {
                int tokens,
                const Product& product,
                const DeviceArray<int>& starts,
-               const DeviceArray<int>& sizes,
-               const DeviceArray<int>& index) {
+               const DeviceArray<int>& sizes) {
     const int rows = tokens * model.top_k;
-    const bool gathers_x = product.gathered == GatheredOperand::kX;
-    const bool gathers_dy = product.gathered == GatheredOperand::kDy;
-    const DeviceArray<bf16> x(static_cast<size_t>(gathers_x ? tokens : rows) * product.k);
-    const DeviceArray<bf16> dy(static_cast<size_t>(gathers_dy ? tokens : rows) * product.n);
+    const DeviceArray<bf16> x(static_cast<size_t>(rows) * product.k);
+    const DeviceArray<bf16> dy(static_cast<size_t>(rows) * product.n);
     const size_t elements = static_cast<size_t>(model.num_experts) * product.k * product.n;
     const DeviceArray<uint8_t> dw(elements * (arguments_.f32 ? 4 : 2));
     FillNormal(x, 1.0f, 1, stream_);
@@ -232,9 +220,6 @@ class Bench {
     p.dw = dw.get();
     p.out_f32 = arguments_.f32;
     p.group_starts = starts.get();
-    p.row_index = index.get();
-    p.gathered = product.gathered;
-    p.gathered_rows = tokens;
     p.num_weights = model.num_experts;
     p.num_groups = model.num_experts;
     p.groups_per_batch = model.num_experts;
@@ -257,9 +242,6 @@ class Bench {
                             nullptr,
                             starts.get(),
                             sizes.get(),
-                            product.gathered == GatheredOperand::kNone ? nullptr : index.get(),
-                            product.gathered,
-                            tokens,
                             model.num_experts,
                             model.num_experts,
                             product.k,
@@ -282,7 +264,7 @@ class Bench {
           100.0 * floor_us / us,
           ok ? "" : "  WRONG");
     }
-    if (product.gathered == GatheredOperand::kNone && cublas_.found()) {
+    if (cublas_.found()) {
       const auto dense = [&] {
         cublas_.Run(
             x.get(), dy.get(), reinterpret_cast<bf16*>(dw.get()), rows, product.k, product.n);
