@@ -31,11 +31,13 @@ PAGES = sorted(
 # is gone.
 REFERENCES = (
     "README.md",
+    "docs/adding_a_format.md",
     "docs/adding_a_kernel.md",
     "docs/expert_parallel.md",
     "docs/numerics.md",
     "docs/routing.md",
     "docs/semantics.md",
+    "docs/sharding.md",
     "docs/training.md",
 )
 # Drawn from committed results.
