@@ -216,6 +216,20 @@ def _anchors(file: Path) -> set[str]:
     return {heading.strip().replace(" ", "-") for heading in plain}
 
 
+def test_code_cites_pages_and_headings_that_exist() -> None:
+    """Comments such as "docs/notes.md#fp8-arrays"."""
+    broken, cited = [], 0
+    folders = ("jaxmoe/**/*.py", "csrc/**/*.*", "benchmarks/**/*.py", "tools/*.py", "examples/*.py")
+    for path in (path for pattern in folders for path in ROOT.glob(pattern)):
+        text = path.read_text(encoding="utf-8")
+        for page, anchor in re.findall(r"\b(docs/\w+\.md)(?:#([\w-]+))?", text):
+            cited += 1
+            missing = not (ROOT / page).exists()
+            if missing or (anchor and anchor not in _anchors(ROOT / page)):
+                broken.append(f"{path.relative_to(ROOT)}: {page}#{anchor}")
+    assert cited and broken == []
+
+
 @pytest.mark.parametrize("page", REFERENCES)
 def test_named_files_exist(page) -> None:
     """Paths such as csrc/ffi/checks.h; a page that names a moved file fails here."""
