@@ -1,6 +1,6 @@
 # Every task of the project; each target works on a fresh clone.
 .DEFAULT_GOAL := help
-.PHONY: demo test test-oldest test-gpu test-multi-gpu test-matrix sanitize bench native-bench lint \
+.PHONY: demo test test-oldest test-gpu test-multi-gpu test-matrix mutation sanitize bench native-bench lint \
   format wheel build-matrix clean help
 
 PYTHON ?=
@@ -33,6 +33,12 @@ test-multi-gpu: $(INSTALLED)  ## Run the tests that need two GPUs or more
 
 test-matrix: $(INSTALLED)  ## Run the tests on the oldest supported jax and on the newest
 	$(BIN)/python tools/test_matrix.py $(ARGS)
+
+mutation: $(INSTALLED)  ## Make mistakes in the package that the tests should notice (ARGS="--sample 50")
+	$(BIN)/python tools/mutation.py plan $(ARGS)
+	$(BIN)/python tools/mutation.py cover
+	$(BIN)/python tools/mutation.py run --end-s inf
+	$(BIN)/python tools/mutation.py report
 
 sanitize: $(INSTALLED)  ## Run a subset of the GPU tests under each compute-sanitizer tool
 	@tools/sanitize.sh
