@@ -1,0 +1,41 @@
+"""What the package and its CUDA extension both know: compared, and named where it differs."""
+
+import re
+
+import pytest
+
+from jaxmoe import _tables, _targets
+
+# Sizes of scratch are compared where the extension has them: here one that each formula gives.
+SIZES = {
+    "plan_scratch": {(3, 30, 7): 1, (1, 262145, 2): 2 * 65},
+    "mlp_index": {(30, 7): 4 + 8 + 32 + 32 + 1},
+    "mlp_floats": {(0, 6, 12, 16, 32): 0, (3, 6, 12, 144, 272): 12 + 36 + 1024},
+}
+
+
+@pytest.mark.skipif(not _targets.cuda_available(), reason="no CUDA extension")
+def test_the_extension_has_the_same_tables():
+    theirs = _targets.tables()
+    assert all(len(theirs[name]) > 1 for name in SIZES)
+    _tables.check(theirs)
+
+
+def test_sizes_of_scratch():
+    ours = _tables.own(SIZES)
+    assert {name: ours[name] for name in SIZES} == SIZES
+
+
+@pytest.mark.parametrize("name", sorted(_tables.own({})))
+def test_a_table_that_differs_is_named(name):
+    theirs = _tables.own({})
+    _tables.check(theirs)
+    theirs[name] = dict.fromkeys(SIZES.get(name, ["another"]), -1)
+    message = f"the CUDA extension is not of this version of the package: its table {name!r} is"
+    with pytest.raises(ImportError, match=re.escape(message)):
+        _tables.check(theirs)
+
+
+def test_an_extension_without_tables_is_refused():
+    with pytest.raises(ImportError, match="is None, not"):
+        _tables.check({})
