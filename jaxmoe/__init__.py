@@ -1,5 +1,6 @@
 """Mixture-of-Experts layers inside `jax.jit`, with CUDA kernels for NVIDIA GPUs."""
 
+from . import _tables as _tables
 from . import checkpoints as checkpoints
 from . import expert_parallel as expert_parallel
 from ._explain import explain as explain

@@ -18,8 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmoe import _gmm, _primitive
-from jaxmoe._codes import choice
-from jaxmoe._heuristics import GemmConfig, gmm_scratch_size
+from jaxmoe._heuristics import GemmConfig
 from jaxmoe.activation import Activation, split_gate_up
 from jaxmoe.permute import permute_p
 
@@ -119,18 +118,15 @@ def _gate_up_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
 
 
 def _attrs(
-    _avals: Any, *, activation: Activation, gate_up: str, weight_layout: str, config: GemmConfig
+    avals: Any, *, activation: Activation, gate_up: str, weight_layout: str, config: GemmConfig
 ) -> dict[str, Any]:
-    return {
-        "weight_layout": choice("layout", weight_layout),
-        "gate_up": choice("gate_up", gate_up),
-        "activation": {"gated": int(activation.gated), **activation.kernel_params()},
-        "config": config.attrs(),
-    }
-
-
-def _scratch(_avals: Any, **_params: Any) -> list[_primitive.Spec]:
-    return [((gmm_scratch_size(),), jnp.int32)]
+    return _gmm.cuda_attrs(
+        config,
+        layout=weight_layout,
+        gather=avals.row_to_token is not None,
+        gate_up=gate_up,
+        activation=activation,
+    )
 
 
 def _reason(avals: Any, **_params: Any) -> str | None:
@@ -151,12 +147,11 @@ gate_up_p = _primitive.define(
     xla=_gate_up,
     batch=functools.partial(_primitive.as_its_ops, _gate_up),
     jvp=_gate_up_jvp,
-    cuda=_primitive.CudaTarget(
-        "jaxmoe_gate_up_v1",
+    cuda=_gmm.cuda_target(
+        "row_to_token",
+        "x",
         attrs=_attrs,
-        scratch=_scratch,
+        scratch=lambda _avals, **_: _gmm.cuda_scratch(),
         reason=_reason,
-        operands=("x", "row_to_token", "w", "bias", "starts", "sizes"),
-        absent={"row_to_token": (1, jnp.int32), "bias": (2, "x")},
     ),
 )

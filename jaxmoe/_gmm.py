@@ -6,16 +6,18 @@ gmm: x [B,T,K], w [W,E,K,N] ("kn") or [W,E,N,K] ("nk"), starts and sizes [B,G] i
   out[b,t] = x[b,t] @ w[i] + bias[i]  for starts[b,g] <= t < starts[b,g] + sizes[b,g],
   i = (b * G + g) mod (W * E) counting the weights of all batches; 0 for the rows of no group
 
-tgmm: x [B,T,K], dy [B,T,N], starts, sizes -> [W,E,K,N]
+tgmm: x [B,T,K], dy [B,T,N], starts, sizes, init [W,E,K,N] or None -> [W,E,K,N]
 
-  dw[i] = sum over the groups of weight i of x[b,t]^T dy[b,t]; exactly 0 where they have no rows
+  dw[i] = init[i] + sum over the groups of weight i of x[b,t]^T dy[b,t]; exactly init[i], or 0,
+  where they have no rows. `init` is added in float32, before the one rounding; on CUDA dw takes its
+  memory
 
 gmm_master: `gmm` of a float32 w and bias, rounded to the dtype of x, whose gradients are float32
 
 Either G = E and W divides B, or W = 1 and E divides G. `vmap` folds into B, so that it becomes
 more groups of one call; weights that are not batched are never copied, and the gradient of `vmap`
 adds up inside one `tgmm`. Ranges are cut to [0, T). Groups of one batch must not overlap: a row of
-two groups is written by one of them. Bilinear without bias.
+two groups is written by one of them. Bilinear without bias and init.
 """
 
 import functools
@@ -26,12 +28,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmoe import _checks, _gmm_sharding, _gmm_xla, _primitive
-from jaxmoe._codes import choice
+from jaxmoe._codes import Choice, choice
+from jaxmoe._formats import PLAIN, Format
 from jaxmoe._heuristics import gmm_config, gmm_scratch_size, tgmm_cluster
+from jaxmoe.activation import ACTIVATIONS, GATE_UP_ORDERS, Activation
 
 _OTHER_LAYOUT = {"kn": "nk", "nk": "kn"}
 MAX_ROWS = 2**31 - 1  # of all batches: rows are counted in int32
 _ROW_BYTES = 16  # what the kernels' loads need rows to be multiples of
+_NO_ACTIVATION = ACTIVATIONS["identity"]
 
 
 def row_reason(op: str, name: str, x: Any, axis: int, itemsize: int | None = None) -> str | None:
@@ -126,8 +131,11 @@ def _tgmm_batch(args: Any, dims: Any, *, weight_shape: tuple[int, int], **params
     inner, num_experts = weight_shape
     if _lead(args.starts, dims.starts)[1] != num_experts:
         return _primitive.one_by_one(tgmm, args, dims, weight_shape=weight_shape, **params)
-    folded = (_fold(a, d, size, inner) for a, d in zip(args, dims, strict=True))
-    (dw,) = tgmm(*folded, weight_shape=(size * inner, num_experts), **params)
+    factors = (_fold(a, d, size, inner) for a, d in zip(args[:4], dims[:4], strict=True))
+    init = args.init
+    if init is not None:
+        init = _merge(_primitive.move_batch_to_front(init, dims.init, size))
+    (dw,) = tgmm(*factors, init, weight_shape=(size * inner, num_experts), **params)
     return (dw.reshape(size, inner, *dw.shape[1:]),), (0,)
 
 
@@ -187,6 +195,7 @@ def _gmm_transpose(
         *factors,
         starts,
         sizes,
+        None,
         weight_shape=w.aval.shape[:2],
         out_dtype=w.aval.dtype,
         precision=precision,
@@ -195,21 +204,20 @@ def _gmm_transpose(
 
 
 def _tgmm_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-    x, dy, starts, sizes = primals
-    tx, tdy, _, _ = tangents
-    terms = []
-    if tx is not None:
-        terms += tgmm(tx, dy, starts, sizes, **params)
-    if tdy is not None:
-        terms += tgmm(x, tdy, starts, sizes, **params)
-    return tgmm(*primals, **params), (functools.reduce(jnp.add, terms),)
+    x, dy, starts, sizes, _ = primals
+    terms = [] if tangents.init is None else [tangents.init]
+    if tangents.x is not None:
+        terms += tgmm(tangents.x, dy, starts, sizes, None, **params)
+    if tangents.dy is not None:
+        terms += tgmm(x, tangents.dy, starts, sizes, None, **params)
+    return tgmm(*primals, **params), (functools.reduce(jnp.add, terms) if terms else None,)
 
 
 def _tgmm_transpose(
     cts: Any, args: Any, *, weight_shape: Any, out_dtype: Any, precision: Any
 ) -> Any:
     del weight_shape, out_dtype
-    x, dy, starts, sizes = args
+    x, dy, starts, sizes, _ = args
     x_is_linear = _primitive.is_linear(x)
     other, linear = (dy, x) if x_is_linear else (x, dy)
     dtype = linear.aval.dtype
@@ -224,7 +232,55 @@ def _tgmm_transpose(
         precision=precision,
         config=None,
     )
-    return (ct, None, None, None) if x_is_linear else (None, ct, None, None)
+    nothing = (None, None, None)
+    return (ct, None, *nothing) if x_is_linear else (None, ct, *nothing)
+
+
+def cuda_target(rows: str, bias_dtype: str, **functions: Any) -> _primitive.CudaTarget:
+    """The FFI call of a grouped product.
+
+    Its operands are x, x_scales, row_index, w, w_scales, bias, starts and sizes, its results out, z
+    and scratch. `rows` is the name of row_index; `bias_dtype` says whose dtype an absent bias has.
+    """
+    return _primitive.CudaTarget(
+        "jaxmoe_grouped_gemm_v1",
+        operands=("x", "x_scales", rows, "w", "w_scales", "bias", "starts", "sizes"),
+        absent={
+            "x_scales": (1, jnp.float32),
+            rows: (1, jnp.int32),
+            "w_scales": (1, jnp.float32),
+            "bias": (2, bias_dtype),
+        },
+        **functions,
+    )
+
+
+def cuda_attrs(
+    config: Any,
+    *,
+    layout: str,
+    gather: bool = False,
+    format: Format = PLAIN,
+    promoted: bool = False,
+    gate_up: str = GATE_UP_ORDERS[0],
+    activation: Activation = _NO_ACTIVATION,
+) -> dict[str, Any]:
+    """Attributes of that call."""
+    return {
+        "layout": choice("layout", layout),
+        "format": Choice(format.code, format.name),
+        "promoted": int(promoted),
+        "gate_up": choice("gate_up", gate_up),
+        "activation": {"gated": int(activation.gated), **activation.kernel_params()},
+        # `gather` of the configuration is for the layer: here the operands say it.
+        "config": {**config.attrs(), "gather": int(gather)},
+    }
+
+
+def cuda_scratch(dtype: Any = None) -> list[_primitive.Spec]:
+    """Results of that call after out; z among them, and absent, if a dtype is given."""
+    counter: list[_primitive.Spec] = [((gmm_scratch_size(),), jnp.int32)]
+    return counter if dtype is None else [((0, 0), dtype), *counter]
 
 
 def _gmm_attrs(avals: Any, *, weight_layout: str, config: Any, **_params: Any) -> dict[str, Any]:
@@ -232,13 +288,7 @@ def _gmm_attrs(avals: Any, *, weight_layout: str, config: Any, **_params: Any) -
     if config is None:
         n = w.shape[3 if weight_layout == "kn" else 2]
         config = gmm_config(x.shape[0] * x.shape[1], starts.size, x.shape[2], n)
-    # Rows are in group order already, whatever the configuration of a fused layer says.
-    tile = {**config.attrs(), "gather": 0}
-    return {"weight_layout": choice("layout", weight_layout), "config": tile}
-
-
-def _gmm_scratch(_avals: Any, **_params: Any) -> list[_primitive.Spec]:
-    return [((gmm_scratch_size(),), jnp.int32)]
+    return cuda_attrs(config, layout=weight_layout)
 
 
 def _gmm_reason(avals: Any, *, out_dtype: Any, **_params: Any) -> str | None:
@@ -276,19 +326,10 @@ def _mixed_reason(x: Any, other: Any) -> str:
     return _checks.message("grouped_gemm", rule, lhs=x, rhs=other)
 
 
-def _tgmm_attrs(avals: Any, **_params: Any) -> dict[str, Any]:
-    return {"cluster": tgmm_cluster(avals.x.shape[2])}
-
-
 def _tgmm_reason(avals: Any, *, out_dtype: Any, **_params: Any) -> str | None:
+    op = "grouped_gemm"
     # As the caller of grouped_gemm knows them: no batch axis.
     x, dy = (jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for a in (avals.x, avals.dy))
-    return tgmm_reason(x, dy, avals.x.shape[0] * avals.x.shape[1], out_dtype)
-
-
-def tgmm_reason(x: Any, dy: Any, num_rows: int, out_dtype: Any) -> str | None:
-    """Says why CUDA cannot contract `num_rows` rows of x [.,K] and dy [.,N], or None."""
-    op = "grouped_gemm"
     if x.dtype != dy.dtype:
         return _mixed_reason(x, dy)
     reason = dtype_reason(op, x=x, dy=dy)
@@ -297,7 +338,7 @@ def tgmm_reason(x: Any, dy: Any, num_rows: int, out_dtype: Any) -> str | None:
         reason = _checks.message(op, rule, x=x, dy=dy)
     return (
         reason
-        or count_reason(op, num_rows, x=x)
+        or count_reason(op, avals.x.shape[0] * x.shape[0], x=x)
         or row_reason(op, "x", x, 1)
         or row_reason(op, "dy", dy, 1)
     )
@@ -310,12 +351,12 @@ gmm = _primitive.define(
     batch=lambda args, dims, **params: _gmm_batch(gmm, args, dims, **params),
     jvp=lambda primals, tangents, **params: _gmm_jvp(gmm, primals, tangents, **params),
     transpose=_gmm_transpose,
-    cuda=_primitive.CudaTarget(
-        "jaxmoe_gmm_v1",
+    cuda=cuda_target(
+        "row_index",
+        "x",
         attrs=_gmm_attrs,
-        scratch=_gmm_scratch,
+        scratch=lambda avals, **_: cuda_scratch(avals.x.dtype),
         reason=_gmm_reason,
-        absent={"bias": (3, "x")},
     ),
     rule=_gmm_sharding.gmm_rule(lambda *arrays, **params: gmm(*arrays, **params)),
 )
@@ -336,7 +377,12 @@ tgmm = _primitive.define(
     jvp=_tgmm_jvp,
     transpose=_tgmm_transpose,
     cuda=_primitive.CudaTarget(
-        "jaxmoe_tgmm_v1", attrs=_tgmm_attrs, scratch=_gmm_scratch, reason=_tgmm_reason
+        "jaxmoe_weight_grad_v1",
+        attrs=lambda avals, **_: {"cluster": tgmm_cluster(avals.x.shape[2])},
+        scratch=lambda _avals, **_: cuda_scratch(),
+        reason=_tgmm_reason,
+        absent={"init": (4, "out_dtype")},
+        aliases=lambda avals, **_: {} if avals.init is None else {"init": 0},
     ),
     rule=_gmm_sharding.tgmm_rule(lambda *arrays, **params: tgmm(*arrays, **params)),
 )

@@ -17,7 +17,7 @@ from jaxmoe import _checks, _gmm, _gmm_sharding, _primitive
 from jaxmoe._formats import Format
 from jaxmoe._formats.quantization import BLOCK
 from jaxmoe._gmm_xla import for_each_block
-from jaxmoe._heuristics import gmm_config, gmm_scratch_size
+from jaxmoe._heuristics import gmm_config
 
 
 def grouped_products(
@@ -127,16 +127,7 @@ def _attrs(
             promoted=promoted,
             float_out=out_dtype == jnp.float32,
         )
-    return {
-        "format": format.code - 1,
-        "promoted": int(promoted),
-        # Rows are in group order already, whatever the configuration of a fused layer says.
-        "config": {**config.attrs(), "gather": 0},
-    }
-
-
-def _scratch(_avals: Any, **_params: Any) -> list[_primitive.Spec]:
-    return [((gmm_scratch_size(),), jnp.int32)]
+    return _gmm.cuda_attrs(config, layout="nk", format=format, promoted=promoted)
 
 
 def _reason(avals: Any, *, dtype: Any, out_dtype: Any, **_params: Any) -> str | None:
@@ -172,12 +163,12 @@ gmm_fp8 = _primitive.define(
     xla=_xla,
     batch=_batch,
     jvp=_jvp,
-    cuda=_primitive.CudaTarget(
-        "jaxmoe_gmm_fp8_v1",
+    cuda=_gmm.cuda_target(
+        "row_index",
+        "dtype",
         attrs=_attrs,
-        scratch=_scratch,
+        scratch=lambda _avals, *, dtype, **_: _gmm.cuda_scratch(dtype),
         reason=_reason,
-        absent={"bias": (2, "dtype")},
     ),
     rule=_gmm_sharding.quantized_rule(lambda *arrays, **params: gmm_fp8(*arrays, **params)),
 )

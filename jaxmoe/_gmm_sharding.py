@@ -5,12 +5,10 @@ gmm                                                          what a device does
   w split on E (and bias)    the groups of its weights       sum over devices
   w or x split on K          a part of each sum              sum over devices
   x split on B               its batches                     nothing is added up
-tgmm
+tgmm                                                         what it adds to (init) stays in place
   x split on K, dy on N      its part of each weight         nothing is added up
   dw split on E              the groups of its weights       nothing is added up
   x, dy split on B           its batches                     sum over devices if they share weights
-tgmm_rows
-  as tgmm with B = 1; what it adds to decides where the result is, and stays there
 
 The rows of one batch are not split: its ranges count all of them.
 """
@@ -112,63 +110,36 @@ def tgmm_rule(tgmm: Callable[..., Any]) -> Rule:
     """The rule of `tgmm`."""
 
     def dims(avals: Any, *, weight_shape: tuple[int, int], **_params: Any) -> str:
-        return f"b t k, b t n, b g, b g -> {_batch_name(avals.x.shape[0], weight_shape[0])} e k n"
+        of_weight = _batch_name(avals.x.shape[0], weight_shape[0])
+        return f"b t k, b t n, b g, b g, {of_weight} e k n -> {of_weight} e k n"
 
     def split(call: Call, *, weight_shape: tuple[int, int], **params: Any) -> Split:
         for i in (0, 1):
             refuse_tokens(rule, call, i, 1)
         x, dy, given = call.avals.x, call.avals.dy, call.given
         of_dw = call.wanted[0] if call.wanted else ((),) * 4
-        k = call.pick(x.shape[2], given.x[2], of_dw[2])
-        n = call.pick(dy.shape[2], given.dy[2], of_dw[3], taken=k)
-        e = call.pick(weight_shape[1], of_dw[1], taken=k + n)
-        of_x = given.x[0] or given.dy[0]
-        b, u = _batch_axes(call, x.shape[0], weight_shape[0], of_x, of_dw[0], k + n + e)
+        first = given.init or ((),) * 4
+        e = call.pick(weight_shape[1], first[1])
+        k = call.pick(x.shape[2], first[2], given.x[2], of_dw[2], taken=e + first[3])
+        n = call.pick(dy.shape[2], first[3], given.dy[2], of_dw[3], taken=e + k)
+        e = e or call.pick(weight_shape[1], of_dw[1], taken=k + n)
+        of_x, of_w = given.x[0] or given.dy[0], first[0] or of_dw[0]
+        b, u = _batch_axes(call, x.shape[0], weight_shape[0], of_x, of_w, k + n + e)
         count = call.count(e)
         shape = weight_shape[0] // call.count(u), weight_shape[1] // count
         added = () if u else b
 
-        def part(x: Any, dy: Any, starts: Any, sizes: Any) -> tuple[jax.Array]:
+        def part(x: Any, dy: Any, starts: Any, sizes: Any, init: Any) -> tuple[jax.Array]:
             groups = (own_groups(a, shape[1], e, count) for a in (starts, sizes))
-            (dw,) = tgmm(x, dy, *groups, weight_shape=shape, **params)
+            (dw,) = tgmm(x, dy, *groups, once(init, added), weight_shape=shape, **params)
             return (total(dw, added),)
 
-        groups = (b, ())
-        return Split(((b, (), k), (b, (), n), groups, groups), ((u, e, k, n),), part)
-
-    rule = Rule(dims, split, ("grouped_gemm", "x", "dy", "group_sizes", "group_sizes"))
-    return rule
-
-
-def tgmm_rows_rule(tgmm_rows: Callable[..., Any]) -> Rule:
-    """The rule of `tgmm_rows`."""
-
-    def dims(_avals: Any, *, gathered: str | None, **_params: Any) -> str:
-        x, dy = ("s" if gathered == name else "t" for name in ("x", "dy"))
-        return f"{x} k, {dy} n, g, g, t, e k n -> e k n"
-
-    def split(call: Call, **params: Any) -> Split:
-        for i in (0, 1, 4):
-            refuse_tokens(rule, call, i, 0)
-        x, dy, starts, *_ = call.avals
-        of_x, of_dy, *_, of_init = call.given
-        of_dw = call.wanted[0] if call.wanted else ((),) * 3
-        first = of_init or ((),) * 3
-        e = call.pick(starts.shape[0], first[0])
-        k = call.pick(x.shape[1], first[1], of_x[1], of_dw[1], taken=e + first[2])
-        n = call.pick(dy.shape[1], first[2], of_dy[1], of_dw[2], taken=e + k)
-        e = e or call.pick(starts.shape[0], of_dw[0], taken=k + n)
-
-        def part(x: Any, dy: Any, starts: Any, sizes: Any, index: Any, init: Any) -> Any:
-            groups = (own(a, 0, e, call.count(e)) for a in (starts, sizes))
-            return tgmm_rows(x, dy, *groups, index, init, **params)
-
-        ins = (((), k), ((), n), ((),), ((),), ((),), (e, k, n))
-        return Split(ins, ((e, k, n),), part)
+        groups, of_dw = (b, ()), (u, e, k, n)
+        return Split(((b, (), k), (b, (), n), groups, groups, of_dw), (of_dw,), part)
 
     factor, groups = "lhs or dy", "group_sizes"
-    names = ("grouped_gemm_weight_grad", factor, factor, groups, groups, "row_index")
-    rule = Rule(dims, split, (*names, "accumulate_into"))
+    names = ("grouped_gemm_weight_grad", factor, factor, groups, groups, "accumulate_into")
+    rule = Rule(dims, split, names)
     return rule
 
 

@@ -72,6 +72,7 @@ def tgmm_xla(
     dy: jax.Array,
     starts: jax.Array,
     sizes: jax.Array,
+    init: jax.Array | None = None,
     *,
     weight_shape: tuple[int, int],
     out_dtype: Any,
@@ -107,7 +108,10 @@ def tgmm_xla(
             return jax.lax.dynamic_update_index_in_dim(dw, part, weight, 0)
 
         dw = for_each_block(rows_per_batch, starts, sizes, step, dw)
-    return (dw.reshape(*weight_shape, k, n).astype(out_dtype),)
+    dw = dw.reshape(*weight_shape, k, n)
+    if init is not None:
+        dw = dw + init.astype(jnp.float32)
+    return (dw.astype(out_dtype),)
 
 
 def _common(a: jax.Array, b: jax.Array) -> Any:

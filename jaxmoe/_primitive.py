@@ -95,7 +95,8 @@ class CudaTarget:
         as NotImplementedError.
       fallback: (avals, **params) -> why CUDA runs the pure JAX function for these arguments, or
         None. For what the kernel does not know and XLA does well enough.
-      operands: names of the operands that the call takes, in order; None for all.
+      operands: names of the operands that the call takes, in order; None for all. A name that the
+        op does not have is an operand that is always absent.
       absent: operand that may be None: rank and dtype of the empty array that stands for it, the
         dtype itself, or the name of the operand that has it or of the parameter that is it
         ("layer.dtype": of an attribute of that parameter).
@@ -473,7 +474,7 @@ def _ffi_call(cuda: CudaTarget, ctx: Any, avals: Any, operands: Any, params: Any
     names = avals._fields if cuda.operands is None else cuda.operands
     call_avals, call_operands = [], []
     for name in names:
-        aval, operand = getattr(avals, name), getattr(operands, name)
+        aval, operand = getattr(avals, name, None), getattr(operands, name, None)
         if aval is None:
             rank, dtype = cuda.absent[name]
             if isinstance(dtype, str):

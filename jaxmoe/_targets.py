@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Generator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import jax
 
@@ -103,6 +104,11 @@ def execute_count(target: str) -> int:
     if _extension is None:
         raise NotImplementedError(f"jaxmoe: no execution count of {target}: {_why_not}")
     return _extension.execute_count(target)
+
+
+def tables() -> dict[str, Any]:
+    """Returns the extension's tables, empty if it is too old to have any."""
+    return getattr(_extension, "tables", dict)()
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxmoe import _checks
 from jaxmoe._checks import check_float
 from jaxmoe._formats import PLAIN
-from jaxmoe._tgmm_rows import tgmm_rows
+from jaxmoe._gmm import tgmm
 from jaxmoe.grouped_gemm import (
     check_group_sizes,
     check_num_rows,
@@ -86,16 +86,15 @@ def grouped_gemm_weight_grad(
     if accumulate_into is not None:
         shape = (group_sizes.shape[0], *(a.shape[1] for a in factors))
         _check_accumulate_into(accumulate_into, shape, dtype, weight_layout)
-    (dw,) = tgmm_rows(
-        *factors,
-        *ranges(group_sizes, lhs.shape[0]),
-        None,
-        accumulate_into,
-        gathered=None,
+    starts, sizes = ranges(group_sizes, lhs.shape[0])
+    (dw,) = tgmm(
+        *(a[None] for a in (*factors, starts, sizes)),
+        None if accumulate_into is None else accumulate_into[None],
+        weight_shape=(1, group_sizes.shape[0]),
         out_dtype=jnp.dtype(dtype),
         precision=precision,
     )
-    return dw
+    return dw[0]
 
 
 def _check_factors(lhs: Any, dy: Any, group_sizes: Any, weight_layout: str) -> None:

@@ -10,6 +10,16 @@ from jaxmoe._mlp.op import moe_mlp_p
 # The results of the layer's call; those before `act` are public.
 RESULTS = ("y", "rows", "slot_to_row", "act", "xq", "hq", "floats", "index")
 
+# The attribute of a product that is not activated.
+NO_ACTIVATION = {
+    "kind": "4:i64",
+    "gated": "0:i64",
+    "c1": "0.000000e+00:f32",
+    "c3": "0.000000e+00:f32",
+    "limit": "0x7F800000:f32",
+    "beta": "0.000000e+00:f32",
+}
+
 
 def cuda_text(fn, *args, forced=True):
     """StableHLO of `fn` for CUDA; without `forced` as if the kernels were not there."""

@@ -31,11 +31,13 @@ PAGES = sorted(
 # is gone.
 REFERENCES = (
     "README.md",
+    "docs/adding_a_format.md",
     "docs/adding_a_kernel.md",
     "docs/expert_parallel.md",
     "docs/numerics.md",
     "docs/routing.md",
     "docs/semantics.md",
+    "docs/sharding.md",
     "docs/training.md",
 )
 # Drawn from committed results.
@@ -212,6 +214,20 @@ def _anchors(file: Path) -> set[str]:
     headings = re.findall(r"^#+ (.*)$", without_code(file.read_text(encoding="utf-8")), re.M)
     plain = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
     return {heading.strip().replace(" ", "-") for heading in plain}
+
+
+def test_code_cites_pages_and_headings_that_exist() -> None:
+    """Comments such as "docs/notes.md#fp8-arrays"."""
+    broken, cited = [], 0
+    folders = ("jaxmoe/**/*.py", "csrc/**/*.*", "benchmarks/**/*.py", "tools/*.py", "examples/*.py")
+    for path in (path for pattern in folders for path in ROOT.glob(pattern)):
+        text = path.read_text(encoding="utf-8")
+        for page, anchor in re.findall(r"\b(docs/\w+\.md)(?:#([\w-]+))?", text):
+            cited += 1
+            missing = not (ROOT / page).exists()
+            if missing or (anchor and anchor not in _anchors(ROOT / page)):
+                broken.append(f"{path.relative_to(ROOT)}: {page}#{anchor}")
+    assert cited and broken == []
 
 
 @pytest.mark.parametrize("page", REFERENCES)

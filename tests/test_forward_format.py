@@ -80,7 +80,7 @@ def test_cuda_runs_both_passes_on_the_kernels():
     x, routing, w1, w2 = layer_structs()
     text = cuda_text(jax.grad(loss, (0, 1, 2)), x, w1, w2, routing)
     names = re.findall(r"custom_call @(jaxmoe_\w+)", text)
-    assert names.count("jaxmoe_moe_mlp_v1") == 1 and names.count("jaxmoe_tgmm_v1") == 2
+    assert names.count("jaxmoe_moe_mlp_v1") == 1 and names.count("jaxmoe_weight_grad_v1") == 2
     with _targets.force_cuda_lowering():
         report = explain(lambda *a: moe_mlp(*a, forward_format=FORMAT), *layer_structs())
     inside = [op.cuda_target for op in report.ops if op.where.endswith("jaxmoe_moe_mlp")]

@@ -19,7 +19,7 @@ from jaxmoe import (
 )
 from jaxmoe.quantize import FORMATS, scales_shape
 from tests.layers import moe_mlp
-from tests.lowered import calls, cuda_text, layer_call
+from tests.lowered import NO_ACTIVATION, calls, cuda_text, layer_call
 
 BF16, F16, F32, I32 = jnp.bfloat16, jnp.float16, jnp.float32, jnp.int32
 F8, F8_WIDE = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -199,13 +199,20 @@ def test_grouped_gemm_call():
         struct(E, dtype=I32),
     )
     assert call == (
-        "jaxmoe_gmm_fp8_v1",
-        {"format": "2:i64", "promoted": "1:i64", "config": tile(256, 128, 0, raster=0)},
+        "jaxmoe_grouped_gemm_v1",
+        {
+            "layout": "1:i64",
+            "format": "3:i64",
+            "promoted": "1:i64",
+            "gate_up": "0:i64",
+            "activation": NO_ACTIVATION,
+            "config": tile(256, 128, 0, raster=0),
+        },
         [
-            "10x144xf8E4M3FN", "10x2xf32", "4x40x144xf8E4M3FN", "4x1x2xf32", "4xi32", "4xi32",
-            "0x0xbf16",
+            "10x144xf8E4M3FN", "10x2xf32", "0xi32", "4x40x144xf8E4M3FN", "4x1x2xf32", "0x0xbf16",
+            "4xi32", "4xi32",
         ],
-        ["10x40xf32", "4xi32"],
+        ["10x40xf32", "0x0xbf16", "4xi32"],
     )  # fmt: skip
 
 
@@ -214,7 +221,7 @@ def test_grouped_gemm_quantizes_its_rows_first():
     args = (struct(10, H, dtype=F16), rhs, struct(E, dtype=I32))
     report = explain(lambda *a: grouped_gemm(*a, bias=jnp.ones((E, 40), F16)), *args)
     op = report.ops[-1]
-    assert op.cuda_target == "jaxmoe_gmm_fp8_v1" and op.cuda_attrs["promoted"] == 0
+    assert op.cuda_target == "jaxmoe_grouped_gemm_v1" and op.cuda_attrs["promoted"] == 0
     assert op.operands == (
         "f8_e4m3fn[10,144]", "f32[10]", "f8_e4m3fn[4,40,144]", "f32[4,40]", "i32[4]", "i32[4]",
         "f16[4,40]",

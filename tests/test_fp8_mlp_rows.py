@@ -232,5 +232,5 @@ def test_parts_on_a_mesh_take_a_tile_that_has_their_output():
     args = struct(8, 32), struct(8, 1, dtype=I32), struct(8, 1, dtype=F32), *w
     with jax.set_mesh(mesh), _targets.force_cuda_lowering():
         text = jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-    tiles = re.findall(r"@jaxmoe_gmm_fp8_v1.*?token_tile = (\d+)", text)
+    tiles = re.findall(r"@jaxmoe_grouped_gemm_v1.*?token_tile = (\d+)", text)
     assert len(tiles) == 2 and tiles[0] == "128"

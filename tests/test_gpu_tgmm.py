@@ -9,7 +9,6 @@ from jaxmoe import (
     _gmm,
     _gmm_xla,
     _targets,
-    _tgmm_rows,
     grouped_gemm,
     grouped_gemm_weight_grad,
     reference,
@@ -29,10 +28,6 @@ def on_cpu(tree):
     return jax.device_put(tree, jax.devices("cpu")[0])
 
 
-def starts_of(sizes):
-    return jnp.asarray(np.cumsum((0, *sizes[:-1])), jnp.int32)
-
-
 def groups_of(sizes):
     """The starts and sizes of one batch. Made on the host: initcheck does not see XLA's copies."""
     starts = np.cumsum((0, *sizes[:-1]))
@@ -45,11 +40,11 @@ def check(x, dy, starts, sizes, out_dtype=None, weight_shape=None):
     params = {"weight_shape": weight_shape or (1, starts.shape[1]), "precision": None}
     kernel = jax.jit(lambda *a: _gmm.tgmm(*a, out_dtype=out_dtype, **params)[0])
     poison((*params["weight_shape"], x.shape[2], dy.shape[2]), out_dtype)
-    before = _targets.execute_count("jaxmoe_tgmm_v1")
-    out = kernel(x, dy, starts, sizes)
-    assert _targets.execute_count("jaxmoe_tgmm_v1") > before
+    before = _targets.execute_count("jaxmoe_weight_grad_v1")
+    out = kernel(x, dy, starts, sizes, None)
+    assert _targets.execute_count("jaxmoe_weight_grad_v1") > before
     assert out.dtype == out_dtype
-    assert_equal(out, kernel(x, dy, starts, sizes))
+    assert_equal(out, kernel(x, dy, starts, sizes, None))
     x, dy, starts, sizes = on_cpu((x, dy, starts, sizes))
     (naive,) = _gmm_xla.tgmm_xla(x, dy, starts, sizes, out_dtype=out_dtype, **params)
     with jax.enable_x64(True):
@@ -153,7 +148,7 @@ def test_nan_stays_in_its_group():
     bad = (a.at[:, rows].set(jnp.nan) for a in (x, dy))
     run = jax.jit(
         lambda a, b: _gmm.tgmm(
-            a, b, *groups, weight_shape=(1, 3), out_dtype=jnp.dtype(a.dtype), precision=None
+            a, b, *groups, None, weight_shape=(1, 3), out_dtype=jnp.dtype(a.dtype), precision=None
         )[0]
     )
     clean, dirty = run(x, dy), run(*bad)
@@ -184,48 +179,33 @@ def test_several_groups_a_weight():
 @pytest.mark.sanitizer
 @pytest.mark.parametrize("dtype", DTYPES, ids=("bf16", "fp16"))
 @pytest.mark.parametrize("out_f32", (False, True), ids=("16", "f32"))
-@pytest.mark.parametrize("accumulate", (False, True))
-@pytest.mark.parametrize("gathered", _tgmm_rows.GATHERED)
-def test_gathered_and_accumulated(gathered, accumulate, out_f32, dtype):
-    rng = np.random.default_rng([out_f32, accumulate])
-    sizes, source = tuple(int(s) for s in rng.permutation(SIZES)), 90
-    rows, out_dtype = sum(SIZES) + 21, jnp.dtype(jnp.float32 if out_f32 else dtype)
-    index = rng.integers(0, source, rows)
-    index[rng.random(rows) < 0.1] = INT_MIN
-    index[rng.random(rows) < 0.1] = source
-    index = jnp.asarray(index, jnp.int32) if gathered else None
+def test_accumulated(out_f32, dtype):
+    """Added to what there is, in its memory if nothing else uses it."""
+    rng = np.random.default_rng(out_f32)
+    sizes = tuple(int(s) for s in rng.permutation(SIZES))
+    out_dtype, params = jnp.dtype(jnp.float32 if out_f32 else dtype), {"precision": None}
     for k, n in ((120, 264), (264, 120)):  # alone and in pairs
-        x = normal(rng, (source if gathered == "x" else rows, k), dtype)
-        dy = normal(rng, (source if gathered == "dy" else rows, n), dtype)
-        shape = (len(sizes), k, n)
-        init = normal(rng, shape, out_dtype) if accumulate else None
-        args = (x, dy, starts_of(sizes), jnp.asarray(sizes, jnp.int32), index, init)
+        x, dy = operands(rng, sum(SIZES) + 21, k, n, dtype)
+        shape = (1, len(sizes), k, n)
+        init, groups = normal(rng, shape, out_dtype), groups_of(sizes)
 
-        def run(*a, out_dtype=out_dtype):
-            return _tgmm_rows.tgmm_rows(*a, gathered=gathered, out_dtype=out_dtype, precision=None)
+        def run(*a, shape=shape, out_dtype=out_dtype):
+            return _gmm.tgmm(*a, weight_shape=shape[:2], out_dtype=out_dtype, **params)[0]
 
         poison(shape, out_dtype)
-        (out,) = jax.jit(run)(*args)
-        assert_equal(args[5], init)  # still used, so XLA copies it
-        assert_equal(out, jax.jit(run)(*args)[0])
-        donated = jnp.array(init)
-        assert_equal(
-            out, jax.jit(run, donate_argnums=(5,) if accumulate else ())(*args[:5], donated)[0]
-        )
-        on_host = on_cpu(args)
-        (naive,) = run(*on_host)
+        kept = np.asarray(init)
+        out = jax.jit(run)(x, dy, *groups, init)
+        assert_equal(init, kept)  # still used, so XLA copies it
+        assert_equal(out, jax.jit(run)(x, dy, *groups, init))
+        donated = jax.jit(run, donate_argnums=4)(x, dy, *groups, jnp.array(init))
+        assert_equal(out, donated)
+        naive = run(*on_cpu((x, dy, *groups, init)))
         with jax.enable_x64(True):
             wide = [jnp.asarray(np.asarray(a, np.float64)) for a in (x, dy)]
-            for i, name in enumerate(("x", "dy")):
-                if gathered == name:
-                    wide[i] = _tgmm_rows._take(wide[i], on_host[4])
-            groups = tuple(np.asarray(a)[None] for a in args[2:4])
-            want = sum_of_groups(wide[0][None], wide[1][None], *groups, (1, len(sizes)))[0]
-            wide = [abs(a)[None] for a in wide]
-            size = sum_of_groups(*wide, *groups, (1, len(sizes)))[0]
-            if accumulate:
-                old = np.asarray(init, np.float64)
-                want, size = want + old, size + abs(old)
+            ranges = [np.asarray(a) for a in groups]
+            old = np.asarray(init, np.float64)
+            want = sum_of_groups(*wide, *ranges, shape[:2]) + old
+            size = sum_of_groups(*map(abs, wide), *ranges, shape[:2]) + abs(old)
         assert_close_sums(out, want, naive, size)
 
 
@@ -290,9 +270,9 @@ def test_gradient_of_vmap_is_one_call():
         out = jax.vmap(grouped_gemm, (0, None, 0))(lhs, rhs, sizes)
         return jnp.sum(out.astype(jnp.float32))
 
-    before = _targets.execute_count("jaxmoe_tgmm_v1")
+    before = _targets.execute_count("jaxmoe_weight_grad_v1")
     got = jax.jit(jax.grad(loss))(rhs, lhs, sizes)
-    assert _targets.execute_count("jaxmoe_tgmm_v1") == before + 1
+    assert _targets.execute_count("jaxmoe_weight_grad_v1") == before + 1
     want = np.zeros(rhs.shape)
     for b in range(3):
         ends = np.cumsum(np.asarray(sizes[b]))

@@ -23,7 +23,9 @@ from tests.layers import moe_mlp
 
 pytestmark = pytest.mark.gpu
 
-TARGETS = tuple(f"jaxmoe_{n}_v1" for n in ("plan", "permute", "gate_up", "gmm", "tgmm", "finalize"))
+TARGETS = tuple(
+    f"jaxmoe_{n}_v1" for n in ("plan", "permute", "grouped_gemm", "weight_grad", "finalize")
+)
 # Tiles of the products from 8 rows an expert to pairs of 160, columns that end inside tiles.
 CASES = {
     "few rows": (Layer("", "", 72, 200, 9, 2), 11, "uniform", "kn"),
@@ -311,8 +313,8 @@ def test_training_steps_are_captured_in_graphs():
         x = normal(np.random.default_rng(seed), inputs["x"].shape, jnp.bfloat16)
         near(captured(inputs | {"x": x}, ct), plain(inputs | {"x": x}, ct))
     first = jax.block_until_ready(captured(inputs, ct))
-    before = _targets.execute_count("jaxmoe_tgmm_v1")
+    before = _targets.execute_count("jaxmoe_weight_grad_v1")
     for _ in range(10):
         jax.tree.map(assert_equal, captured(inputs, ct), first)
-    replayed = 20 - (_targets.execute_count("jaxmoe_tgmm_v1") - before)
+    replayed = 20 - (_targets.execute_count("jaxmoe_weight_grad_v1") - before)
     assert replayed >= 10, f"{replayed} of 20 weight gradients replayed without the handler"

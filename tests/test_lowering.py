@@ -15,12 +15,11 @@ from jaxmoe import (
     _gmm,
     _primitive,
     _targets,
-    _tgmm_rows,
     grouped_gemm,
 )
 from jaxmoe.activation import ACTIVATIONS
 from tests.layers import moe_mlp
-from tests.lowered import calls, cuda_text, layer_call
+from tests.lowered import NO_ACTIVATION, calls, cuda_text, layer_call
 
 BF16, F16, F32, I32 = jnp.bfloat16, jnp.float16, jnp.float32, jnp.int32
 T, K, E, H, INTER = 6, 2, 4, 32, 16
@@ -136,9 +135,13 @@ def test_grouped_gemm_call():
     )
     (call,) = calls(text)
     assert call == (
-        "jaxmoe_gmm_v1",
+        "jaxmoe_grouped_gemm_v1",
         {
-            "weight_layout": "1:i64",
+            "layout": "1:i64",
+            "format": "0:i64",
+            "promoted": "0:i64",
+            "gate_up": "0:i64",
+            "activation": NO_ACTIVATION,
             "config": {
                 "weight_tile": "256:i64",
                 "token_tile": "160:i64",
@@ -148,9 +151,12 @@ def test_grouped_gemm_call():
                 "gather": "0:i64",  # rows are in order already
             },
         },
-        ["1x10x24xbf16", "1x4x40x24xbf16", "1x4xi32", "1x4xi32", "1x4x40xbf16"],
-        ["1x10x40xf32", "4xi32"],
-    )
+        [
+            "1x10x24xbf16", "0xf32", "0xi32", "1x4x40x24xbf16", "0xf32", "1x4x40xbf16", "1x4xi32",
+            "1x4xi32",
+        ],
+        ["1x10x40xf32", "0x0xbf16", "4xi32"],
+    )  # fmt: skip
 
 
 OTHER_OPS = {
@@ -270,9 +276,11 @@ OTHER_OPS = {
             struct(E, dtype=I32),
         ),
         (
-            "jaxmoe_gate_up_v1",
+            "jaxmoe_grouped_gemm_v1",
             {
-                "weight_layout": "1:i64",
+                "layout": "1:i64",
+                "format": "0:i64",
+                "promoted": "0:i64",
                 "gate_up": "1:i64",
                 "activation": {
                     "kind": "1:i64",
@@ -292,31 +300,30 @@ OTHER_OPS = {
                 },
             },
         ),
-        ["6x32xbf16", "12xi32", "4x32x32xbf16", "4x32xbf16", "4xi32", "4xi32"],
+        [
+            "6x32xbf16",
+            "0xf32",
+            "12xi32",
+            "4x32x32xbf16",
+            "0xf32",
+            "4x32xbf16",
+            "4xi32",
+            "4xi32",
+        ],
         ["12x16xbf16", "12x32xbf16", "4xi32"],
-    ),
+    ),  # fmt: skip
     "tgmm": (
-        lambda x, dy, starts, sizes: _gmm.tgmm(
-            x, dy, starts, sizes, weight_shape=(1, E), out_dtype=BF16, precision=None
-        ),
-        (struct(3, T, 264), struct(3, T, H), struct(3, E, dtype=I32), struct(3, E, dtype=I32)),
-        ("jaxmoe_tgmm_v1", {"cluster": "2:i64"}),
-        ["3x6x264xbf16", "3x6x32xbf16", "3x4xi32", "3x4xi32"],
-        ["1x4x264x32xbf16", "4xi32"],
-    ),
-    "tgmm_rows": (
-        lambda *a: _tgmm_rows.tgmm_rows(*a, gathered="dy", out_dtype=F32, precision=None),
+        lambda *a: _gmm.tgmm(*a, weight_shape=(1, E), out_dtype=F32, precision=None),
         (
-            struct(T * K, 264),
-            struct(T, H),
-            struct(E, dtype=I32),
-            struct(E, dtype=I32),
-            struct(T * K, dtype=I32),
-            struct(E, 264, H, dtype=F32),
+            struct(3, T, 264),
+            struct(3, T, H),
+            struct(3, E, dtype=I32),
+            struct(3, E, dtype=I32),
+            struct(1, E, 264, H, dtype=F32),
         ),
-        ("jaxmoe_tgmm_rows_v1", {"gathered": "2:i64", "cluster": "1:i64"}),
-        ["12x264xbf16", "6x32xbf16", "4xi32", "4xi32", "12xi32", "4x264x32xf32"],
-        ["4x264x32xf32", "4xi32"],
+        ("jaxmoe_weight_grad_v1", {"cluster": "2:i64"}),
+        ["3x6x264xbf16", "3x6x32xbf16", "3x4xi32", "3x4xi32", "1x4x264x32xf32"],
+        ["1x4x264x32xf32", "4xi32"],
     ),
 }
 
@@ -340,8 +347,7 @@ def test_call_of(name):
 
 def test_every_op_with_a_kernel_has_a_test_here():
     tested = {target for _, _, (target, _), _, _ in OTHER_OPS.values()}
-    tested |= {"jaxmoe_moe_mlp_v1", "jaxmoe_gmm_v1"}
-    tested |= {"jaxmoe_gmm_fp8_v1"}  # in test_fp8_lowering.py
+    tested |= {"jaxmoe_moe_mlp_v1"}
     targets = {op.cuda.target for op in _primitive.OPS.values() if op.cuda and op.cuda.target}
     assert {t for t in targets if t.startswith("jaxmoe_")} == tested
 
@@ -376,7 +382,9 @@ def test_vmap_of_grouped_gemm_is_one_call():
     args = (struct(3, 10, 24), struct(E, 24, 40), struct(3, E, dtype=I32))
     text = cuda_text(jax.vmap(grouped_gemm, (0, None, 0)), *args)
     ((_, _, operands, _),) = calls(text)
-    assert operands == ["3x10x24xbf16", "1x4x24x40xbf16", "3x4xi32", "3x4xi32", "0x0x0xbf16"]
+    assert [o for o in operands if not o.startswith("0x")] == [
+        *("3x10x24xbf16", "1x4x24x40xbf16", "3x4xi32", "3x4xi32")
+    ]
 
 
 def test_scan_over_layers_holds_one_call():
@@ -394,8 +402,7 @@ def test_forward_mode_runs_on_the_kernels():
         return jax.jvp(lambda x: moe_mlp(x, routing, w1, w2), (x,), (x,))[1]
 
     names = [c[0] for c in calls(cuda_text(tangent, *layer_structs()))]
-    assert names.count("jaxmoe_gate_up_v1") == 1
-    assert names.count("jaxmoe_gmm_v1") == 2  # the tangents of z and of the rows
+    assert names.count("jaxmoe_grouped_gemm_v1") == 3  # z, the tangents of z and of the rows
 
 
 def test_without_the_extension_cuda_runs_pure_xla(monkeypatch):
@@ -471,30 +478,24 @@ def test_gradient_of_grouped_gemm_is_two_calls(layout, dtype):
     shape = (E, 24, 40) if layout == "kn" else (E, 40, 24)
     args = struct(10, 24, dtype=dtype), struct(*shape, dtype=dtype), struct(E, dtype=I32)
     found = calls(cuda_text(jax.grad(loss, (0, 1)), *args))
-    assert [c[0] for c in found].count("jaxmoe_gmm_v1") == 2  # the product, and that of lhs
-    (_, attrs, operands, results) = next(c for c in found if c[0] == "jaxmoe_tgmm_v1")
+    assert [c[0] for c in found].count(
+        "jaxmoe_grouped_gemm_v1"
+    ) == 2  # the product, and that of lhs
+    (_, attrs, operands, results) = next(c for c in found if c[0] == "jaxmoe_weight_grad_v1")
     element = "bf16" if dtype == BF16 else "f16"
     rows = [f"1x10x24x{element}", f"1x10x40x{element}"]
-    assert operands == [*(rows if layout == "kn" else rows[::-1]), "1x4xi32", "1x4xi32"]
+    absent = f"0x0x0x0x{element}"
+    assert operands == [*(rows if layout == "kn" else rows[::-1]), "1x4xi32", "1x4xi32", absent]
     assert attrs == {"cluster": "1:i64"}
     assert results == [f"1x{'x'.join(map(str, shape))}x{element}", "4xi32"]
 
 
 def test_accumulation_takes_the_memory_of_what_there_is():
-    _, args, _, _, _ = OTHER_OPS["tgmm_rows"]
-
-    def add(*a, gathered="dy"):
-        return _tgmm_rows.tgmm_rows(*a, gathered=gathered, out_dtype=F32, precision=None)
-
-    alias = re.compile(r"output_operand_alias<output_tuple_indices = \[0\],\s*operand_index = 5")
+    add, args, *_ = OTHER_OPS["tgmm"]
+    alias = re.compile(r"output_operand_alias<output_tuple_indices = \[0\],\s*operand_index = 4")
     assert alias.search(cuda_text(add, *args))
-    none = (struct(T * K, 264), struct(T * K, H), *args[2:4])
-
-    def fresh(*a):
-        return add(*a, None, None, gathered=None)
-
-    text = cuda_text(fresh, *none)
-    assert "jaxmoe_tgmm_rows_v1" in text and "output_operand_alias" not in text
+    text = cuda_text(lambda *a: add(*a, None), *args[:4])
+    assert "jaxmoe_weight_grad_v1" in text and "output_operand_alias" not in text
 
 
 @pytest.mark.parametrize(
@@ -511,7 +512,9 @@ def test_what_cuda_refuses_in_weight_gradients(k, n, dtype, out_dtype, message):
     groups = (struct(1, E, dtype=I32),) * 2
 
     def fn(*a):
-        return _gmm.tgmm(*a, weight_shape=(1, E), out_dtype=jnp.dtype(out_dtype), precision=None)
+        return _gmm.tgmm(
+            *a, None, weight_shape=(1, E), out_dtype=jnp.dtype(out_dtype), precision=None
+        )
 
     with pytest.raises(NotImplementedError, match=re.escape(message)):
         cuda_text(fn, *args, *groups)
@@ -524,5 +527,5 @@ def test_vmap_that_would_copy_weights_loops_instead():
         jax.vmap(lambda a, b, s, c: grouped_gemm(a, b, s, bias=c), (None, None, None, 0)), *args
     )
     ((_, _, operands, _),) = calls(text)
-    assert operands[1] == "1x4x24x40xbf16"
+    assert operands[3] == "1x4x24x40xbf16"
     assert "stablehlo.while" in text

@@ -144,7 +144,7 @@ def test_cuda_writes_float32_gradients(recompute):
         return jnp.sum(y.astype(jnp.float32) ** 2)
 
     text = cuda_text(jax.grad(loss, (0, 1)), w1, w2, x, routing)
-    results = [c[3][0] for c in calls(text) if c[0] == "jaxmoe_tgmm_v1"]
+    results = [c[3][0] for c in calls(text) if c[0] == "jaxmoe_weight_grad_v1"]
     assert sorted(results) == ["1x4x16x32xf32", "1x4x32x32xf32"]
     assert not re.search(r"stablehlo\.(dot|dot_general|while)\b|ragged_dot", text)
 
@@ -161,7 +161,7 @@ def test_cuda_runs_hessian_vector_products_on_the_kernels():
         return jax.jvp(jax.grad(loss, (0, 1, 2)), moving, moving)[1]
 
     text = cuda_text(along, x, routing, *masters)
-    assert "jaxmoe_tgmm_v1" in text and "dot_general" not in text
+    assert "jaxmoe_weight_grad_v1" in text and "dot_general" not in text
 
 
 @pytest.mark.parametrize("check_vma", (True, False))

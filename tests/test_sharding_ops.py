@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmoe
-from jaxmoe import _targets, _tgmm_rows, grouped_gemm, grouped_gemm_weight_grad
+from jaxmoe import _targets, grouped_gemm, grouped_gemm_weight_grad
 from jaxmoe._testing import normal
 from tests import layers
 from tests.sharding_programs import (
@@ -137,21 +137,6 @@ def test_derivatives_of_a_weight_gradient():
     close(got, jax.jit(gradients)(gradient_arguments()))
     assert collectives(text) == "1 all-reduce"
     check_spec(got[2], P("a"))
-
-
-def test_a_weight_gradient_of_gathered_rows():
-    def of_gathered(a):
-        starts = jnp.cumsum(a["sizes"]) - a["sizes"]
-        index = 23 - jnp.arange(24, dtype=jnp.int32)
-        params = {"gathered": "dy", "out_dtype": jnp.dtype("float32"), "precision": None}
-        arrays = (a["lhs"], a["dy"], starts, a["sizes"], index, a["into"])
-        return _tgmm_rows.tgmm_rows(*arrays, **params)[0]
-
-    specs = {"lhs": P(), "dy": P(None, "b"), "into": P("a"), "sizes": P()}
-    dw, text = compiled(of_gathered, make_mesh(AUTO, "a", "b"), gradient_arguments(), specs)
-    reversed_rows = gradient_arguments() | {"dy": gradient_arguments()["dy"][::-1]}
-    close(dw, weight_gradient(reversed_rows))
-    assert collectives(text) == "none"
 
 
 def test_rows_of_a_weight_gradient_are_of_one_device():

@@ -1,4 +1,4 @@
-"""Weight gradients: of gathered rows against a loop over them; the public one and its sums."""
+"""Weight gradients: against a loop over the rows; the public one and its sums."""
 
 import functools
 import re
@@ -8,73 +8,60 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe import _heuristics, _tgmm_rows, grouped_gemm, grouped_gemm_weight_grad, reference
+from jaxmoe import _gmm, _heuristics, grouped_gemm, grouped_gemm_weight_grad, reference
 from jaxmoe._testing import assert_equal, assert_vmap_is_loop, normal
 from tests.lowered import cuda_text
 
-E, T, SOURCE, K, N = 4, 23, 9, 6, 5
+E, T, K, N = 4, 23, 6, 5
 SIZES = (7, 0, 11, 2)  # three rows are in no group
-INDICES = (-1, SOURCE, np.iinfo(np.int32).min, np.iinfo(np.int32).max)
 
 
-def arguments(gathered, accumulate, seed=0):
+def arguments(accumulate, seed=0):
     rng = np.random.default_rng(seed)
-    index = rng.integers(0, SOURCE, T).astype(np.int32)
-    index[[3, 9, 10, 18]] = INDICES
-    x = normal(rng, (SOURCE if gathered == "x" else T, K))
-    dy = normal(rng, (SOURCE if gathered == "dy" else T, N))
-    init = normal(rng, (E, K, N)) if accumulate else None
-    starts = jnp.asarray(np.cumsum((0, *SIZES[:-1])), jnp.int32)
-    row_index = jnp.asarray(index) if gathered else None
-    return x, dy, starts, jnp.asarray(SIZES, jnp.int32), row_index, init
+    x, dy = normal(rng, (1, T, K)), normal(rng, (1, T, N))
+    starts, sizes = (jnp.asarray(a, jnp.int32)[None] for a in (np.cumsum((0, *SIZES[:-1])), SIZES))
+    return x, dy, starts, sizes, normal(rng, (1, E, K, N)) if accumulate else None
 
 
-def tgmm_rows(*args, gathered, out_dtype=jnp.float32):
-    (dw,) = _tgmm_rows.tgmm_rows(*args, gathered=gathered, out_dtype=out_dtype, precision=None)
+def tgmm(*args, out_dtype=jnp.float32):
+    (dw,) = _gmm.tgmm(*args, weight_shape=(1, E), out_dtype=out_dtype, precision=None)
     return dw
 
 
-def by_rows(x, dy, starts, sizes, row_index, init, gathered):
-    x, dy, index = np.asarray(x, np.float64), np.asarray(dy, np.float64), np.asarray(row_index)
-    dw = np.asarray(init, np.float64) if init is not None else np.zeros((E, K, N))
+def by_rows(x, dy, starts, sizes, init):
+    x, dy = np.asarray(x[0], np.float64), np.asarray(dy[0], np.float64)
+    dw = np.zeros((1, E, K, N)) if init is None else np.asarray(init, np.float64)
     for e in range(E):
-        for t in range(int(starts[e]), int(starts[e] + sizes[e])):
-            if gathered and not 0 <= index[t] < SOURCE:
-                continue
-            a = x[index[t]] if gathered == "x" else x[t]
-            b = dy[index[t]] if gathered == "dy" else dy[t]
-            dw[e] += np.outer(a, b)
+        for t in range(int(starts[0, e]), int(starts[0, e] + sizes[0, e])):
+            dw[0, e] += np.outer(x[t], dy[t])
     return dw
 
 
 @pytest.mark.parametrize("accumulate", (False, True))
-@pytest.mark.parametrize("gathered", _tgmm_rows.GATHERED)
-def test_is_a_sum_over_rows(gathered, accumulate):
-    args = arguments(gathered, accumulate)
-    dw = jax.jit(lambda *a: tgmm_rows(*a, gathered=gathered))(*args)
-    np.testing.assert_allclose(dw, by_rows(*args, gathered), rtol=1e-5, atol=1e-5)
-    assert_equal(dw[1], args[5][1] if accumulate else jnp.zeros((K, N)))
+def test_is_a_sum_over_rows(accumulate):
+    args = arguments(accumulate)
+    dw = jax.jit(tgmm)(*args)
+    np.testing.assert_allclose(dw, by_rows(*args), rtol=1e-5, atol=1e-5)
+    assert_equal(dw[0, 1], args[4][0, 1] if accumulate else jnp.zeros((K, N)))
 
 
 def test_what_there_is_is_added_before_rounding():
-    x, dy, starts, sizes, index, _ = arguments("x", False)
-    init = jnp.full((E, K, N), 256, jnp.bfloat16)  # 1 is half of its ulp
+    x, dy, starts, sizes, _ = arguments(False)
+    init = jnp.full((1, E, K, N), 256, jnp.bfloat16)  # 1 is half of its ulp
     x, dy = jnp.full_like(x, 1, jnp.bfloat16), jnp.full_like(dy, 0.0, jnp.bfloat16)
-    dy = dy.at[:2].set(0.75)  # each rounds away by itself
-    index = jnp.arange(T, dtype=jnp.int32) % SOURCE
-    dw = tgmm_rows(x, dy, starts, sizes, index, init, gathered="x", out_dtype=jnp.bfloat16)
-    assert_equal(dw[0], jnp.full((K, N), 258, jnp.bfloat16))
+    dy = dy.at[0, :2].set(0.75)  # each rounds away by itself
+    dw = tgmm(x, dy, starts, sizes, init, out_dtype=jnp.bfloat16)
+    assert_equal(dw[0, 0], jnp.full((K, N), 258, jnp.bfloat16))
 
 
-@pytest.mark.parametrize("mask", ((0, 0), (0, None), (None, 0)))
+@pytest.mark.parametrize("mask", ((0, 0, 0), (0, None, 0), (None, 0, None)))
 def test_vmap_is_a_loop(mask):
-    (x, *_), (x2, *_) = arguments("x", True), arguments("x", True, 1)
-    _, dy, *rest = arguments("x", True)
-    args = (
-        jnp.stack([x, x2]) if mask[0] == 0 else x,
-        jnp.stack([dy, 2 * dy]) if mask[1] == 0 else dy,
+    first, second = arguments(True), arguments(True, 1)
+    args = tuple(
+        first[i] if m is None else jnp.stack([first[i], second[i]])
+        for i, m in zip((0, 1, 4), mask, strict=True)
     )
-    assert_vmap_is_loop(lambda x, dy: tgmm_rows(x, dy, *rest, gathered="x"), args, mask)
+    assert_vmap_is_loop(lambda x, dy, init: tgmm(x, dy, *first[2:4], init), args, mask)
 
 
 def test_pairs_need_columns_for_both():
@@ -136,8 +123,8 @@ def test_cuda_adds_in_the_memory_of_the_carry():
     lhs, dy = (a[:22].reshape(2, 11, -1) for a in factors())
     sizes = jnp.ones((2, E), jnp.int32)
     text = cuda_text(accumulated, jnp.ones((E, 8, 16)), lhs, dy, sizes)
-    assert text.count("@jaxmoe_tgmm_rows_v1") == 1
-    alias = r"output_operand_alias<output_tuple_indices = \[0\],\s*operand_index = 5"
+    assert text.count("@jaxmoe_weight_grad_v1") == 1
+    alias = r"output_operand_alias<output_tuple_indices = \[0\],\s*operand_index = 4"
     assert re.search(alias, text)
 
 

@@ -279,9 +279,8 @@ def test_cuda_runs_the_backward_pass_on_the_kernels(layout, recompute):
     assert {n: names.count(n) for n in set(names) if n.startswith("jaxmoe_")} == {
         "jaxmoe_plan_v1": 1,
         "jaxmoe_permute_v1": 2,  # the cotangent, and x for its weights' gradient
-        "jaxmoe_gate_up_v1": 1 + again,
-        "jaxmoe_gmm_v1": 3,  # the rows; dh and dx
-        "jaxmoe_tgmm_v1": 2,
+        "jaxmoe_grouped_gemm_v1": 1 + again + 3,  # z; the rows, dh and dx
+        "jaxmoe_weight_grad_v1": 2,
         "jaxmoe_finalize_v1": 2,  # y and dx
     }
     assert re.search(r"optimization_barrier .*: tensor<6x32xbf16>, tensor<12x32xbf16>", text)
@@ -297,7 +296,7 @@ def test_cuda_runs_hessian_vector_products_on_the_kernels():
         return jax.jvp(gradient, (x, w1, w2), (x, w1, w2))[1]
 
     text = cuda_text(along, *layer_structs())
-    assert "jaxmoe_tgmm_v1" in text and "dot_general" not in text
+    assert "jaxmoe_weight_grad_v1" in text and "dot_general" not in text
 
 
 def test_groups_that_share_weights_share_their_gradient():
@@ -324,5 +323,8 @@ def test_explain_names_the_calls_of_forward_mode():
         report = explain(tangent, x, *rest)
     inside = [op for op in report.ops if op.where.endswith("jaxmoe_moe_mlp_tangent")]
     assert [op.cuda_target for op in inside] == [
-        *("jaxmoe_permute_v1", "jaxmoe_gmm_v1", "jaxmoe_gmm_v1", "jaxmoe_finalize_v1")
+        "jaxmoe_permute_v1",
+        "jaxmoe_grouped_gemm_v1",
+        "jaxmoe_grouped_gemm_v1",
+        "jaxmoe_finalize_v1",
     ]

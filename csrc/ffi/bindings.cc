@@ -1,8 +1,10 @@
-// The Python module `jaxmoe._cuda_ffi`: FFI handlers by target name, and their execution counts.
+// The Python module `jaxmoe._cuda_ffi`: FFI handlers by target name, their execution counts, and
+// tables to compare with the package.
 #include <nanobind/nanobind.h>
 
 #include <cstring>
 
+#include "csrc/ffi/tables.h"
 #include "csrc/ffi/target.h"
 
 namespace nb = nanobind;
@@ -30,6 +32,7 @@ int64_t ExecuteCount(const char* target) {
 NB_MODULE(_cuda_ffi, m) {
   m.def("registrations", &Registrations);
   m.def("execute_count", &ExecuteCount);
+  m.def("tables", &Tables);
   m.def("ffi_api_version", [] { return nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR); });
 }
 

@@ -2,8 +2,8 @@
 #pragma once
 
 #include "csrc/ffi/checks.h"
-#include "csrc/kernels/quantize.h"
 #include "csrc/gemm/moe_gemm.h"
+#include "csrc/kernels/quantize.h"
 
 namespace jaxmoe {
 

@@ -6,6 +6,7 @@
 #include "csrc/common/launch.h"
 #include "csrc/common/tensor_map.h"
 #include "csrc/gemm/args.h"
+#include "csrc/gemm/kernels.h"
 
 namespace jaxmoe {
 namespace {
@@ -200,6 +201,23 @@ const char* LaunchMoeGemm(const MoeGemmProblem& p, const TileConfig& tile, cudaS
   const int grid = static_cast<int>(clusters) * cluster_ctas;
   const cudaError_t status = variant->launch(args, grid, p.pdl, stream);
   return status == cudaSuccess ? nullptr : cudaGetErrorString(status);
+}
+
+std::vector<KernelInfo> Kernels() {
+  std::vector<KernelInfo> kernels;
+  for (const auto& table_of : kTables) {
+    const VariantTable table = table_of();
+    for (int i = 0; i < table.size; ++i) {
+      const Variant& v = table.rows[i];
+      TileConfig tile;
+      tile.weight_tile = v.weight_tile;
+      tile.token_tile = v.token_tile;
+      tile.cluster = v.cluster;
+      tile.split_k = v.split_k;
+      kernels.push_back({v.dtype, v.layout, v.promoted, v.gated, tile, v.ctas_per_sm});
+    }
+  }
+  return kernels;
 }
 
 }  // namespace jaxmoe

@@ -15,6 +15,11 @@ QUANTIZED: dict[str, Format] = {f.name: f for f in (FP8_TENSOR, FP8_CHANNEL, FP8
 FORWARD: dict[str, Format] = {name: forward(f) for name, f in QUANTIZED.items()}
 
 
+def kernels() -> tuple[Format, ...]:
+    """The formats that kernels have, by code."""
+    return (PLAIN, *QUANTIZED.values())
+
+
 def codes() -> dict[str, int]:
-    """What the kernels call each format that is theirs."""
-    return {f.name: f.code for f in (PLAIN, *QUANTIZED.values())}
+    """The code of each of them by its name."""
+    return {f.name: f.code for f in kernels()}

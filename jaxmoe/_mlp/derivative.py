@@ -180,6 +180,7 @@ def _contract(r: Any, x: jax.Array, dy: jax.Array, count: int, dtype: Any) -> ja
         dy[None],
         r.expert_offsets[None, :-1],
         jnp.diff(r.expert_offsets)[None],
+        None,
         weight_shape=(1, count),
         out_dtype=jnp.dtype(dtype),
         precision=None,

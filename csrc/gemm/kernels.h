@@ -1,0 +1,21 @@
+// List of the grouped GEMM's kernels, for the host to compare with.
+#pragma once
+
+#include <vector>
+
+#include "csrc/gemm/moe_gemm.h"
+
+namespace jaxmoe {
+
+struct KernelInfo {
+  DType dtype;  // of the weights
+  WeightLayout layout;
+  bool promoted;
+  bool gated;
+  TileConfig tile;
+  int ctas_per_sm;
+};
+
+std::vector<KernelInfo> Kernels();
+
+}  // namespace jaxmoe

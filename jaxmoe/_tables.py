@@ -1,0 +1,57 @@
+"""What the package and its CUDA extension both know, compared when the package is imported."""
+
+from typing import Any
+
+from jaxmoe import _formats, _heuristics, _targets
+from jaxmoe._codes import CODES
+from jaxmoe._formats import quantization
+from jaxmoe._formats.base import scratch_floats
+from jaxmoe._route import MAX_CUDA_EXPERTS
+from jaxmoe.plan import plan_scratch_size
+
+
+def own(theirs: dict[str, Any]) -> dict[str, Any]:
+    """The package's tables under the names that the extension gives them.
+
+    Sizes of scratch are those of the arguments for which `theirs` has them.
+    """
+    tiles, format_of = _heuristics.TILES, {f.code: f for f in _formats.kernels()}
+
+    def sizes(table: str, size: Any) -> dict[Any, int]:
+        return {args: size(*args) for args in theirs.get(table, ())}
+
+    def floats(code: int, tokens: int, rows: int, hidden: int, inner: int) -> int:
+        format = format_of[code]
+        if not format.quantizes_tokens:
+            return 0
+        shapes = (tokens, hidden), (rows, inner)
+        return scratch_floats(format, *shapes) + quantization.MAX_PARTIALS
+
+    return {
+        **{kind: {name: code for code, name in enumerate(names)} for kind, names in CODES.items()},
+        "format": _formats.codes(),
+        "tiles": {t: n for t, n in tiles.items() if t not in _heuristics.ONLY_PROMOTED},
+        "promoted_tiles": {t: n for t, n in tiles.items() if t not in _heuristics.NOT_PROMOTED},
+        "max_route_experts": MAX_CUDA_EXPERTS,
+        "quant_block": quantization.BLOCK,
+        "max_quant_partials": quantization.MAX_PARTIALS,
+        "gemm_scratch": _heuristics.gmm_scratch_size(),
+        "plan_scratch": sizes("plan_scratch", plan_scratch_size),
+        "mlp_index": sizes("mlp_index", _heuristics.mlp_index_size),
+        "mlp_floats": sizes("mlp_floats", floats),
+    }
+
+
+def check(theirs: dict[str, Any]) -> None:
+    """Raises ImportError unless the extension's tables are the package's."""
+    ours = own(theirs)
+    for name in sorted(ours.keys() | theirs.keys()):
+        if ours.get(name) != theirs.get(name):
+            raise ImportError(
+                f"jaxmoe: the CUDA extension is not of this version of the package: its table "
+                f"{name!r} is {theirs.get(name)}, not {ours.get(name)}. Rebuild jaxmoe"
+            )
+
+
+if _targets.cuda_available():
+    check(_targets.tables())
