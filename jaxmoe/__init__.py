@@ -1,5 +1,7 @@
 """Mixture-of-Experts layers inside `jax.jit`, with CUDA kernels for NVIDIA GPUs."""
 
+from importlib.metadata import version as _version
+
 from . import _tables as _tables
 from . import checkpoints as checkpoints
 from . import expert_parallel as expert_parallel
@@ -30,3 +32,5 @@ from .route_and_plan import route_and_plan as route_and_plan
 from .routing import Routing as Routing
 from .routing import route as route
 from .weight_grad import grouped_gemm_weight_grad as grouped_gemm_weight_grad
+
+__version__ = _version("jaxmoe")
