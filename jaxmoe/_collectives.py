@@ -65,10 +65,12 @@ class _Plain(_Collectives):
 def _linear(forward: Any, backward: Any) -> Any:
     """`forward(a, *static)` as a function whose derivative goes back through `backward`."""
     fn = jax.custom_vjp(forward, nondiff_argnums=tuple(range(1, forward.__code__.co_argcount)))
-    fn.defvjp(
-        lambda a, *static: (forward(a, *static), None),
-        lambda *args: (backward(args[-1], *args[:-2]),),
-    )
+
+    def backward_of(*operands: Any) -> tuple[Any]:
+        *static, _, ct = operands
+        return (backward(ct, *static),)
+
+    fn.defvjp(lambda a, *static: (forward(a, *static), None), backward_of)
     return fn
 
 

@@ -131,11 +131,12 @@ def _tgmm_batch(args: Any, dims: Any, *, weight_shape: tuple[int, int], **params
     inner, num_experts = weight_shape
     if _lead(args.starts, dims.starts)[1] != num_experts:
         return _primitive.one_by_one(tgmm, args, dims, weight_shape=weight_shape, **params)
-    factors = (_fold(a, d, size, inner) for a, d in zip(args[:4], dims[:4], strict=True))
-    init = args.init
+    *factors, init = args
+    *factor_dims, init_dim = dims
+    folded = (_fold(a, d, size, inner) for a, d in zip(factors, factor_dims, strict=True))
     if init is not None:
-        init = _merge(_primitive.move_batch_to_front(init, dims.init, size))
-    (dw,) = tgmm(*factors, init, weight_shape=(size * inner, num_experts), **params)
+        init = _merge(_primitive.move_batch_to_front(init, init_dim, size))
+    (dw,) = tgmm(*folded, init, weight_shape=(size * inner, num_experts), **params)
     return (dw.reshape(size, inner, *dw.shape[1:]),), (0,)
 
 

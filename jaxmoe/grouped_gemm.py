@@ -318,15 +318,22 @@ def check_config(
     if config.tile in ONLY_PROMOTED and not promoted:
         rule = (
             f"{name}: the tile {config.tile} is for FP8 sums that are promoted, as those of "
-            "fp8_block, with accum='promoted', and by default of more than 2048 elements are"
+            f"{_always_promoted()}, with accum='promoted', and by default of more than 2048 "
+            "elements are"
         )
         raise ValueError(_checks.message(op, rule, **{name: config}))
     if (promoted or (promoted is False and float_out)) and config.tile in NOT_PROMOTED:
         rule = (
-            f"{name}: no kernel of the tile {config.tile} promotes its sums, as fp8_block, "
-            "accum='promoted', and by default more than 2048 elements do, or has float32 output"
+            f"{name}: no kernel of the tile {config.tile} promotes its sums, as "
+            f"{_always_promoted()}, accum='promoted', and by default more than 2048 elements do, "
+            "or has float32 output"
         )
         raise ValueError(_checks.message(op, rule, **{name: config}))
+
+
+def _always_promoted() -> str:
+    """Names the formats whose sums are promoted whatever `accum` and K are."""
+    return ", ".join(name for name, format in QUANTIZED.items() if format.sums(None, 1))
 
 
 def whole_k(op: str, name: str, config: GemmConfig | None, chosen: GemmConfig) -> GemmConfig:

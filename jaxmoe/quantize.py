@@ -304,7 +304,8 @@ def _refuse_derivative(op: str, primals: Any, _tangents: Any) -> Any:
         "no derivative is defined; quantize jax.lax.stop_gradient of the array, and add a "
         "straight-through estimator where one is wanted"
     )
-    raise NotImplementedError(_checks.message(op, rule, input=primals[0]))
+    (array,) = primals
+    raise NotImplementedError(_checks.message(op, rule, input=array))
 
 
 _without_derivative: Any = jax.custom_jvp(_identity, nondiff_argnums=(1,))

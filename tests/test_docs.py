@@ -42,7 +42,7 @@ REFERENCES = (
 )
 # Drawn from committed results.
 PLOTS = {ROOT / "docs" / "img" / name for name in ("layer.svg", "expert_parallel.svg")}
-MODULES = sorted(f"jaxmoe.{m.name}" for m in pkgutil.iter_modules(jaxmoe.__path__))
+MODULES = sorted(m.name for m in pkgutil.walk_packages(jaxmoe.__path__, "jaxmoe."))
 MODULES = [name for name in MODULES if name != "jaxmoe._cuda_ffi"]
 
 

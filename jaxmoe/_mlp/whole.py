@@ -33,7 +33,7 @@ LayerOp = Callable[[Operands, Layer], tuple[jax.Array, ...]]
 
 def _backward_out(*avals: Any, wrt: Any, layer: Layer) -> list[_primitive.Spec]:
     del layer
-    return [(a.shape, a.dtype) for a in _values(Operands(*avals[:-1]), wrt)]
+    return [(a.shape, a.dtype) for a in _values(_WithCotangent(*avals), wrt)]
 
 
 def derivative(name: str, op: LayerOp) -> Callable[..., jax.Array | None]:
