@@ -10,8 +10,12 @@ struct GroupRows {
   int size;
 };
 
-// Starts and sizes may hold anything: they are clamped to the rows that exist, so that garbage
-// reads and writes nothing out of bounds. Args: MoeGemmArgs, TgmmArgs.
+// Rows of group `g`. Starts and sizes may hold anything: they are clamped to the rows that exist,
+// so that garbage reads and writes nothing out of bounds. Args: MoeGemmArgs, TgmmArgs. NOTE: plain
+// loads, perhaps before the grid wait (MoeGemmArgs::early_groups). An SM's L1 holds no stale copy
+// because the first launch of a handler has no `pdl` (see LaunchClusters): that launch empties L1,
+// and groups are read only after the kernel that writes them has finished. A kernel that reads
+// groups written within the same launch would need __ldcg or an acquire here.
 template <class Args>
 __device__ __forceinline__ GroupRows RowsOfGroup(const Args& args, int g) {
   const int rows = args.rows_per_batch;

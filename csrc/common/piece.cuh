@@ -9,7 +9,7 @@
 
 namespace jaxmoe {
 
-// What a thread moves of a row: 16 bytes, or one element.
+// Part of a row that a thread moves at once: 16 bytes, or one element.
 template <typename T, int kSize>
 struct Piece;
 

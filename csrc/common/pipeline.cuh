@@ -1,4 +1,5 @@
-// What the warps of a cluster hand to each other: tiles to work on, and stages to fill or to read.
+// Rings by which the warps of a cluster hand each other tiles to work on and stages to fill or
+// read.
 //
 // T is a tile of some kernel, with kRing, kCluster and kMulticast; Storage<T> its shared memory,
 // with ring(), ring_full(slot), ring_empty(slot) and empty(stage).
@@ -8,7 +9,7 @@
 
 namespace jaxmoe {
 
-// What the scheduler hands to producers and consumers.
+// Tile that the scheduler hands to producers and consumers.
 struct alignas(16) TileInfo {
   int weight;  // index of the weight matrix; negative: there are no more tiles
   int row;     // first row of the tile

@@ -9,7 +9,7 @@ namespace {
 
 constexpr int64_t kMaxGrid = 0x7fffffff;
 
-// Of direct problems, and of those with a table.
+// Shape of direct problems and of problems with a table.
 PlanShape MakeShape(int64_t rows, int64_t local_experts) {
   int64_t chunk_rows = PlanChunkRows(rows);
   int64_t block_rows = std::min(rows, chunk_rows);
@@ -30,8 +30,8 @@ PlanShape MakeShape(int64_t rows, int64_t local_experts) {
   return shape;
 }
 
-// Of problems counted by clusters. 512 threads where they suffice: with few registers each, such a
-// block can start beside the last ones of the kernel before.
+// Shape of problems that clusters count. Blocks have 512 threads where these suffice: with few
+// registers each, such a block can start beside the last blocks of the kernel before.
 PlanShape MakeSharedShape(int64_t rows, int64_t local_experts) {
   constexpr int64_t kChunks = 128;  // nearly an SM each
   constexpr int64_t kMinRows = 256;

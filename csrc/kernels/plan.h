@@ -12,11 +12,12 @@ namespace jaxmoe {
 // Problems of at most this many rows take one kernel, whose blocks count all ids.
 inline constexpr int64_t kPlanDirectRows = 8192;
 
-// Those of at most this many take one too if the experts fit: clusters count the ids.
+// Problems of at most this many rows take one kernel too, if the experts fit: clusters count the
+// ids.
 inline constexpr int64_t kPlanSharedRows = 128 * 2048;
 inline constexpr int64_t kPlanSharedExperts = 1024;
 
-// Larger ones take two kernels and scratch.
+// Larger problems take two kernels and scratch.
 constexpr bool PlanHasTable(int64_t rows, int64_t local_experts) {
   return rows > kPlanDirectRows && (rows > kPlanSharedRows || local_experts > kPlanSharedExperts);
 }

@@ -97,7 +97,8 @@ __device__ __forceinline__ void CountShare(const PlanParams& p,
   unsigned begin = static_cast<unsigned>(chunk - member) * shape.chunk_rows;
   unsigned end = min(begin + kBlocks * shape.chunk_rows, rows);
   unsigned others = rows - (end - begin);
-  // By fours if the entry begins at 16 bytes; chunks do, and only the last slots may not.
+  // Ids are read by fours if the entry is aligned to 16 bytes. Chunks are then, and only the last
+  // slots may be left over.
   bool aligned = reinterpret_cast<uintptr_t>(v.expert_ids) % sizeof(int4) == 0;
   unsigned quads = aligned ? others / 4 : 0;
   unsigned share = (quads + kBlocks - 1) / kBlocks;

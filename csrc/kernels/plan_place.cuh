@@ -64,7 +64,7 @@ __device__ __forceinline__ void RankSlots(const int (&column)[kPlanTileIters],
   }
 }
 
-// What blocks of one cluster, a chunk each, tell each other.
+// Shared memory by which the blocks of a cluster, a chunk each, tell each other their counts.
 struct PlanCluster {
   const int* ids;  // kCluster: of the slots of this chunk, in shared memory
   uint64_t* told;  // barrier in shared memory: phase 0 ends when all others have told this block
@@ -86,8 +86,8 @@ __device__ __forceinline__ void BeginTelling(const PlanShape& shape, uint64_t* t
 // Slots of one expert, as a block knows them.
 struct PlanKnown {
   int own;   // in its chunk
-  int low;   // kShared: of those before the chunks of the cluster, as many as it counted
-  int high;  // kShared: of those behind them
+  int low;   // kShared: counted by this block, before the chunks of the cluster
+  int high;  // kShared: counted by this block, behind them
 };
 
 // After BeginTelling: thread e tells the other blocks what this one knows of expert e, and gets the
@@ -166,7 +166,7 @@ __device__ __forceinline__ void PlaceSlots(const PlanParams& params,
   int e = threadIdx.x;
   bool has_rows = warp < shape.row_warps;
   uint16_t* own_counts = counts + warp * shape.width;
-  // Where this block counts slots of other chunks: kShared: where it would tell itself.
+  // Counts of slots in other chunks. kShared: they lie where this block would tell itself.
   int member = PlanTells(kTotals) ? c.chunk & (shape.cluster - 1) : 0;
   int* low = kShared ? sums + member * PlanToldInts(kTotals) * shape.width : sums;
   int* high = low + (kShared ? shape.width : kPlanWindow);

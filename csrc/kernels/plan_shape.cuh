@@ -20,7 +20,7 @@ static_assert(kPlanWindow <= kPlanMaxThreads, "one thread an expert");
 static_assert(kPlanSharedExperts <= kPlanWindow, "blocks tell each other of one window");
 static_assert(kPlanSharedRows <= 128 * kPlanTileRows, "and of one tile");
 
-// Where a block learns what other chunks have of each expert.
+// Source of a block's counts of each expert in other chunks.
 enum class PlanTotals {
   kDirect,   // it counts their ids
   kShared,   // it counts some of their ids, and the other blocks of its cluster the rest
@@ -39,7 +39,7 @@ struct PlanShape {
   int threads;    // of a placing block
 };
 
-// Whether blocks of a cluster tell each other their counts.
+// True if blocks of a cluster tell each other their counts.
 constexpr bool PlanTells(PlanTotals totals) {
   return totals == PlanTotals::kShared || totals == PlanTotals::kCluster;
 }

@@ -2,13 +2,13 @@
 //
 // Problem: read C floats of each of R rows once, find the largest finite |x| of what shares a
 //   scale, write C bytes and the scales. A piece is 16 bytes of x, 8 (f32: 4) of its values.
-// By row (tokens: kRow, kGroup, and the values of kTensor): a row belongs to `warps` =
+// Rows (tokens: kRow, kGroup, and the values of kTensor): a row belongs to `warps` =
 //   ceil(pieces / 128) warps of one block, 4 pieces a thread, all loaded before the first is used;
 //   short rows share a block, rows beyond 4096 pieces are read in chunks. Group: its 128 floats lie
 //   in 16 (f32: 32) neighbouring lanes, whose maximum takes 4 (5) shuffles. Row: warp maximum, one
 //   barrier; of chunks only the last is still in registers then, the others come from L2 again.
 //   A row's values go to top_k places: lane k holds the k-th, read while x is on its way.
-// By block (weights: kBlock): 128 x 128 of x in registers of 256 (512) threads, 8 pieces each.
+// Blocks (weights: kBlock): 128 x 128 of x in registers of 256 (512) threads, 8 pieces each.
 // kTensor: up to 32768 pieces one cluster of at most 8 blocks holds all of x in registers and
 //   exchanges maxima through shared memory: one launch. Beyond: one launch leaves the maxima of at
 //   most 1024 parts in `partial`, a second one reads x again, last row first, because the end of x

@@ -389,7 +389,7 @@ __device__ __forceinline__ void WriteToken(const RouteParams& params,
   }
 }
 
-// Whether a token is padding. If so, writes what it gets.
+// True if the token is padding; then writes its ids (-1) and weights (0).
 template <typename Sink>
 __device__ __forceinline__ bool WritePadding(
     const RouteParams& params, const RouteShape& shape, int64_t token, int lane, const Sink& sink) {

@@ -42,8 +42,8 @@ struct RouteParams {
   int64_t top_k;        // 1 <= K <= E
   // The last columns: ids E, E+1, ..., E+S-1 with weight 1.
   int64_t num_shared_experts;
-  // Of every `entry_tokens` tokens, the i-th such entry, those from num_valid[i] on are padding:
-  // ids -1, weights 0. nullptr: none is.
+  // Number of valid tokens in each entry of `entry_tokens` tokens. Later tokens of an entry are
+  // padding: ids -1, weights 0. nullptr: no token is padding.
   const int32_t* num_valid;
   int64_t entry_tokens;
   bool pdl;

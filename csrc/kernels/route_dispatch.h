@@ -1,4 +1,4 @@
-// Which instance of a routing kernel takes a problem.
+// Choice of the routing kernel's instance for a problem.
 #pragma once
 
 #include <type_traits>
@@ -8,7 +8,7 @@
 
 namespace jaxmoe {
 
-// Whether route's kernels know the sizes.
+// True if route's kernels take these sizes.
 inline bool RouteIsKnown(const RouteParams& p) {
   return p.num_experts >= 1 && p.num_experts <= kRouteMaxExperts && p.top_k >= 1 &&
          p.top_k <= p.num_experts && p.num_shared_experts >= 0 && p.rule.num_groups >= 1 &&

@@ -1,5 +1,5 @@
-// Accumulators to global memory: scales, bias, activation, rounding, transposition, predicated
-// stores, of FP8 operands perhaps quantization.
+// Epilogue with weights on wgmma's M: scales, bias, activation, rounding, quantization,
+// transposition, stores.
 //
 // A thread's accumulators lie along tokens of one weight row (feature), memory lies along features
 // of one token. stmatrix.trans turns them: chunks of tokens are staged as [token][feature] in
@@ -11,16 +11,16 @@
 
 namespace jaxmoe {
 
-// What of the output a warpgroup holds.
+// Place of a warpgroup's part of a tile in the output.
 struct EpilogueSite {
   int weight;       // index of the weight matrix, for bias and scales
   int row;          // first output row
   int rows;         // rows to store
   int feature;      // first output feature
-  int weight_row0;  // first weight row of its two 64-row blocks, for the same
-  int weight_row1;
-  int consumer;  // for its staging buffer and named barrier
-  int thread;    // 0..127
+  int weight_row0;  // first weight row of its first 64-row block, for bias and scales
+  int weight_row1;  // first weight row of its second
+  int consumer;     // for its staging buffer and named barrier
+  int thread;       // 0..127
 };
 
 // Conversions of bias and output, whose element is the format's or chosen at run time.
@@ -57,7 +57,7 @@ struct OutType {
   }
 };
 
-// TileScales, or of operands without scales anything.
+// Stands for TileScales in formats without scales.
 struct NoScales {};
 
 template <class T, class Scales>
@@ -109,7 +109,8 @@ class Epilogue {
  private:
   enum class StageMode { kHalves, kInterleaved, kSingle };
 
-  // How the threads copy a chunk out of the staging buffer: 8 features of a token each.
+  // Division of a staged chunk among the threads that copy it out: each takes 8 features of a
+  // token.
   static constexpr int kChunksPerRow = T::kOutFeatures / 8;
   static constexpr int kRowsPerPass = 128 / kChunksPerRow;
   static constexpr int kPasses = (T::kChunkTokens + kRowsPerPass - 1) / kRowsPerPass;
@@ -167,8 +168,8 @@ class Epilogue {
     if (T::kScaled || site_.rows > 0) Sync();  // staging and scales are free for the next tile
   }
 
-  // The sums that the activation is of, in the weight's own order of columns: as many 64-row blocks
-  // at a time as there are features of the output.
+  // Stores z, the sums before the activation, in the weight's own order of columns. A pass stages
+  // as many 64-row blocks as the output has blocks of 64 features.
   __device__ __forceinline__ void StoreSums(const Accumulators<T>& acc) const {
     constexpr int kBlocks = T::kOutFeatures / 64;
 #pragma unroll
@@ -199,7 +200,7 @@ class Epilogue {
     }
   }
 
-  // Eight tokens of a 64-row block of weights, rounded.
+  // Rounds and stages eight tokens of a 64-row weight block.
   __device__ __forceinline__ void StageBlock(
       int block, int j, float v0, float v1, float v2, float v3) const {
     const int token = 8 * j + lane_ % 8;
@@ -209,7 +210,8 @@ class Epilogue {
                                 Out().Pack2(v2, v3));
   }
 
-  // Eight tokens: accumulator columns group `group`, staging rows 8 * j ...
+  // Applies the activation to eight tokens, accumulators 4 * group and following, and stages them
+  // in rows 8 * j and following.
   template <StageMode kMode, class Form>
   __device__ __forceinline__ void StageColumns(Accumulators<T>& acc, int group, int j) {
     const ActivationParams& p = args_.activation;

@@ -1,4 +1,4 @@
-// The grouped GEMM kernel: roles of the warps and the launch of one variant.
+// Grouped GEMM kernel: roles of the warps, and the launch of one variant.
 //
 //   Y[r, n] = epilogue(sum_k W[e(r)][n, k] * X[x_row(r), k])
 //
@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
     }
   }
   if constexpr (T::kCluster > 1) ptx::ClusterSyncInit();
-  // The barrier of a cluster orders nothing but the initialization of barriers.
+  // ClusterSyncInit orders nothing but the initialization of barriers.
   if constexpr (T::kCluster == 1 || T::kPromoted) __syncthreads();
 
   // Each role is one branch, or ptxas ignores setmaxnreg.
@@ -134,8 +134,8 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
       if (lane == 0) RunWeightProducer<T>(args, smem);
     } else {
       if (warp == 3) {
-        // The next kernel may start only when this one has seen the end of the one before: then it
-        // may rely, before its own wait, on everything written two launches back.
+        // The next kernel may start only after this one has seen the end of the one before, so
+        // that, before its own wait, it may read everything written two launches back.
         GridDependencyWait();
         GridDependencyLaunch();
         if constexpr (T::kPromoted) {
@@ -159,7 +159,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
     }
     RunConsumer<T>(args, smem, warp / 4 - T::kProducers);
   }
-  // Others still write to this CTA's shared memory, or arrive at its barriers.
+  // Other CTAs may still write to this one's shared memory or arrive at its barriers.
   if constexpr (T::kCluster > 1) ptx::ClusterSync();
 }
 

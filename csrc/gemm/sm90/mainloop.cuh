@@ -1,12 +1,12 @@
-// One warpgroup's k loop: 128 weight rows by its tokens accumulated in registers.
+// K loop of one warpgroup: 128 weight rows by its tokens, accumulated in registers.
 #pragma once
 
 #include "csrc/gemm/sm90/promoted.cuh"
 
 namespace jaxmoe {
 
-// A k step is four instructions. K-major: 32 bytes along the 128-byte row. MN-major: 16 rows of 128
-// bytes.
+// Bytes from one of a step's four wgmma operands to the next. K-major: 32 bytes along the 128-byte
+// row. MN-major: 16 rows of 128 bytes.
 template <class T>
 inline constexpr uint32_t kWeightAdvance = T::kMajor == cute::SM90::GMMA::Major::K ? 32 : 16 * 128;
 
@@ -43,7 +43,7 @@ __device__ __forceinline__ void RunKSteps(const SharedStorage<T>& smem,
     cute::warpgroup_commit_batch();
     ptx::FenceAccumulator(acc[0]);
     ptx::FenceAccumulator(acc[1]);
-    // The step before this one has been read: its stage goes back to the producers.
+    // wgmma has read the step before this one, whose stage goes back to the producers.
     cute::warpgroup_wait<1>();
     if (previous >= 0) ReleaseStage(smem, previous, lane);
     previous = stage.index;
@@ -55,8 +55,8 @@ __device__ __forceinline__ void RunKSteps(const SharedStorage<T>& smem,
   ReleaseStage(smem, previous, lane);
 }
 
-// Runs the k loop with the smallest wgmma N that covers the share. Columns past it stay undefined.
-// With tokens on M there is one N; blocks of tokens past the share are zeros.
+// Runs the k loop with the smallest wgmma N that covers the share. Columns past that N stay
+// undefined. With tokens on M there is one N, and blocks of tokens past the share are zeros.
 template <class T, int kN = T::kTokenStep>
 __device__ __forceinline__ void RunMainloop(const SharedStorage<T>& smem,
                                             int num_k_steps,

@@ -11,13 +11,14 @@
 
 namespace jaxmoe {
 
-// Whether 64-row block `block` of a tile has up rows that are apart from the gate rows in it.
+// True if 64-row block `block` of a tile holds up rows. If gate and up rows alternate, every block
+// holds both, and the two kinds of blocks are treated alike.
 template <class T>
 __device__ __forceinline__ constexpr bool IsUpBlock(int block) {
   return T::kGated && block % 2 != 0;
 }
 
-// Row `row` of the weight, of block `block`, in the array that holds it: w, or w_up.
+// Index of weight row `row`, in block `block`, in the array that holds it: w or w_up.
 template <class T>
 __device__ __forceinline__ int RowInArray(const MoeGemmArgs& args, int row, int block) {
   return IsUpBlock<T>(block) ? row - args.up_origin : row;
@@ -35,23 +36,25 @@ __device__ __forceinline__ int WeightRow(const MoeGemmArgs& args, int w_tile, in
   return w_tile * T::kWeightTile + block * 64;
 }
 
-// Boxes of rows of a tile: at least one. Without rows (the second CTA of a cluster) a stage would
-// be full without the warp that loads X, which could then miss the whole phase of an empty barrier.
+// Number of boxes that cover a tile's rows, at least one. A tile without rows (the second CTA of a
+// cluster) loads a box too: a stage that is full without the warp that loads X could pass a whole
+// phase of its empty barrier before that warp looks.
 template <class T>
 __device__ __forceinline__ int TokenBoxes(int rows) {
   return max((rows + T::kBoxRows - 1) / T::kBoxRows, 1);
 }
 
-// Of a weight row, a step takes 128 bytes. DRAM is faster when the next 128 are asked for at once,
-// so decode tiles load two steps together; wide ones have no stages to spare. Where n is
-// contiguous, the blocks of one step already lie side by side.
+// Loads the weight blocks of every tile, as one thread. Each k step reads 128 bytes of a weight
+// row. DRAM is faster if the adjacent 128 are requested together, so decode tiles issue two steps
+// at once; wide tiles have no stages to spare. Where n is contiguous, the blocks of a step are
+// adjacent anyway.
 template <class T>
 __device__ void RunWeightProducer(const MoeGemmArgs& args, const SharedStorage<T>& smem) {
-  // A weight that is read once must not push rows of X out of L2; one that several token tiles
-  // share is kept like anything else.
+  // A weight that one token tile reads must not push rows of X out of L2. A weight that several
+  // token tiles read is kept like anything else.
   const uint64_t policy = args.stream_weights ? ptx::CreatePolicy<ptx::CachePolicy::kEvictFirst>()
                                               : ptx::CreatePolicy<ptx::CachePolicy::kEvictNormal>();
-  // The CTAs of a cluster load a part of the weight tile each, for all of them.
+  // Each CTA of a cluster loads a part of the weight tile into the shared memory of all.
   constexpr bool kKMajor = T::kMajor == cute::SM90::GMMA::Major::K;
   constexpr bool kPairs = kKMajor && T::kDecode;
   constexpr int kBlocks = T::kWeightBlocks / T::kMulticast;
@@ -99,10 +102,11 @@ __device__ void RunWeightProducer(const MoeGemmArgs& args, const SharedStorage<T
   });
 }
 
-// Rows of X by bulk copies: boxes of consecutive rows or, when gathering, of one row each.
+// Loads rows of X by bulk copies, as a warp: boxes of consecutive rows or, when gathering, of one
+// row each.
 //
-// Rows past the group's end need neither loading nor zeroing: a garbage column of X changes only
-// its own column of the accumulators, which is never stored.
+// Rows past the group's end are neither loaded nor zeroed: a garbage column of X changes only its
+// own column of the accumulators, which is never stored.
 template <class T>
 __device__ void RunTokenProducer(const MoeGemmArgs& args, const SharedStorage<T>& smem, int lane) {
   constexpr int kRowsPerLane = T::kGatherByThreads ? 1 : (T::kTokenTile + 31) / 32;
@@ -127,7 +131,7 @@ __device__ void RunTokenProducer(const MoeGemmArgs& args, const SharedStorage<T>
     }
     for (int step = steps.first; step < steps.last; ++step) {
       ptx::BarrierWait(smem.empty(stage.index), stage.parity ^ 1);
-      __syncwarp();  // a lane without a box must not fall a phase behind those with one
+      __syncwarp();  // a lane without a box must not fall a phase behind lanes with one
       uint64_t* full = smem.full(stage.index);
       uint8_t* dst = smem.tokens(stage.index);
       const int k = step * T::kStepK;
@@ -154,8 +158,8 @@ __device__ void RunTokenProducer(const MoeGemmArgs& args, const SharedStorage<T>
   });
 }
 
-// Rows of X by 16-byte copies of a warpgroup: eight threads a row, swizzled by hand. A row whose
-// index is no row of X is zeros, as the copy engine makes it.
+// Gathers rows of X by 16-byte copies, as a warpgroup: eight threads a row, swizzled by hand. An
+// index outside of X gives a row of zeros, as it does when the copy engine gathers.
 template <class T>
 __device__ void RunGatherProducer(const MoeGemmArgs& args,
                                   const SharedStorage<T>& smem,

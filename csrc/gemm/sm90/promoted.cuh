@@ -6,27 +6,27 @@
 
 namespace jaxmoe {
 
-// Weight scales of the steps of a promoted k loop.
+// Weight scales of a warp's rows in a promoted k loop, one for each step.
 struct StepScales {
-  const float*
-      weight[2];  // of its rows of each 64-row weight block, from the first step on; or null
+  const float* weight[2];  // by 64-row weight block, from this CTA's first step on; or null
 
-  // Of a step: 128 elements, so a block.
+  // Scale of step `step`, which has the 128 elements of a block of scales; 1 without scales.
   __device__ __forceinline__ float of(int block, int step) const {
     return weight[block] != nullptr ? weight[block][step] : 1.0f;
   }
 };
 
-// Where the scale of a token lies among those of its step. With weights on M a thread's
-// accumulators 4 j + e are of tokens 8 j + 2 * (lane % 4) + e % 2: it reads those of two j at once.
+// Index of a token's scale among those of its step. With weights on M, accumulator 4 j + e of a
+// thread belongs to token 8 j + 2 * (lane % 4) + e % 2, and the thread reads the scales of two j at
+// once.
 template <class T>
 __device__ __forceinline__ int StepScaleAt(int token) {
   if constexpr (T::kTokensOnM) return token;
   return token / 16 * 16 + token % 8 / 2 * 4 + token / 8 % 2 * 2 + token % 2;
 }
 
-// The first scales of a promotion, read while its products are made: under wgmma's own reads shared
-// memory takes long to answer. The others follow into the registers of promoted sums.
+// First scales of a promotion, read while its products are made, because shared memory answers
+// slowly while wgmma reads it. Later ones take the registers of sums that are already promoted.
 template <int kN>
 struct ScaleQueue {
   static constexpr int kPairs = (kN + 15) / 16;
@@ -75,8 +75,8 @@ __device__ __forceinline__ void IssueStep(float (&part)[kSize], const Multiply& 
   ptx::FenceAccumulator(part);
 }
 
-// The k loop whose sums leave the tensor cores after every step: one block is multiplied while the
-// other is promoted.
+// K loop whose sums leave the tensor cores after every step. One weight block is multiplied while
+// the other's sums are promoted.
 template <class T, int kN>
 __device__ __forceinline__ void RunPromotedKSteps(const SharedStorage<T>& smem,
                                                   int num_k_steps,
@@ -89,7 +89,7 @@ __device__ __forceinline__ void RunPromotedKSteps(const SharedStorage<T>& smem,
   float part[2][T::kWarpgroupTokens / 2];
 #pragma unroll
   for (int i = 0; i < kN / 2; ++i) acc[0][i] = acc[1][i] = 0.0f;
-  // Made once: until the products are issued, nothing is multiplied here.
+  // Descriptors are made once: nothing is multiplied while a step makes its own.
   const uint64_t weights0 = ptx::Swizzle128Descriptor(ptx::SmemAddress(smem.weights(0)) +
                                                       share.first_block * T::kBlockBytes);
   const uint64_t tokens0 = ptx::Swizzle128Descriptor(ptx::SmemAddress(smem.tokens(0)) +
@@ -123,9 +123,10 @@ __device__ __forceinline__ void RunPromotedKSteps(const SharedStorage<T>& smem,
   }
 }
 
-// The same with tokens on wgmma's M: block b is 64 tokens by the 128 weight rows of the warpgroup.
-// A thread has two tokens of it, so two of their scales and two of the weights: with weights on M
-// it has 32 tokens, whose scales keep shared memory as busy as wgmma's operands do.
+// Promoted k loop with tokens on wgmma's M: block b is 64 tokens by the warpgroup's 128 weight
+// rows. A thread has two tokens of a block, so it reads two token scales and two weight scales.
+// With weights on M it has 32 tokens, and reading their scales would keep shared memory as busy as
+// wgmma's operands do.
 template <class T>
 __device__ __forceinline__ void RunTokenMajorKSteps(const SharedStorage<T>& smem,
                                                     int num_k_steps,

@@ -9,8 +9,8 @@
 
 namespace jaxmoe {
 
-// Of the rows of X of a tile: that of row `t` of those a warpgroup has. 1 if the k loop applies the
-// scales. All lanes of the warp must ask.
+// Scale of token `t` of this warpgroup; 1 if the k loop already applied it. Call with the whole
+// warp (it shuffles).
 template <class T>
 __device__ __forceinline__ float TokenScale(const MoeGemmArgs& args,
                                             const TileInfo& info,
@@ -19,7 +19,7 @@ __device__ __forceinline__ float TokenScale(const MoeGemmArgs& args,
                                             int t) {
   const ScaleArgs& s = args.scales;
   int64_t row = info.row + share.first_token + t;
-  // Planned in this kernel: few rows, of which warp 0 has those it needs.
+  // The kernel made the plan itself: lane r of a warp has the token of row r.
   if (T::kDecode && token_of_row >= 0) {
     row = __shfl_sync(0xffffffffu, token_of_row, static_cast<int>(row));
   }
@@ -28,8 +28,8 @@ __device__ __forceinline__ float TokenScale(const MoeGemmArgs& args,
   return s.x[info.weight % s.num_x + row * s.x_row_stride];
 }
 
-// Where the scale of row `row`, of block `block`, lies among those of its weight; rows past the
-// last have the last's. kRows weight rows share a scale.
+// Index of the scale of row `row`, in block `block`, among those of its weight. Rows past the last
+// one have its scale. kRows neighbouring weight rows share a scale.
 template <class T, int kRows = 1>
 __device__ __forceinline__ int WeightScaleAt(const MoeGemmArgs& args, int row, int block) {
   const int last = (T::kGated ? args.n - args.up_origin : args.n) - 1;
@@ -37,7 +37,7 @@ __device__ __forceinline__ int WeightScaleAt(const MoeGemmArgs& args, int row, i
   return min(RowInArray<T>(args, row, block), last) / kRows * args.scales.w_row_stride + up;
 }
 
-// Scale of weight row `row`, of block `block`; 1 if the k loop applied it.
+// Scale of weight row `row`, in block `block`; 1 if the k loop already applied it.
 template <class T>
 __device__ __forceinline__ float WeightScale(const MoeGemmArgs& args,
                                              int weight,
@@ -47,14 +47,15 @@ __device__ __forceinline__ float WeightScale(const MoeGemmArgs& args,
   return s.by_step ? 1.0f : s.w[weight * s.w_stride + WeightScaleAt<T>(args, row, block)];
 }
 
-// What the output is multiplied with before it becomes e4m3; NaN for scales that quantize refuses.
+// Reciprocal of the output's scale, by which values are multiplied before they become e4m3. NaN for
+// scales that quantize refuses.
 __device__ __forceinline__ float OutInverse(const ScaleArgs& s, int weight) {
   const float out = s.out != nullptr ? s.out[weight % s.num_out] : 1.0f;
   return out >= kMinQuantScale && out <= kMaxQuantScale ? 1.0f / out : CUDART_NAN_F;
 }
 
-// What a thread of a consumer warpgroup multiplies its sums with. Fetched before the k loop where
-// registers allow it, so that nothing waits for it after.
+// Scales that a consumer thread applies to its sums. They are fetched before the k loop where
+// registers allow it, so that nothing waits for them after it.
 template <class T>
 class TileScales {
  public:
@@ -83,13 +84,13 @@ class TileScales {
 
   __device__ float out_inverse() const { return out_inverse_; }
 
-  // -1 unless rows of X are gathered by a plan made here: then the token of row `lane`.
+  // Token of row `lane` if this kernel made the plan and gathers rows of X by it; else -1.
   static __device__ int TokenOfRow(const MoeGemmArgs& args, int lane) {
     const bool planned = args.plans && args.gather && args.scales.x_row_stride != 0;
     return planned ? SlotPlan(args.plan, lane).TokenOfRow() : -1;
   }
 
-  // Those of the tokens, for all threads of the warpgroup once they have met.
+  // Writes the token scales to shared memory, for the warpgroup to read after its next barrier.
   __device__ void Publish(float* shared, int thread) const {
 #pragma unroll
     for (int i = 0; i < kTokensPerThread; ++i) {
@@ -101,13 +102,13 @@ class TileScales {
  private:
   static constexpr int kTokensPerThread = (T::kWarpgroupTokens + 127) / 128;
 
-  float weight_[2][2];  // [block][rows lane / 4, those 8 below]
+  float weight_[2][2];  // [block][row lane / 4, row lane / 4 + 8]
   float token_[kTokensPerThread];
   float out_inverse_;
 };
 
-// Scales of every k step of the 16 weight rows of a warp: they begin at a multiple of 16, so lie in
-// one block of 128.
+// Weight scales of every k step. The 16 weight rows of a warp begin at a multiple of 16, so they
+// lie in one block of 128 and share a scale.
 template <class T>
 __device__ __forceinline__ StepScales FetchStepScales(const MoeGemmArgs& args,
                                                       const TileInfo& info,
@@ -119,7 +120,7 @@ __device__ __forceinline__ StepScales FetchStepScales(const MoeGemmArgs& args,
   StepScales scales;
 #pragma unroll
   for (int block = 0; block < 2; ++block) {
-    // With tokens on M a thread has all 64 rows: then they begin at a multiple of 64.
+    // With tokens on M a thread has all 64 rows, which begin at a multiple of 64.
     const int warp = T::kTokensOnM ? 0 : thread / 32;
     const int row = WeightRow<T>(args, info.w_tile, share.first_block + block) + 16 * warp;
     scales.weight[block] = w + WeightScaleAt<T, 128>(args, row, block);

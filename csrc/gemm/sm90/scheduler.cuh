@@ -1,4 +1,4 @@
-// Which tile comes next: group offsets on the device become a stream of TileInfo.
+// Stream of tiles, made from group offsets on the device.
 //
 // One warp of each cluster draws tile numbers from a global counter, so that CTAs that were given
 // short tiles take more of them (or takes every n-th, where no kernel could clear the counter), and
@@ -111,8 +111,8 @@ class TileScheduler {
   int inclusive_ = 0;
 };
 
-// The whole life of the scheduler warp: the one of its cluster, which writes to the rings of all
-// its CTAs.
+// Runs the scheduler warp. A cluster has one, in its first CTA, which writes to the rings of all
+// CTAs.
 template <class T>
 __device__ void RunScheduler(const MoeGemmArgs& args, const SharedStorage<T>& smem, int lane) {
   TileScheduler<T> scheduler(args, lane);

@@ -7,8 +7,9 @@
 
 namespace jaxmoe {
 
-// Lane r holds slot r = token * top_k + k. Rows are slots sorted by local expert, as plan has them:
-// stable, those of no expert nowhere. All lanes of a warp construct it and call its members.
+// Lane r holds slot r = token * top_k + k. Rows are the slots sorted by local expert, stably, as
+// plan sorts them; slots of no local expert have no row. All lanes of a warp construct the plan and
+// call its members.
 class SlotPlan {
  public:
   __device__ SlotPlan(const PlanParams& plan, int lane) : plan_(plan), lane_(lane) {
@@ -23,9 +24,9 @@ class SlotPlan {
     }
   }
 
-  // Of the first slot of an expert: the expert's rows. Others have none.
   __device__ int expert() const { return expert_; }
   __device__ int first_row() const { return smaller_; }
+  // Rows of the expert on the lane of the expert's first slot, 0 on every other lane.
   __device__ int num_rows() const { return Placed() && equal_before_ == 0 ? equal_ : 0; }
 
   // Token of row `lane`; 0 past the last.
@@ -37,7 +38,7 @@ class SlotPlan {
     return slot / static_cast<int>(plan_.top_k);
   }
 
-  // What kernels after this one need: slot_to_row and the number of rows.
+  // Writes what later kernels read: slot_to_row and the number of rows.
   __device__ void Write() const {
     if (lane_ < num_slots_) plan_.slot_to_row[lane_] = Row();
     const int rows = __popc(__ballot_sync(kAll, Placed()));
@@ -56,7 +57,7 @@ class SlotPlan {
   int expert_ = kPlanNoExpert;
   int smaller_ = 0;       // slots of smaller experts
   int equal_ = 0;         // slots of this expert
-  int equal_before_ = 0;  // those of them before this one
+  int equal_before_ = 0;  // slots of this expert before this slot
 };
 
 }  // namespace jaxmoe

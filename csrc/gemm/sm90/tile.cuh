@@ -53,8 +53,8 @@ struct Tile {
   // rows and one of the matching up rows.
   static constexpr int kWarpgroupRows = 128;
   static constexpr int kWarpgroupTokens = kSplit == Split::kTokens ? kTokenTile / 2 : kTokenTile;
-  // Promoted sums of two whole blocks of 64 tokens: tokens on wgmma's M, weights on N, see
-  // promoted.cuh.
+  // Tokens are on wgmma's M and weights on N where a warpgroup promotes sums of two whole blocks of
+  // 64 tokens, see promoted.cuh.
   static constexpr bool kTokensOnM = kPromoted && kWarpgroupTokens == 128;
 
   static constexpr int kConsumers = kSplit == Split::kNone ? 1 : 2;
@@ -99,15 +99,15 @@ struct Tile {
 
   static constexpr int kRing = 2;  // tiles known ahead, see scheduler.cuh
 
-  // Accumulators that the first CTA gets from each of the others: [piece of 16 bytes][thread].
+  // Bytes of accumulators that the first CTA gets from each other one: [piece of 16 bytes][thread].
   static constexpr int kPartialBytes = kConsumers * 128 * kWarpgroupTokens * 4;
 
-  // Not where 160 tokens of accumulators leave too few registers: a float32 output, whose addresses
-  // need them, and scales fetched before the k loop (nor beside promoted sums).
+  // Accumulators of 160 tokens leave too few registers for the addresses of a float32 output beside
+  // scales, and for scales that are fetched before the k loop. Promoted sums leave fewer still.
   static constexpr bool kStoresFloat = !kScaled || kWarpgroupTokens <= 128;
   static constexpr bool kLateScales = kWarpgroupTokens > (kPromoted ? 64 : 128);
 
-  // Scales of X: of a tile's tokens for the epilogue, of a step's for the promotion.
+  // Scales of X: one a token for the epilogue, one a token and step for the promotion.
   static constexpr int kTokenScaleBytes = kScaled ? kWarpgroupTokens * 4 : 0;  // of one warpgroup
   static constexpr int kBlockScales = (kTokenTile + 15) / 16 * 16;             // see StepScaleAt
   static constexpr int kStepScaleBytes = kPromoted ? kBlockScales * 4 : 0;
@@ -117,8 +117,8 @@ struct Tile {
   static constexpr int kStagingOffset = kStages * kStageBytes;
   static constexpr int kPartialOffset = kStagingOffset + kConsumers * kStagingBytes;
   static constexpr int kTokenScaleOffset = kPartialOffset + (kSplitK - 1) * kPartialBytes;
-  // Of tiles that have whole groups of 128 features: the largest magnitudes of a tile's tokens,
-  // [warpgroup][token].
+  // Tiles with whole groups of 128 features can quantize them. Gated, the two warpgroups have half
+  // a group each and exchange the largest magnitude of every token: [warpgroup][token].
   static constexpr bool kQuantizesGroups = kTokensOnM && kSplit == Split::kWeights;
   static constexpr int kGroupMaxBytes =
       kQuantizesGroups && kGated ? kConsumers * kTokenTile * 4 : 0;
@@ -162,7 +162,7 @@ struct SharedStorage {
   __device__ unsigned* group_max(int consumer) const {
     return reinterpret_cast<unsigned*>(base + T::kGroupMaxOffset) + consumer * T::kTokenTile;
   }
-  // What CTA 1 + part of the cluster has accumulated.
+  // Accumulators of CTA 1 + part of the cluster.
   __device__ uint8_t* partial(int part) const {
     return base + T::kPartialOffset + part * T::kPartialBytes;
   }
@@ -178,7 +178,7 @@ struct SharedStorage {
   __device__ uint64_t* partial_empty() const { return partial_full() + 1; }
 };
 
-// The k steps that this CTA runs: all, or its part.
+// K steps that this CTA runs: all of them, or its part of the cluster's.
 struct StepRange {
   int first;
   int last;

@@ -1,7 +1,7 @@
-// The epilogue where tokens are on wgmma's M: a thread's accumulators lie along features of two
-// tokens of each block, as memory does, and a warp has 16 whole rows of them. So nothing is turned,
-// and warps wait for each other only to share scales and biases and, quantizing by groups of 128
-// features, the largest values of a token whose group two warps have.
+// Epilogue with tokens on wgmma's M: a thread's accumulators lie along features of two tokens of
+// each block, as memory does, and a warp has 16 whole rows. Nothing is transposed. Warps wait for
+// each other only to share scales and biases and, when groups of 128 features are quantized, the
+// largest magnitudes of tokens whose group two warps hold.
 #pragma once
 
 #include "csrc/gemm/sm90/epilogue.cuh"
@@ -62,13 +62,13 @@ class TokenMajorEpilogue {
   __device__ __forceinline__ OutType<T> Out() const { return {args_.scales.half}; }
   __device__ __forceinline__ void Sync() const { ptx::NamedBarrierSync(1 + site_.consumer, 128); }
 
-  // This warp and that of the other warpgroup which has the same tokens.
+  // Barrier of this warp and the warp of the other warpgroup that has the same tokens.
   __device__ __forceinline__ void SyncPair() const { ptx::NamedBarrierSync(3 + warp_, 64); }
   __device__ __forceinline__ bool by_groups() const {
     return T::kQuantizesGroups && args_.scales.out_groups != nullptr;
   }
 
-  // A thread's weight row and token, for all of the warpgroup.
+  // Writes scale and bias of one weight row and the scale of one token to shared memory.
   __device__ __forceinline__ void Publish(const TileInfo& info, const WarpgroupShare& share) const {
     const int t = site_.thread;
     const int row = t < 64 ? site_.weight_row0 + t : site_.weight_row1 + t - 64;
@@ -80,7 +80,8 @@ class TokenMajorEpilogue {
     token_scales_[t] = TokenScale<T>(args_, info, share, -1, t);
   }
 
-  // Of a block: token lane / 4 + 8 * half, columns 8 * group + 2 * (lane % 4) and the next.
+  // Values of token lane / 4 + 8 * half of a block, in column 8 * group + 2 * (lane % 4) and the
+  // next.
   __device__ __forceinline__ float2 Values(const float (&acc)[64],
                                            float token_scale,
                                            int group,
@@ -99,7 +100,7 @@ class TokenMajorEpilogue {
     }
   }
 
-  // The 16 tokens from t0 on.
+  // Stores the 16 tokens from t0 on.
   template <Mode kMode, class Form>
   __device__ __forceinline__ void StoreBlock(const float (&acc)[64], int t0) const {
     uint32_t out[kOctets][2];
@@ -134,8 +135,9 @@ class TokenMajorEpilogue {
     }
   }
 
-  // Gate and up of a feature are a thread's two columns: it has one feature of four. Those of two
-  // groups of columns, each two tokens at once, move to the thread that has two features of eight.
+  // A thread's two columns are gate and up of one feature. Two groups of columns give every thread
+  // two features of different groups, packed with both tokens; shuffles bring neighbouring features
+  // together.
   template <class Form>
   __device__ __forceinline__ void Interleaved(const float (&acc)[64],
                                               const float (&scale)[2],
@@ -162,8 +164,8 @@ class TokenMajorEpilogue {
     out[1] = __byte_perm(feature[0], feature[1], 0x7632);
   }
 
-  // Scales of the groups of 128 that the features belong to, as quantize makes them of what was
-  // rounded to the output's type, and their inverses for this thread's two tokens.
+  // Writes the scales of the features' groups of 128, made from the rounded output as quantize
+  // makes them, and returns their reciprocals for this thread's two tokens.
   __device__ __forceinline__ void GroupScales(const uint32_t (&out)[kOctets][2],
                                               int t0,
                                               float (&inverse)[2]) const {
@@ -199,7 +201,7 @@ class TokenMajorEpilogue {
     }
   }
 
-  // kStaged groups of features of 16 tokens: [token][feature].
+  // Stages kStaged groups of features of 16 tokens: [token][feature].
   __device__ __forceinline__ void Stage(const uint32_t (&out)[kOctets][2], int first) const {
     uint8_t* const row = staging_ + (lane_ / 8 % 2 * 8 + lane_ % 8) * T::kStagingPitch;
 #pragma unroll

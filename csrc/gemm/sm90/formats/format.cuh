@@ -1,6 +1,6 @@
-// What a weight format is to the kernel. One trait a file beside this one; Tile takes the answers.
+// Traits by which the kernel knows a weight format: one a file in this folder, read by Tile.
 //
-// A format has
+// Members of a trait:
 //   Weight             element of the weight in memory, which wgmma multiplies
 //   Token              element of X
 //   Out                element of bias and output; void: bf16 or fp16, chosen at run time
