@@ -171,11 +171,19 @@ def test_traced_numbers_are_refused(name):
 
 
 def test_what_is_not_refused():
-    """Groups that a finite mask leaves open, and options at their defaults."""
-    route(zeros(T, E), top_k=8, **GROUPS, masked_group_value=0.0)
-    route(zeros(T, E), top_k=4, **GROUPS)
-    route(zeros(T, E), top_k=1, method="deepseek_v3", num_groups=1, top_groups=1)
+    """Groups that a finite mask leaves open, and options at their defaults change nothing."""
+    logits = np.tile(-np.arange(E, dtype=F32) / 4, (T, 1))  # groups 0 and 1 are chosen
+    for top_k, options in ((8, {"masked_group_value": 0.0}), (4, {})):
+        chosen = route(logits, top_k=top_k, **GROUPS, **options).expert_ids
+        assert chosen.tolist() == [list(range(top_k))] * T
     for method in METHODS:
-        route(zeros(T, E), top_k=1, method=method, num_groups=1, top_groups=1)
-        route(zeros(T, E), top_k=1, method=method, scale=2, num_shared_experts=0)
-        route(zeros(T, E), top_k=1, method=method, masked_group_value=-float("inf"))
+        plain = route(logits, top_k=1, method=method)
+        for options in (
+            {"num_groups": 1, "top_groups": 1},
+            {"scale": 2, "num_shared_experts": 0},
+            {"masked_group_value": -float("inf")},
+        ):
+            same = route(logits, top_k=1, method=method, **options)
+            assert same.expert_ids.tolist() == plain.expert_ids.tolist()
+            factor = options.get("scale", 1)
+            np.testing.assert_array_equal(same.weights, factor * plain.weights)

@@ -204,6 +204,58 @@ def test_experts_that_do_not_divide_and_copies_of_hot_ones():
     close(with_gradients(placed)(jnp.asarray(ids), a), whole()(jnp.asarray(ids), a))
 
 
+def test_replicated_tokens_use_one_copy_of_an_expert():
+    """All devices agree on which, or they would add it up as often as there are copies."""
+    table = expert_parallel.expert_placement(4, 2, copies={0: 2, 3: 2})
+    a = {n: v if n in ("x", "weights") else v[:4] for n, v in arrays().items() if n != "residual"}
+    ids = jnp.asarray(expert_ids("one_expert", np.random.default_rng(6), NUM_TOKENS, 4, 3))
+    placed = a | {n: expert_parallel.place_experts(a[n], table) for n in ("w_gate_up", "w_down")}
+    call = functools.partial(
+        split_layer, sizes={"expert": 2}, tokens="replicated", expert_map=table
+    )
+    close(jax.jit(call)(ids, placed), jax.jit(one_device)(ids, a))
+
+
+def test_each_copy_of_an_expert_is_on_a_device_of_its_own():
+    for num_experts in range(1, 6):
+        for num_devices in range(1, 5):
+            for count in range(1, num_devices + 1):
+                copies = {0: count, num_experts - 1: count}
+                table = expert_parallel.expert_placement(num_experts, num_devices, copies=copies)
+                held = (table >= 0).sum(axis=0)
+                assert held.tolist() == [copies.get(e, 1) for e in range(num_experts)]
+                for of_device in table:  # whose local ids are 0, 1, ...
+                    here = sorted(of_device[of_device >= 0])
+                    assert here == list(range(len(here)))
+
+
+def test_parts_are_added_in_sum_dtype():
+    """Of bf16 tokens: float32 parts travel where they are asked for, bf16 parts otherwise."""
+    narrow = {n: a.astype(jnp.bfloat16) for n, a in arrays().items() if n != "weights"}
+    narrow["weights"] = arrays()["weights"]
+    ids = jnp.asarray(ids_of("with_invalid"))
+    ways = (
+        (EIGHT, {"dispatch": "all_gather"}, "psum_scatter of {}[16,16] over expert"),
+        (EIGHT, {"tokens": "replicated"}, "psum of {}[16,16] over expert"),
+        (TENSOR, {"dispatch": "all_to_all"}, "psum of {}[4,16] over tensor"),
+    )
+    for sizes, options, text in ways:
+        for dtype, name in ((None, "bf16"), ("float32", "f32")):
+            call = functools.partial(split_layer, sizes=sizes, sum_dtype=dtype, **options)
+            report = jaxmoe.explain(call, ids, narrow)
+            assert text.format(name) in report.collectives, (options, report.collectives)
+
+
+def test_a_tie_of_two_ways_is_an_all_gather():
+    """Estimates that are equal to the bit: nothing waits for boxes without a reason."""
+    links = expert_parallel.Links(
+        gather_us=2.0, gather_gbps=1.0, all_to_all_us=1.0, all_to_all_gbps=1.0
+    )
+    choice = expert_parallel.choose_dispatch(64, 128, 2, 4, links=links)
+    assert choice.microseconds["all_gather"] == choice.microseconds["all_to_all"]
+    assert choice.name == "all_gather"
+
+
 def test_a_token_takes_its_own_devices_copy_and_the_others_in_turn():
     table = jnp.array([[0, -1, -1], [0, 1, -1], [-1, 0, -1]], jnp.int32)
     ids = jnp.array([[0, 1], [0, 1], [2, -1]], jnp.int32)

@@ -191,6 +191,26 @@ def test_gradients_leave_out_rows_of_no_group():
     assert np.isfinite(d_weights).all()
 
 
+def test_a_cotangent_of_nan_does_not_reach_the_weight_of_an_absent_choice():
+    rows = jnp.ones((4, 4))
+    p = plan(jnp.array([[0, 2], [1, 2]], jnp.int32), 2)
+    slots = jnp.array([[0, -1], [1, 4]], jnp.int32)  # there is no row 4
+    p = Plan(p.expert_offsets, p.row_to_token, slots)
+    _, pull = jax.vjp(lambda w: finalize(rows, p, w), jnp.ones((2, 2)))
+    (dw,) = pull(jnp.full((2, 4), jnp.nan))
+    np.testing.assert_array_equal(np.isnan(dw), [[True, False], [True, False]])
+    np.testing.assert_array_equal(dw[:, 1], 0.0)
+
+
+def test_the_sum_and_the_residual_are_rounded_once():
+    """256 + 1 - 256 in bfloat16, which holds 256 and 258 but no 257."""
+    rows = jnp.array([[256.0] * 8, [1.0] * 8], jnp.bfloat16)
+    p = plan(jnp.array([[0, 1]], jnp.int32), 2)
+    residual = jnp.full((1, 8), -256.0, jnp.bfloat16)
+    y = finalize(rows, p, jnp.ones((1, 2)), residual=residual)
+    assert_equal(y, jnp.ones((1, 8), jnp.bfloat16))
+
+
 @EVERY_DTYPE
 def test_gradient_dtypes_and_rounding(dtype):
     rows, p, weights, residual = _inputs("uniform", 10, 9, 6, 4, 16, dtype)

@@ -1,6 +1,7 @@
 """Tile choice: every choice is a kernel that exists."""
 
 import dataclasses
+import math
 
 import pytest
 
@@ -105,6 +106,68 @@ def test_fp8_products_are_split_from_twice_as_many_elements_on():
     assert (split(1024, None), split(1008, None)) == (2, 1)
     assert (split(2048, False), split(2032, False)) == (2, 1)
     assert split(2048, True) == 2
+
+
+def test_where_tiles_change():
+    """The last size of each tile and the first of the next, rows of 64 groups."""
+
+    def tile(rows, **options):
+        config = _heuristics.gmm_config(rows, 64, 2048, 1536, **options)
+        return config.tile[:3]
+
+    def first(wanted, **options):
+        rows = next(r for r in range(64 * 256) if tile(r, **options) == wanted)
+        assert rows == 0 or tile(rows - 1, **options) != wanted
+        return rows
+
+    # n rows a group have at most n + 2 sqrt(n) rows as a rule: (1 + sqrt(n))^2 - 1.
+    assert first((128, 32, 1)) == math.ceil(64 * (math.sqrt(9) - 1) ** 2)
+    assert first((256, 128, 1)) == math.floor(64 * (math.sqrt(17) - 1) ** 2) + 1
+    assert first((128, 192, 1)) == math.floor(64 * (math.sqrt(129) - 1) ** 2) + 1
+    assert first((256, 160, 2)) == math.floor(64 * (math.sqrt(193) - 1) ** 2) + 1
+    # A step of FP8 rows has twice the elements, and promoted sums have wider small tiles.
+    assert first((128, 32, 1), promoted=False) == math.ceil(64 * (math.sqrt(10) - 1) ** 2)
+    wide = math.floor(64 * (math.sqrt(33) - 1) ** 2) + 1
+    assert first((256, 128, 1), promoted=True) == wide
+    assert tile(64 * 512, promoted=True) == (256, 128, 1)
+
+
+def test_float32_output_of_fast_fp8_sums_has_a_kernel():
+    """The widest tile has no registers left for its addresses."""
+    for exponent in range(21):
+        fp8 = _heuristics.gmm_config(2**exponent, 8, 2048, 1536, promoted=False, float_out=True)
+        assert fp8.tile not in _heuristics.NOT_PROMOTED
+    for promoted, float_out in ((None, True), (False, False)):
+        config = _heuristics.gmm_config(
+            2**20, 8, 2048, 1536, promoted=promoted, float_out=float_out
+        )
+        assert config.tile in _heuristics.NOT_PROMOTED
+
+
+def test_panels_of_weight_tiles_begin_at_many_rows_a_group():
+    def raster(rows, **options):
+        return _heuristics.gmm_config(rows, 8, 2048, 1536, **options).raster
+
+    assert (raster(8 * 2048 - 1), raster(8 * 2048)) == (1, 8)
+    assert (raster(8 * 2048 - 1, promoted=True), raster(8 * 2048, promoted=True)) == (1, 8)
+
+
+def test_wide_experts_of_192_tokens_copy_their_rows_first():
+    def gather(mean, intermediate):
+        return _mlp_configs(mean * 64, 64, 2048, intermediate)[0].gather
+
+    assert gather(120, 1024) and not gather(120, 1025)  # tiles of 192 tokens
+    assert gather(100, 4096) and gather(256, 4096)  # the others fetch half as often
+
+
+def test_a_second_round_of_clusters_is_not_split():
+    """Of two CTAs each: more tiles than SMs, and fewer than one and a half times as many."""
+
+    def split(tiles):  # one group, so that every row hits it
+        return _heuristics.gmm_config(1, 1, 2048, 128 * tiles).split_k
+
+    assert [split(tiles) for tiles in (132, 133, 197, 198)] == [2, 1, 1, 2]
+    assert [split(tiles) for tiles in (12 * 132, 12 * 132 + 1)] == [2, 1]
 
 
 def test_attributes_are_integers():

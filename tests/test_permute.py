@@ -205,6 +205,22 @@ def test_vmap_does_not_copy_a_shared_x():
     assert "(tensor<4x5xf32>, tensor<24xi32>) -> tensor<24x5xf32>" in call
 
 
+def test_an_index_one_past_an_example_is_not_the_next_example():
+    """Token T of an example is nothing, though the next example's tokens follow in memory."""
+    x = jnp.arange(12.0).reshape(2, 3, 2) + 1
+    row_to_token = jnp.array([[3, 0, -1], [1, 3, -1]], jnp.int32)
+    slot_to_row = jnp.array([[[0], [3], [1]], [[3], [0], [1]]], jnp.int32)
+
+    def one(x, row_to_token, slot_to_row):
+        return permute(x, Plan(jnp.zeros((2,), jnp.int32), row_to_token, slot_to_row))
+
+    rows, pull = jax.vjp(lambda x: jax.vmap(one)(x, row_to_token, slot_to_row), x)
+    assert rows[:, :, 0].tolist() == [[0, 1, 0], [9, 0, 0]]
+    ct = jnp.broadcast_to(jnp.array([[5.0, 6.0, 1.0], [7.0, 8.0, 1.0]])[:, :, None], (2, 3, 2))
+    (dx,) = pull(ct)
+    assert dx[:, :, 0].tolist() == [[5, 0, 6], [0, 7, 8]]  # nor row R of an example
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [

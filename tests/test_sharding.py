@@ -399,3 +399,79 @@ def test_a_device_makes_the_fused_call(split, local):
     assert "@jaxmoe_moe_mlp_v1" in call and f"num_local_experts = {local} : i64" in call
     tokens = NUM_TOKENS if split == "experts" else NUM_TOKENS // 4
     assert f"(tensor<{tokens}x16xbf16>" in call
+
+
+def test_a_whole_first_weight_gives_each_device_its_pairs():
+    """Only w_down is split on I, gates before ups: the gradient of the first weight is one sum."""
+    row = Row("", "", i_down="a", gate_up="gate_up")
+    arrays = ordered(arguments(), "gate_up")
+    got, text = compiled(gradients, row_mesh(row, AUTO), arrays, row.specs(), "gate_up", ())
+    close(got, (expected()[0], ordered(expected()[1], "gate_up")))
+    check_no_weights_are_gathered(text)
+
+
+def test_three_devices_bring_gates_and_ups_together():
+    """An odd number of them: the middle one has the last gates and the first ups."""
+    narrow = dataclasses.replace(LAYER, intermediate=12, num_experts=2, bias=False)
+    inputs = layer_inputs(narrow, 4, "uniform", np.random.default_rng(6), jnp.float32)
+    mesh = jax.make_mesh((3,), ("a",), axis_types=(AUTO,))
+    specs = dict.fromkeys(inputs, P()) | {"w_gate_up": P(None, None, "a"), "w_down": P(None, "a")}
+    y, text = compiled(layer, mesh, inputs, specs, "gate_up")
+    close(y, layer(inputs, "gate_up"))
+    assert collectives(text) == "1 all-reduce, 2 collective-permute"
+
+
+def test_devices_that_split_a_row_quantize_it_with_one_scale():
+    """fp8_channel with I split: a row of the activations has the scale of all of its columns."""
+    narrow = dataclasses.replace(LAYER, num_experts=2, bias=False)
+    inputs = layer_inputs(narrow, 4, "uniform", np.random.default_rng(7), jnp.float32, "nk")
+    inputs |= {
+        n: jaxmoe.quantize(inputs[n], "fp8_channel", weight_layout="nk")
+        for n in ("w_gate_up", "w_down")
+    }
+    split = {"w_gate_up": P(None, "a"), "w_down": P(None, None, "a")}  # [E,N,K]
+    specs = dict.fromkeys(inputs, P()) | {
+        n: dataclasses.replace(inputs[n], values=spec, scales=P(*spec[:2]))
+        for n, spec in split.items()
+    }
+    mesh = make_mesh(AUTO, "a")
+    put = jax.tree.map(lambda a, s: jax.device_put(a, NamedSharding(mesh, s)), inputs, specs)
+    # float32 parts of exact products: nothing but another order of the sum over devices.
+    got, want = (np.asarray(jax.jit(fp8_layer)(a)) for a in (put, inputs))
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("split, kept", [("experts", True), ("i", False), ("h_in", False)])
+def test_a_part_of_k_has_tiles_of_its_own(split, kept):
+    """A config is for products over all of K: devices that contract a part choose their own."""
+    row = Row("", "", **{split: "a"})
+    mesh = row_mesh(row, EXPLICIT)
+    shape = dataclasses.replace(LAYER, hidden=2048, intermediate=2048, num_experts=4, bias=False)
+    inputs = {
+        "x": (4, 2048),
+        "expert_ids": (4, 2),
+        "weights": (4, 2),
+        "w_gate_up": (4, 2048, shape.width),
+        "w_down": (4, 2048, 2048),
+    }
+    dtypes = {"expert_ids": jnp.int32, "weights": jnp.float32}
+    args = {
+        n: jax.ShapeDtypeStruct(
+            a, dtypes.get(n, jnp.bfloat16), sharding=NamedSharding(mesh, row.specs()[n])
+        )
+        for n, a in inputs.items()
+    }
+    asked = jaxmoe.GemmConfig(128, 32, raster=5)
+
+    def tiled(a):
+        routing = Routing(a["expert_ids"], a["weights"])
+        w = a["w_gate_up"], a["w_down"]
+        return moe_mlp(a["x"], routing, *w, gate_up="interleaved", config=(asked, asked))
+
+    with entered(mesh):
+        ops = jaxmoe.explain(tiled, args).ops
+    tiles = [
+        op.cuda_attrs[n] for op in ops for n in ("gemm1", "gemm2", "config") if n in op.cuda_attrs
+    ]
+    assert len(tiles) == 2
+    assert [tile["raster"] == 5 for tile in tiles] == [kept, kept]

@@ -233,3 +233,66 @@ def test_only_programs_for_several_devices_are_partitioned():
     assert marker in jax.jit(product, in_shardings=(specs,)).lower(arrays).as_text()
     mapped = jax.shard_map(product, mesh=mesh, in_specs=(rows,), out_specs=P("a"))
     assert marker not in jax.jit(mapped).lower(arrays).as_text()
+
+
+def test_shared_weights_under_vmap_of_split_examples():
+    """Their gradient is the sum over the devices, which have examples each."""
+
+    def gradient(a):
+        def loss(w):
+            y = jax.vmap(lambda x, sizes: grouped_gemm(x, w, sizes))(a["lhs"], a["sizes"])
+            return jnp.sum(jnp.sin(y))
+
+        return jax.grad(loss)(a["rhs"])
+
+    rng = np.random.default_rng(8)
+    arrays = {"lhs": normal(rng, (4, 6, 8)), "rhs": normal(rng, (2, 8, 16))}
+    arrays["sizes"] = jnp.array([[1, 5], [6, 0], [2, 3], [0, 6]], jnp.int32)
+    specs = {"lhs": P("a"), "sizes": P("a"), "rhs": P()}
+    dw, text = compiled(gradient, make_mesh(AUTO, "a"), arrays, specs)
+    close(dw, jax.jit(gradient)(arrays))
+    assert collectives(text) == "1 all-reduce"
+
+
+def test_products_over_a_part_of_k_have_tiles_of_their_own():
+    """On each device, as the tile that was asked for is one for all of K."""
+    asked = jaxmoe.GemmConfig(128, 32, raster=5)
+
+    def rasters(lhs, rhs):
+        mesh = make_mesh(EXPLICIT, "a")
+        put = lambda shape, spec: jax.ShapeDtypeStruct(  # noqa: E731
+            shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec)
+        )
+        sizes = jax.ShapeDtypeStruct((8,), jnp.int32, sharding=NamedSharding(mesh, P()))
+        with entered(mesh):
+            args = put((24, 64), lhs), put((8, 64, 32), rhs), sizes
+            call = functools.partial(grouped_gemm, config=asked)
+            return [op.cuda_attrs["config"]["raster"] for op in jaxmoe.explain(call, *args).ops]
+
+    assert rasters(P(), P(None, None, "a")) == [5]
+    assert rasters(P(None, "a"), P(None, "a")) == [1]
+
+
+def test_quantize_where_xla_divides_the_rest_of_a_mesh():
+    """Inside shard_map over one of two axes: for a call XLA would gather over the other."""
+    mesh = make_mesh(AUTO, "a", "b")
+    split = jax.shard_map(
+        lambda x: jaxmoe.quantize_tokens(x, "fp8_channel").values,
+        mesh=mesh,
+        in_specs=P("a"),
+        out_specs=P("a"),
+        axis_names={"a"},
+    )
+    whole = jax.shard_map(
+        lambda x: jaxmoe.quantize_tokens(x, "fp8_channel").values,
+        mesh=mesh,
+        in_specs=P(("a", "b")),
+        out_specs=P(("a", "b")),
+    )
+    x = jax.ShapeDtypeStruct((16, 32), jnp.bfloat16, sharding=NamedSharding(mesh, P("a", "b")))
+    with _targets.force_cuda_lowering():
+        texts = [
+            jax.jit(f).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+            for f in (split, whole)
+        ]
+    assert ["@jaxmoe_quantize" in text for text in texts] == [False, True]
