@@ -78,14 +78,15 @@ def moe_mlp(
       first accumulator and rounded once, each row of the second is rounded once, and the
       float32 sum over k once. Bitwise repeatable. NaN stays in the tokens that hold it. With
       quantized experts x and the rounded result of the activation are quantized in their format, as
-      `jaxmoe.quantize_tokens` does. The derivative of the activation is taken at the first product
-      rounded to the dtype of `x`.
+      `jaxmoe.quantize_tokens` does. Under differentiation the result is the same; what the backward
+      pass reads, the derivative of the activation too, is the first product rounded to the dtype of
+      `x`.
     Sharding: E, I, H and T may be split over Auto and Explicit mesh axes, in any combination;
       weights are never gathered. docs/sharding.md has the collectives of each. I without exchange
       needs order="interleaved", or gate and up in two arrays. Parts of a sum over devices are
-      rounded to the dtype of `x`. Inside `jax.shard_map` it is one device's layer. Residuals of
-      the gradient are named "jaxmoe_z" (the first product) and "jaxmoe_plan", but not where XLA
-      divides the program.
+      rounded to the dtype of `x`; so is the first product where H is split or gates are exchanged.
+      Inside `jax.shard_map` it is one device's layer. Residuals of the gradient are named
+      "jaxmoe_z" (the first product) and "jaxmoe_plan", but not where XLA divides the program.
     Source: https://arxiv.org/abs/2101.03961, https://arxiv.org/abs/2211.15841.
 
     Example:
