@@ -57,8 +57,8 @@ class Experts:
 
     Raises:
       TypeError, ValueError: a field of the wrong kind, dtype, rank or shape, an unknown name, or
-        arrays that do not go together. Leaves that are no arrays (specs, None) are not checked, nor
-        is anything while JAX rebuilds the pytree.
+        arrays (or `jax.ShapeDtypeStruct`) that do not go together. Leaves that are no arrays
+        (specs, None) are not checked, nor is anything while JAX rebuilds the pytree.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxmoe
@@ -216,6 +216,13 @@ def _is_array(value: Any) -> bool:
     return hasattr(values, "shape") and hasattr(values, "dtype")
 
 
+def _in_place(value: Any) -> Any:
+    """Returns an array without memory in place of a `jax.ShapeDtypeStruct`, all else as it is."""
+    if not isinstance(value, jax.ShapeDtypeStruct):
+        return value
+    return np.broadcast_to(np.empty((), value.dtype), value.shape)
+
+
 def _check_shapes(e: Experts) -> None:
     """Checks the arrays against each other, if they are all arrays."""
     weights = {n: getattr(e, n) for n in _WEIGHTS if getattr(e, n) is not None}
@@ -291,7 +298,7 @@ def _check_dtypes(e: Experts, weights: dict[str, Any]) -> None:
             _check_quantized(e, name, w, down)
         return
     for name, w in weights.items():
-        _checks.check_float(_OP, name, w)
+        _checks.check_float(_OP, name, _in_place(w))
     for name, w in weights.items():
         _checks.check_same_dtype(_OP, name, w, "down", down)
     if e.dtype is not None and e.dtype != down.dtype and down.dtype != "float32":
@@ -328,7 +335,7 @@ def _check_bias(e: Experts, name: str, lead: int) -> None:
         "down_bias": e.hidden,
     }.get(name, e.intermediate)
     wanted = (e.num_experts, outputs)
-    _checks.check_float(_OP, name, bias)
+    _checks.check_float(_OP, name, _in_place(bias))
     if not isinstance(e.down, QuantizedArray):
         _checks.check_same_dtype(_OP, name, bias, "down", e.down)
     if tuple(bias.shape[lead:]) != wanted or len(bias.shape) != lead + 2:

@@ -529,3 +529,29 @@ def test_vmap_that_would_copy_weights_loops_instead():
     ((_, _, operands, _),) = calls(text)
     assert operands[3] == "1x4x24x40xbf16"
     assert "stablehlo.while" in text
+
+
+def test_cuda_refuses_an_unaligned_axis_that_is_not_contracted():
+    """As stored: rows of an "nk" weight are K, but its N is the length of the result's rows."""
+    args = struct(9, 16), struct(E, 12, 16), struct(E, dtype=I32)
+    message = "rhs.shape[1]=12 must be a positive multiple of 8 on CUDA"
+    with pytest.raises(NotImplementedError, match=re.escape(message)):
+        cuda_text(lambda *a: grouped_gemm(*a, weight_layout="nk"), *args)
+
+
+@pytest.mark.parametrize("weights", ("gate_up", "gate and up"))
+def test_a_training_step_has_the_tiles_that_were_asked_for(weights):
+    """Those of the forward pass: products of the backward pass have other shapes."""
+    config = GemmConfig(256, 128, raster=3), GemmConfig(128, 192, raster=5)
+    x, routing = struct(T, H), layer_structs()[1]
+    down, first = struct(E, INTER, H), ("gate_up",) if weights == "gate_up" else ("gate", "up")
+    given = {n: struct(E, H, 2 * INTER // len(first)) for n in first}
+
+    def loss(x, routing, experts):
+        return jnp.sum(jaxmoe.moe_mlp(x, routing, experts, config=config).astype(F32))
+
+    step = jax.value_and_grad(loss, (0, 2))
+    found = calls(cuda_text(step, x, routing, jaxmoe.Experts(down=down, **given)))
+    tiles = [attrs["config"] for _, attrs, *_ in found if "config" in attrs]
+    rasters = [tile["raster"] for tile in tiles if tile["raster"] != "1:i64"]
+    assert rasters == ["3:i64"] * len(first) + ["5:i64"]

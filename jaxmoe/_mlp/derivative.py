@@ -133,7 +133,7 @@ def _plain(layer: Layer) -> Layer:
 
 def _of_two_arrays(a: Operands, layer: Layer, order: Any) -> tuple[jax.Array, jax.Array]:
     """h and z of a gate and an up that are two arrays."""
-    rows = permute(a.x, order)
+    rows, (config, _) = permute(a.x, order), layer.config or (None, None)
     parts = [
         _product(
             rows,
@@ -142,6 +142,7 @@ def _of_two_arrays(a: Operands, layer: Layer, order: Any) -> tuple[jax.Array, ja
             order.expert_offsets,
             layout=layer.layouts[0],
             out_dtype=jnp.float32,
+            config=config,
         )
         for w, _, bias in halves(a, layer)
     ]
