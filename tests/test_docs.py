@@ -33,6 +33,7 @@ REFERENCES = (
     "README.md",
     "docs/adding_a_format.md",
     "docs/adding_a_kernel.md",
+    "docs/checkpoints.md",
     "docs/expert_parallel.md",
     "docs/numerics.md",
     "docs/routing.md",
