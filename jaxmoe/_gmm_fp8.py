@@ -1,8 +1,7 @@
-"""The primitive `gmm_fp8`: grouped products of FP8 rows by FP8 weights, scales applied.
+"""The primitive `gmm_fp8`: grouped products by quantized weights, scales applied.
 
-x [R,K] float8_e4m3fn, x_scales [] or [R] or [R,ceil(K/128)], w [E,N,K], w_scales [E] or [E,N] or
-[E,ceil(N/128),ceil(K/128)] as the format says, starts and sizes [G] int32, bias [E,N] in `dtype` or
-None -> [R,N]
+x [R,K] and x_scales as the format quantizes tokens, else in `dtype` and None; w [E,N,K] and
+w_scales as it quantizes weights; starts and sizes [G] int32, bias [E,N] in `dtype` or None -> [R,N]
 
   out[r,n] = sum over k of x[r,k] * w[e,n,k] * scales + bias[e,n],  e = g mod E
   for starts[g] <= r < starts[g] + sizes[g]; 0 for the rows of no group
@@ -15,14 +14,13 @@ import jax.numpy as jnp
 
 from jaxmoe import _checks, _gmm, _gmm_sharding, _primitive
 from jaxmoe._formats import Format
-from jaxmoe._formats.quantization import BLOCK
 from jaxmoe._gmm_xla import for_each_block
 from jaxmoe._heuristics import gmm_config
 
 
 def grouped_products(
     x: jax.Array,
-    x_scales: jax.Array,
+    x_scales: jax.Array | None,
     w: jax.Array,
     w_scales: jax.Array,
     starts: jax.Array,
@@ -37,23 +35,16 @@ def grouped_products(
     out = jnp.zeros((num_rows, n), out_dtype)
     if not out.size:
         return out
-    blocked = format.block > 1
-    if not blocked:
-        x_scales = jnp.broadcast_to(x_scales.reshape(-1, 1), (num_rows, 1))
-        w_scales = w_scales.reshape(w.shape[0], -1)
+    by_row = x_scales is not None and "t" in format.scales_of(tokens=True)
 
     def step(out: jax.Array, first: jax.Array, mask: jax.Array, group: jax.Array) -> jax.Array:
-        rows, row_scales, old = (
-            jax.lax.dynamic_slice_in_dim(a, first, mask.shape[0]) for a in (x, x_scales, out)
-        )
+        part = lambda a: jax.lax.dynamic_slice_in_dim(a, first, mask.shape[0])  # noqa: E731
         weight, scale = (
             jax.lax.dynamic_index_in_dim(a, group % w.shape[0], keepdims=False)
             for a in (w, w_scales)
         )
-        if blocked:
-            y = _blocked(rows, row_scales, weight, scale)
-        else:
-            y = _dot(rows, weight, ((1,), (1,)), ((), ())) * row_scales * scale[None, :]
+        old = part(out)
+        y = format.multiply(part(x), part(x_scales) if by_row else x_scales, weight, scale)
         if bias is not None:
             of_weight = jax.lax.dynamic_slice_in_dim(bias, group % bias.shape[0], 1)
             y += of_weight.astype(jnp.float32)
@@ -63,29 +54,9 @@ def grouped_products(
     return for_each_block(num_rows, starts[None], sizes[None], step, out)
 
 
-def _blocked(x: jax.Array, x_scales: jax.Array, w: jax.Array, w_scales: jax.Array) -> jax.Array:
-    """x [B,K] times w [N,K] -> [B,N], each block of 128 of k scaled on its own."""
-    blocks = x_scales.shape[1]
-    padding = ((0, 0), (0, blocks * BLOCK - x.shape[1]))
-    x, w = (jnp.pad(a, padding).reshape(a.shape[0], blocks, BLOCK) for a in (x, w))
-    parts = _dot(x, w, ((2,), (2,)), ((1,), (1,)))  # [blocks,B,N]
-    w_scales = jnp.repeat(w_scales, BLOCK, axis=0)[: w.shape[0]]
-    return (parts * x_scales.T[:, :, None] * w_scales.T[:, None, :]).sum(axis=0)
-
-
-def _dot(a: jax.Array, b: jax.Array, contract: Any, batch: Any) -> jax.Array:
-    # FP8 values are exact in every precision that a product of float32 may be computed in.
-    return jax.lax.dot_general(
-        a.astype(jnp.float32),
-        b.astype(jnp.float32),
-        (contract, batch),
-        preferred_element_type=jnp.float32,
-    )
-
-
 def _xla(
     x: jax.Array,
-    x_scales: jax.Array,
+    x_scales: jax.Array | None,
     w: jax.Array,
     w_scales: jax.Array,
     starts: jax.Array,
@@ -130,10 +101,12 @@ def _attrs(
     return _gmm.cuda_attrs(config, layout="nk", format=format, promoted=promoted)
 
 
-def _reason(avals: Any, *, dtype: Any, out_dtype: Any, **_params: Any) -> str | None:
+def _reason(
+    avals: Any, *, format: Format, dtype: Any, out_dtype: Any, **_params: Any
+) -> str | None:
     op = "grouped_gemm"
     x, w = avals.x, avals.w
-    reason = dtype_reason(op, dtype, lhs=x)
+    reason = kernel_reason(op, format, dtype, lhs=x)
     if reason is None and out_dtype not in (dtype, jnp.float32):
         rule = (
             f"preferred_element_type={_checks.dtype_name(out_dtype)} must be "
@@ -148,8 +121,10 @@ def _reason(avals: Any, *, dtype: Any, out_dtype: Any, **_params: Any) -> str | 
     )
 
 
-def dtype_reason(op: str, dtype: Any, **arrays: Any) -> str | None:
-    """Says why the CUDA kernels cannot round to `dtype`, that of the one array given, or None."""
+def kernel_reason(op: str, format: Format, dtype: Any, **arrays: Any) -> str | None:
+    """Why no kernel has this format and rounds to `dtype`, that of the one array given."""
+    if format.code < 0:
+        return _checks.message(op, f"{format.name} has no CUDA kernel", **arrays)
     if jnp.dtype(dtype).name in ("bfloat16", "float16"):
         return None
     (name,) = arrays

@@ -63,7 +63,8 @@ def quantized_rule(gmm: Callable[..., Any]) -> Rule:
     """The rule of `gmm_fp8`: scales lie with their values, blocks are not divided."""
 
     def dims(_avals: Any, *, format: Format, **_params: Any) -> str:
-        return f"t k, {format.token_scales}, e n k, {format.weight_scales}, g, g, e n -> t n"
+        scales = format.scales_of(tokens=True), format.scales_of(tokens=False)
+        return f"t k, {scales[0]}, e n k, {scales[1]}, g, g, e n -> t n"
 
     def split(call: Call, *, format: Format, **params: Any) -> Split:
         refuse_tokens(rule, call, 0, 0)

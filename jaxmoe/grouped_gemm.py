@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxmoe import _checks
 from jaxmoe._checks import check_float
-from jaxmoe._formats import PLAIN, QUANTIZED, Format
+from jaxmoe._formats import PLAIN, QUANTIZED, Format, Tokens
 from jaxmoe._formats.checks import (
     check_accum,
     check_same_format,
@@ -129,7 +129,12 @@ def grouped_gemm(
         _checks.check_same_dim(op, "bias", bias, 1, "rhs", rhs, 3 - k_axis, "N")
     starts, sizes = _groups(lhs, rhs, group_sizes, group_offset)
     if isinstance(rhs, QuantizedArray):
-        tokens = lhs if isinstance(lhs, QuantizedArray) else quantize_tokens(lhs, rhs.format)
+        if format.quantizes_tokens and not isinstance(lhs, QuantizedArray):
+            lhs = quantize_tokens(lhs, format.name)
+        if isinstance(lhs, QuantizedArray):
+            tokens = Tokens(lhs.values, lhs.scales)
+        else:
+            tokens = Tokens(lhs, None)
         (out,) = gmm_fp8(
             tokens.values,
             tokens.scales,

@@ -17,7 +17,7 @@ FORWARD: dict[str, Format] = {name: forward(f) for name, f in QUANTIZED.items()}
 
 def kernels() -> tuple[Format, ...]:
     """The formats that kernels have, by code."""
-    return (PLAIN, *QUANTIZED.values())
+    return (PLAIN, *(f for f in QUANTIZED.values() if f.code >= 0))
 
 
 def codes() -> dict[str, int]:

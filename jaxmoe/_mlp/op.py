@@ -16,7 +16,7 @@ from jaxmoe._formats import PLAIN, Forward
 from jaxmoe._formats.base import scratch_floats
 from jaxmoe._formats.quantization import MAX_PARTIALS
 from jaxmoe._gate_up import of_moving
-from jaxmoe._gmm_fp8 import dtype_reason, refuse_derivative
+from jaxmoe._gmm_fp8 import kernel_reason, refuse_derivative
 from jaxmoe._heuristics import mlp_configs, mlp_index_size, odd_blocks
 from jaxmoe._mlp import derivative, fold, sharding, whole
 from jaxmoe._mlp.operands import Layer, Operands, is_joined, join
@@ -209,7 +209,7 @@ def _reason(a: Operands, *, layer: Layer) -> str | None:
     """Why the kernels cannot run these arguments, or None."""
     format = layer.format
     if format.quantized:
-        reason = dtype_reason(_OP, layer.dtype, x=a.x)
+        reason = kernel_reason(_OP, format, layer.dtype, x=a.x)
         suffix = ".values"
     else:
         reason = _gmm.dtype_reason(_OP, x=a.x, w_gate_up=a.w_gate_up, w_down=a.w_down)
