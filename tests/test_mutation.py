@@ -83,6 +83,8 @@ def test_a_mistake_belongs_to_one_state_of_its_module(
     assert mutation.read_plan(tmp_path) == [mutant]
     (tmp_path / "m.py").write_text(SOURCE + "\n")
     assert mutation.read_plan(tmp_path) == []
+    (tmp_path / "m.py").unlink()
+    assert mutation.read_plan(tmp_path) == []
 
 
 def test_tests_that_run_a_line(mutants: Any, mutation: Any, tmp_path: Path) -> None:

@@ -217,8 +217,9 @@ def read_config() -> dict[str, Any]:
 def read_plan(folder: Path) -> list[Mutant]:
     """The mistakes of the plan whose module is still the one they were drawn for."""
     drawn = [Mutant(**fields) for fields in json.loads((folder / "plan.json").read_text())]
-    now = {m: mutants.digest((ROOT / m).read_text()) for m in {mutant.module for mutant in drawn}}
-    kept = [mutant for mutant in drawn if mutant.source == now[mutant.module]]
+    paths = {mutant.module: ROOT / mutant.module for mutant in drawn}
+    now = {m: mutants.digest(path.read_text()) for m, path in paths.items() if path.exists()}
+    kept = [mutant for mutant in drawn if mutant.source == now.get(mutant.module)]
     if len(kept) < len(drawn):
         print(f"{len(drawn) - len(kept)} mistakes are left out: their modules changed since")
     return kept
