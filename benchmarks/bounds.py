@@ -7,7 +7,7 @@ from benchmarks.models import BYTES, Layer, expert_bytes, experts_used, layer_by
 
 @dataclasses.dataclass(frozen=True)
 class Ceiling:
-    """What a device has been seen to reach: bytes per second, and FLOP per second by scheme."""
+    """Rates that a device has reached: bytes per second, and FLOP per second by scheme."""
 
     bytes_per_s: float
     flops: dict[str, float]
@@ -21,7 +21,7 @@ CEILINGS: dict[str, Ceiling] = {
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What one call must do at least.
+    """The least work of one call.
 
     Attributes:
       flops: 2 per multiply-add of the matrix products.

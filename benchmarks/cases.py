@@ -27,7 +27,7 @@ class WeightSets(list[jaxmoe.Experts]):
 
     @functools.cached_property
     def nk(self) -> list[jaxmoe.Experts]:
-        """The same layers in checkpoint order, [E, 2I, H] and [E, H, I]."""
+        """These layers in checkpoint order, [E, 2I, H] and [E, H, I]."""
         return [turned(w) for w in self]
 
     @functools.cached_property
@@ -183,7 +183,7 @@ class Case:
 
     @property
     def ceiling(self) -> bounds.Ceiling | None:
-        """What this device can reach, None if it was never measured."""
+        """Rates that this device reaches, None if they were never measured."""
         return bounds.CEILINGS.get(jax.devices()[0].device_kind)
 
     @property

@@ -102,7 +102,7 @@ def _independent(call: Callable[..., Any]) -> Callable[[Any, Any], Any]:
 
 
 def stacked(call: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> Chain:
-    """As `independent`, with the results of all layers stacked in one array each.
+    """A chain like `independent`, with the results of all layers stacked in one array each.
 
     For kernels of a few microseconds: the host spends one or two on every array that an execution
     takes or returns. The copy at the end reads and writes each result once.

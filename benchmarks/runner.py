@@ -16,7 +16,7 @@ from benchmarks.suites.entry import Entry
 # bfloat16 outputs and intermediate are off by 2e-3 to 4e-3, a wrong row by 1. A last bit of a sum
 # can move an FP8 intermediate by its own last bit, 6 to 12 %.
 MAX_ERROR = {"bf16": 1e-2, "fp8": 5e-2}
-# What is timed under load too, by scheme.
+# Implementations that are timed under load too; the dense one by scheme.
 _DENSE = {"bf16": dense.NAME, "fp8": dense.FP8_NAME}
 _SUSTAINED = ("jaxmoe", *layer_fp8.VARIANTS, *_DENSE.values())
 FLOORS = {"bf16": "floor", "fp8": "floor[fp8]"}
@@ -25,7 +25,7 @@ _SHORT_US = 100.0
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What the command line chose.
+    """Choices of the command line.
 
     Attributes:
       repeats: bursts per row.

@@ -28,7 +28,7 @@ TOKENS, HIDDEN, INTER, TOP_K = 8, 128, 64, 2  # TOKENS of each device
 
 
 def draw(num_tokens, num_experts, dtype):
-    """The same numbers in every process."""
+    """Random arrays, the same in every process."""
     rng = np.random.default_rng(0)
 
     def normal(*shape):

@@ -97,7 +97,7 @@ def init(config: Config, seed: int | jax.Array) -> Params:
     def normal(*shape: int, fan_in: int) -> jax.Array:
         return jax.random.normal(next(keys), shape) * fan_in**-0.5
 
-    # What ends a residual branch is smaller: 2 * layers of them add up to the size of one.
+    # Weights that end a residual branch are smaller: 2 * layers of these add up to the size of one.
     return {
         "embed": normal(VOCABULARY, c.hidden, fan_in=c.hidden),
         "norm": jnp.ones(c.hidden),
@@ -150,7 +150,7 @@ def sparse_experts(tokens: jax.Array, routing: Routing, w: Params, x: jax.Array)
 
 
 def dense_experts(tokens: jax.Array, routing: Routing, w: Params, x: jax.Array) -> jax.Array:
-    """The same by einsum: every expert on every token, those not chosen with weight 0."""
+    """The layer by einsum: every expert on every token, those not chosen with weight 0."""
     gate_up, down = (w[name].astype(tokens.dtype) for name in ("gate_up", "down"))
     chosen = jax.nn.one_hot(routing.expert_ids, down.shape[0])
     weights = jnp.einsum("tk,tke->et", routing.weights, chosen)

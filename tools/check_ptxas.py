@@ -15,7 +15,7 @@ _SLOW = re.compile(r"C75(08|1\d)\b|wgmma\.mma_async instructions are serialized"
 _KERNEL = re.compile(r"Compiling entry function '(\w+)'|Function properties for (\w+)")
 _SPILL = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 _REGISTERS = re.compile(r"Used (\d+) registers")
-# What `-v` adds to a clean compilation.
+# Lines that `-v` adds to a clean compilation.
 _VERBOSE = re.compile(
     r"^ptxas info|^\s+\d+ bytes stack frame|^\s+Used \d+ registers|^$|compile time = "
 )

@@ -49,7 +49,7 @@ class Mutant:
         return source[: self.start] + self.text + source[self.end :]
 
     def diff(self, source: str) -> str:
-        """What the mistake changes, as a unified diff with one line of context."""
+        """Unified diff of the mistake, with one line of context."""
         before, after = source.splitlines(), self.applied(source).splitlines()
         lines = difflib.unified_diff(before, after, self.module, self.operator, "", "", 1, "")
         return "\n".join(lines)

@@ -1,1 +1,1 @@
-"""What jaxmoe is measured against: one file per competitor."""
+"""Other implementations of the layer to measure against: one file each."""

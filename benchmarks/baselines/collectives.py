@@ -83,8 +83,8 @@ def _swap_ragged(x: jax.Array) -> jax.Array:
     return jax.lax.optimization_barrier(y)
 
 
-# What a device starts with, a row for each token ("own") or for each of all devices, and the call
-# that leaves as many. A slice or a copy of the rest is part of the single ones.
+# By name: the rows a device starts with, those of its tokens ("own") or of all devices' ("all"), and
+# a call that returns as many. Single collectives slice or copy to get there.
 _CALLS: dict[str, tuple[str, Callable[[jax.Array], jax.Array]]] = {
     "all_gather": ("own", lambda x: _own(_gather(x))),
     "psum_scatter": ("all", lambda x: jnp.tile(_scatter(x), (jax.lax.axis_size(AXIS), 1))),

@@ -206,7 +206,7 @@ class _Eager:
 
 
 class _Graph(_Eager):
-    """The same chain as one CUDA graph."""
+    """The chain of `_Eager` as one CUDA graph."""
 
     def __init__(self, bench: _Bench, x: Any, routings: list[Any]):
         super().__init__(bench, x, routings)

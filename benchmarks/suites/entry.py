@@ -13,7 +13,7 @@ _OUTPUT_BYTES = 16 * 2**30
 
 
 class Memory(NamedTuple):
-    """What one call needs of the device's memory, as XLA has assigned it.
+    """Bytes that XLA assigns to one call.
 
     Attributes:
       temp_bytes: beyond arguments and results.

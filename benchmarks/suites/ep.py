@@ -109,7 +109,7 @@ class Spread:
 
     @property
     def work(self) -> bounds.Work:
-        """What one device does at least: its part of the experts for all tokens."""
+        """The least work of one device: its part of the experts for all tokens."""
         work = bounds.layer(self.wide.model, self.wide.num_tokens, self.wide.even_hit)
         parts = (work.flops, work.weight_bytes, work.activation_bytes)
         return bounds.Work(*(part / self.count for part in parts))
@@ -126,7 +126,7 @@ class Spread:
 
     @functools.cached_property
     def kn(self) -> list[jaxmoe.Experts]:
-        """The same with the contraction first."""
+        """The case's weights over the devices, with the contraction first."""
         return [put(w, P(AXIS)) for w in self.case.sets]
 
     def tokens(self) -> jax.Array:
@@ -322,7 +322,10 @@ def _alone(spread: Spread) -> Entry:
 
 
 def _in_graphs(entry: Entry) -> Entry:
-    """The same as an op of its own: if XLA fails at it, the others have their times."""
+    """The entry with its collectives in CUDA graphs, as an op of its own.
+
+    So the other entries have their times if XLA fails at this one.
+    """
     make = functools.partial(entry.make, graphs=True)
     name = entry.impl + IN_GRAPHS
     return dataclasses.replace(entry, op=entry.op + IN_GRAPHS, impl=name, make=make)

@@ -32,7 +32,7 @@ _FEWEST_ROWS = 4.0
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """What decides which tiles are worth trying for one product of the layer.
+    """One product of the layer, and what decides which tiles are worth trying for it.
 
     Attributes:
       name: "gate_up" or "down".
