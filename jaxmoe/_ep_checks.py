@@ -16,7 +16,7 @@ from jaxmoe._mlp.checks import check_experts, check_tokens
 from jaxmoe.quantize import FORMATS, QuantizedArray
 
 OP = "expert_parallel.moe_mlp"
-# What is passed on to `jaxmoe.moe_mlp` as it is.
+# Options that are passed on to `jaxmoe.moe_mlp` as they are.
 OPTIONS = ("apply_weight_on_input", "batch_invariant", "accum", "config", "recompute")
 
 

@@ -12,7 +12,7 @@ TOKENS = ("sharded", "replicated")
 
 @dataclasses.dataclass(frozen=True)
 class Links:
-    """What the collectives of a machine reach; the defaults were measured among 4 H200 (NVLink).
+    """Speed of a machine's collectives; the defaults were measured among 4 H200 (NVLink).
 
     A collective takes latency + bytes that a device sends / rate.
 
@@ -32,7 +32,7 @@ class Links:
 
 @dataclasses.dataclass(frozen=True)
 class DispatchChoice:
-    """What dispatch="auto" takes, and why.
+    """The choice of dispatch="auto", and its reason.
 
     Attributes:
       name: "all_gather", "all_to_all" or "ragged".
@@ -48,7 +48,7 @@ class DispatchChoice:
 
 
 def share_per_device(num_devices: int, top_k: int) -> float:
-    """The part of all tokens that has a choice on a given device, for independent even choices."""
+    """Fraction of tokens with a choice on a given device, if choices are independent and even."""
     return 1.0 - (1.0 - 1.0 / num_devices) ** top_k
 
 

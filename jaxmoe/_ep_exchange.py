@@ -37,7 +37,7 @@ class Axis:
 
 
 class Exchange(NamedTuple):
-    """What came of a dispatch.
+    """Result of a dispatch: the rows that arrived, and the way back.
 
     Attributes:
       rows: the payload's arrays as received, M rows each.

@@ -10,7 +10,7 @@ import numpy as np
 from jaxmoe import _checks, _primitive, _targets
 from jaxmoe._codes import Choice
 
-# What the primitives of JAX's collectives are called in programs.
+# Names of JAX's collectives, by those of their primitives in programs.
 _COLLECTIVES = {
     "all_gather": "all_gather",
     "all_gather_invariant": "all_gather",
@@ -41,7 +41,7 @@ class Scratch:
 
 @dataclasses.dataclass(frozen=True)
 class OpReport:
-    """What becomes of one op.
+    """One op: its CUDA call, or why it has none, and what runs here.
 
     Attributes:
       op: name of the primitive, such as "jaxmoe_moe_mlp".
@@ -98,7 +98,7 @@ class OpReport:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What becomes of every jaxmoe op of a function; print it.
+    """A report of every jaxmoe op of a function; print it.
 
     Attributes:
       platform: of the default device of this process, such as "cpu" or "gpu".

@@ -294,7 +294,7 @@ def _gmm_attrs(avals: Any, *, weight_layout: str, config: Any, **_params: Any) -
 
 def _gmm_reason(avals: Any, *, out_dtype: Any, **_params: Any) -> str | None:
     op = "grouped_gemm"
-    # As the caller of grouped_gemm knows them: no batch axis.
+    # Messages show shapes as the caller of grouped_gemm knows them, without batch axis.
     x, w, bias = (
         None if a is None else jax.ShapeDtypeStruct(a.shape[1:], a.dtype)
         for a in (avals.x, avals.w, avals.bias)
@@ -329,7 +329,7 @@ def _mixed_reason(x: Any, other: Any) -> str:
 
 def _tgmm_reason(avals: Any, *, out_dtype: Any, **_params: Any) -> str | None:
     op = "grouped_gemm"
-    # As the caller of grouped_gemm knows them: no batch axis.
+    # Messages show shapes as the caller of grouped_gemm knows them, without batch axis.
     x, dy = (jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for a in (avals.x, avals.dy))
     if x.dtype != dy.dtype:
         return _mixed_reason(x, dy)

@@ -50,8 +50,9 @@ _MAX_SPLIT_TILES = 12 * _SMS
 # Elements of FP8 rows that token tiles of the same weights still find in L2.
 _MAX_SHARED_K = 2048
 
-# What fetching rows of x through the index costs grows with the products made of a row, what a copy
-# into expert order costs does not; the tile of 128 x 192 fetches twice as often as the larger ones.
+# Largest I at which 128 x 192 fetches rows of x through the index. Fetching costs time for each
+# product of a row, a copy into expert order once; this tile fetches twice as often as the larger
+# ones.
 _MAX_GATHER_INTERMEDIATE = 1024
 
 
@@ -62,7 +63,8 @@ class GemmConfig:
     Args:
       weight_tile: Weight rows (output features, gate and up counted separately) per tile.
       token_tile: Rows of one group per tile.
-      cluster: CTAs that read each weight tile once between them, `token_tile` rows each.
+      cluster: CTAs sharing one multicast load of each weight tile, each with its own `token_tile`
+        rows.
       split_k: CTAs that share the k loop of a tile, whose sums the first adds up in order.
       raster: Weight tiles per panel of the tile order, 0 for all. 1 keeps the token tiles that
         share a weight tile adjacent in time; larger panels let many token tiles share X.

@@ -1,4 +1,4 @@
-"""What the package and its CUDA extension both know, compared when the package is imported."""
+"""Tables that the package and its CUDA extension both have, compared at import."""
 
 from typing import Any
 

@@ -20,7 +20,7 @@ GATE_UP_ORDERS = CODES["gate_up"]
 
 @dataclasses.dataclass(frozen=True)
 class Activation:
-    """What stands between the two matrix products of an expert.
+    """The function between the two matrix products of an expert.
 
     gated:     y = f(min(g, limit)) * (clip(u, -limit, limit) + beta)
     not gated: y = f(g)

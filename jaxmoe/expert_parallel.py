@@ -64,9 +64,8 @@ def moe_mlp(
         has room for everything.
       num_chunks: tokens are split in so many parts, so that the collectives of one can run while
         another is computed. Divides T. Experts are read from memory once for each.
-      own_apart: whether a device computes apart what its own experts make of its own tokens: that
-        waits for nobody, so XLA can have it done while a collective runs. all_gather only; one
-        more read of the experts.
+      own_apart: run this device's own tokens on its own experts as a separate call. It depends on
+        no collective, so XLA can overlap the two. all_gather only; reads the experts once more.
       num_experts: number of global experts E; by default n * E_local, or that of `expert_map`.
         Smaller where the experts do not divide, and the last ones in the arrays are padding.
       expert_map: [n, E] int32, the same on every device: row d holds the local id of each expert on

@@ -14,9 +14,9 @@ from jaxmoe.plan import Plan
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ExpertRows:
-    """What `jaxmoe.moe_mlp` leaves for `finalize` with do_finalize=False. A pytree; R = T * K.
+    """Rows of `jaxmoe.expert_rows`, for `finalize` to add up. A pytree; R = T * K.
 
-    `jaxmoe.finalize(out.rows, out, out.weights)` is the result of do_finalize=True, bit by bit.
+    `jaxmoe.finalize(out.rows, out, out.weights)` is the result of `jaxmoe.moe_mlp`, bit by bit.
 
     Attributes:
       rows: [R, H], the experts' outputs in expert order, bias added, not weighted; exactly 0 where

@@ -297,7 +297,7 @@ def _static(
 
 
 def _whole_k(op: str, layer: Layer, x: Any, routing: Any, experts: Experts) -> Layer:
-    """The same layer with tiles that do not split the k loop."""
+    """The layer with tiles that do not split the k loop."""
     chosen = mlp_configs(
         num_rows=routing.expert_ids.size,
         num_experts=layer.num_experts,

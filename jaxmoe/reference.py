@@ -1,4 +1,4 @@
-"""What every public op means: plain jnp, slow, readable in a minute.
+"""Definition of every public op: plain jnp, slow, readable in a minute.
 
 Each function takes the arguments of the public op of the same name and computes in `dtype`, float32
 unless told otherwise. Tests and benchmarks compare against float32; the same formula in the low

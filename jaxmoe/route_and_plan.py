@@ -115,7 +115,7 @@ def route_and_plan(
     check_rows(_OP, num_tokens * (given.top_k + shared), logits=logits)
     window = {"expert_offset": offset, "num_local_experts": local}
     if given.expert_ids is not None or num_experts > MAX_CUDA_EXPERTS:
-        # What `route` leaves to XLA: the plan alone is a kernel's.
+        # `route` leaves this choice to XLA, so only the plan is a kernel.
         routing = routing_of(given)
         return routing, plan_of(routing.expert_ids, expert_map, num_experts=total, **window)
     ids, weights, *arrays = _route_plan(

@@ -83,7 +83,7 @@ def _swap_ragged(x: jax.Array) -> jax.Array:
     return jax.lax.optimization_barrier(y)
 
 
-# By name: the rows a device starts with, those of its tokens ("own") or of all devices' ("all"), and
+# By name: the rows a device starts with, those of its tokens ("own") or of all devices ("all"), and
 # a call that returns as many. Single collectives slice or copy to get there.
 _CALLS: dict[str, tuple[str, Callable[[jax.Array], jax.Array]]] = {
     "all_gather": ("own", lambda x: _own(_gather(x))),

@@ -1,18 +1,14 @@
-"""What a weight format is: the questions that the rest of the package asks, with plain answers.
+"""Base of the weight formats: the questions that the rest of the package asks, plain answers.
 
 A format is a frozen object without arrays, so it is a static parameter of every op that multiplies
 by weights. Nothing outside this package compares the name of a format.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-
-# (size of an axis, elements that a scale covers along it) -> is what a scale is shared by.
-Refusal = Callable[[str, dict[str, Any]], str]
 
 
 class Tokens(NamedTuple):
@@ -122,7 +118,7 @@ class Format:
         raise TypeError(f"{self.name} has no quantized values")
 
     def decode(self, values: jax.Array, scales: jax.Array, tokens: bool) -> jax.Array:
-        """What values and scales stand for, float32."""
+        """The numbers that values and scales stand for, float32."""
         return values.astype(jnp.float32) * self.spread(scales, values.shape, tokens)
 
     def multiply(

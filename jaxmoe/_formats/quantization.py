@@ -19,7 +19,7 @@ _BLOCK_AXES = {"tensor": (), "row": (), "group": (-1,), "block": (-2, -1)}
 _MAX_INT = 2**31 - 1
 
 
-# What shares a scale, a name of `CODES["shared"]`, by the dimensions of the scales.
+# Elements that share a scale, a name of `CODES["shared"]`, by the dimensions of the scales.
 _SHARED_BY = {
     **{"": "tensor", "t": "row", "t q": "group"},  # of tokens
     **{"e": "tensor", "e n": "row", "e p q": "block"},  # of weights
@@ -27,7 +27,7 @@ _SHARED_BY = {
 
 
 def sharing(scales: str) -> str:
-    """What shares a scale in an array whose scales have these dimensions, a name of `CODES`."""
+    """Name in `CODES` of the elements that share a scale, given the dimensions of the scales."""
     return _SHARED_BY[scales]
 
 

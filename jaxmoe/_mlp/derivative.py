@@ -34,7 +34,7 @@ from jaxmoe._mlp.stages import order_of, product, result
 from jaxmoe.finalize import sum_rows
 from jaxmoe.permute import permute, permute_p
 
-# What can have a tangent, in the order in which tangents are passed.
+# Operands that can have a tangent, in the order in which tangents are passed.
 VARIABLES = (
     *("x", "weights", "w_gate_up", "w_up", "w_down"),
     *("b_gate_up", "b_down", "residual"),
@@ -269,7 +269,7 @@ def _tangent(*args: Any, layer: Layer) -> tuple[jax.Array]:
 
 
 def _z_terms(r: Any, first: Any, ones: jax.Array, narrow: Any) -> list[jax.Array]:
-    """What the tangents of x, of the first weights and of their bias add to that of z."""
+    """Terms of the tangent of z, from those of x, of the first weights and of their bias."""
     terms: list[jax.Array] = []
     if r.t_x is not None:
         terms.append(_both(first, _to_rows(r, narrow(r.t_x)), r.w_gate_up, r.w_up))

@@ -123,7 +123,7 @@ def places(d: Division, avals: Any, layer: Layer) -> Operands:
     """Mesh axes of every operand."""
     a, format = Operands(*avals), layer.format
     columns = () if d.pairs else d.i
-    # What is joined of two arrays is whole, and each device takes its pairs out of it.
+    # Biases and scales joined of two arrays are whole; each device takes its pairs out of them.
     of_bias = columns if a.w_up is None or a.b_up is not None else ()
     of_scales = columns if a.w_up is None or a.up_scales is not None else ()
     w1, w2 = (d.e, d.h_in, columns), (d.e, d.i_in, d.h_out)

@@ -181,7 +181,7 @@ def _public(*, layer: Layer) -> tuple[int, ...]:
 
 
 def _scratch(a: Operands, *, layer: Layer) -> list[_primitive.Spec]:
-    """What the call has beside its public results: y, rows, slot_to_row, then what is below."""
+    """Results of the call beside the public ones, in its order: y, rows, slot_to_row, scratch."""
     format = layer.format
     (tokens, hidden), num_rows = a.x.shape, a.expert_ids.size
     intermediate = layer.intermediate(a.w_down)

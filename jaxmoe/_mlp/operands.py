@@ -84,7 +84,7 @@ class Layer:
     finalize: bool = True
 
     def replace(self, **changes: Any) -> "Layer":
-        """The same with other values."""
+        """The layer with other values."""
         return dataclasses.replace(self, **changes)
 
     @property

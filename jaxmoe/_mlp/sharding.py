@@ -31,7 +31,7 @@ from jaxmoe._sharding import Axes, Call, Rule, Split, once, own, refuse_tokens
 
 LayerOp = Callable[[Operands, Layer], tuple[jax.Array, ...]]
 
-# What the public function calls each operand, in their order.
+# Public name of each operand, in the order of `Operands`.
 NAMES = tuple(
     {
         "expert_ids": "routing.expert_ids",
@@ -63,14 +63,14 @@ def rule(op: LayerOp) -> Rule:
 
 
 def of_operands(call: Call) -> Call:
-    """The same call, its operands named as those of the layer; the backward op has one more."""
+    """The call with its operands by name; the backward op has one more, which is left out."""
     count = len(Operands._fields)
     avals, given = Operands(*call.avals[:count]), Operands(*call.given[:count])
     return dataclasses.replace(call, avals=avals, given=given)
 
 
 def layer_part(call: Call, d: Division, op: LayerOp, layer: Layer) -> Callable[..., Any]:
-    """What a device computes: operands split as `places` says -> its y."""
+    """Function of one device: operands split as `places` says -> its y."""
     device = Device.of(call, d, layer)
     local = own_experts(layer, d.e, call.count)
     if d.i_in or d.h_in:  # tiles chosen for all of the contraction may not fit a part
@@ -119,7 +119,7 @@ def _split_rows(the_rule: Rule, call: Call, layer: Layer) -> Split:
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """What a device does with its parts, whether it ends in finalize or not.
+    """Steps of one device on its parts, for a layer with finalize or without.
 
     Attributes:
       d: how the layer is divided.
@@ -168,7 +168,7 @@ class Device:
         )
 
     def exchange(self) -> Exchange:
-        """What this device does between the stages."""
+        """Collectives of this device between the stages."""
         return Exchange(self._between, self._after, self._quantized_activations)
 
     def finished(self, y: jax.Array, residual: jax.Array | None) -> jax.Array:

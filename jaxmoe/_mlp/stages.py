@@ -29,11 +29,11 @@ def _same(a: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """What devices that share a layer do between its stages.
+    """Collectives between the stages, for devices that share a layer.
 
     Attributes:
-      between: makes of a device's first product all that its activations need.
-      after: makes of its activations those that its part of w_down contracts.
+      between: completes a device's first product: all columns that its activations need.
+      after: turns its activations into those that its part of w_down contracts.
       tokens: quantizes the activations; None: as the format does, for one device.
       own: takes from [G] the groups of the experts whose weights are here.
     """
