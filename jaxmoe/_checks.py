@@ -30,7 +30,7 @@ def dtype_name(dtype: Any) -> str:
 
 
 def describe(x: Any) -> str:
-    """Says what `x` is in few characters: `bf16[512,2048]` for an array, else value or type."""
+    """Short text for `x`: `bf16[512,2048]` for an array, else its value or type."""
     if is_quantized(x):
         return f"a QuantizedArray ({x.format}, values {describe(x.values)})"
     if hasattr(x, "shape") and hasattr(x, "dtype"):
@@ -41,7 +41,7 @@ def describe(x: Any) -> str:
 
 
 def message(op: str, rule: str, **got: Any) -> str:
-    """Builds the message: the rule that was broken, then what was given."""
+    """Text of an error: the broken rule, then the arguments `got`."""
     given = ", ".join(f"{name}: {describe(value)}" for name, value in got.items())
     return f"jaxmoe.{op}: {rule}." + (f" Got {given}." if given else "")
 

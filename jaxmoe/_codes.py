@@ -13,7 +13,7 @@ CODES: dict[str, tuple[str, ...]] = {
 
 
 class Choice(int):
-    """A number for the kernels that prints as the name of what was chosen."""
+    """A number for the kernels that prints as the name of the choice."""
 
     name: str
 

@@ -20,7 +20,7 @@ class _Collectives:
     """Functions of an array and mesh axes; without axes they return the array."""
 
     def gather(self, a: jax.Array, axes: Axes, dim: int = 0) -> jax.Array:
-        """All of `dim`, for devices whose cotangents of it are parts of a sum."""
+        """All parts along `dim`. In the backward pass the devices' cotangents are added up."""
         return _gather(a, axes, dim)
 
     def scatter(self, a: jax.Array, axes: Axes) -> jax.Array:
@@ -37,14 +37,14 @@ class _Collectives:
         return a
 
     def gather_same(self, a: jax.Array, axes: Axes, count: int, dim: int = 0) -> jax.Array:
-        """All of `dim`, for devices that all have the same cotangent of it."""
+        """All parts along `dim`. In the backward pass all devices have the same cotangent."""
         del count
         if not axes:
             return a
         return jax.lax.all_gather(a, axes, axis=dim, tiled=True, to="invarying")
 
     def own_same(self, a: jax.Array, axes: Axes, count: int) -> jax.Array:
-        """This device's rows of what is the same on all devices."""
+        """This device's rows of an array that is the same on all devices."""
         return own(a, 0, axes, count)
 
 

@@ -1,4 +1,4 @@
-"""Argument checks of `expert_parallel.moe_mlp`, and what follows from them."""
+"""Argument checks of `expert_parallel.moe_mlp`, and the setup that follows from them."""
 
 import dataclasses
 import math
@@ -65,7 +65,7 @@ def check_all(
     residual: Any,
     options: dict[str, Any],
 ) -> Setup:
-    """Checks what `moe_mlp` was given."""
+    """Checks the arguments of `moe_mlp`."""
     _check_options(options)
     check_tokens(OP, x, routing, residual)
     format = check_experts(OP, x, experts)

@@ -55,7 +55,7 @@ def share_per_device(num_devices: int, top_k: int) -> float:
 def capacity_of(
     op: str, capacity_factor: float | None, num_tokens: int, num_devices: int, top_k: int
 ) -> int:
-    """Returns how many tokens a device can send to each other one, all of them without a factor."""
+    """Number of tokens that a device can send to another one; all of them without a factor."""
     if capacity_factor is None:
         return num_tokens
     if type(capacity_factor) not in (int, float):

@@ -110,9 +110,9 @@ def ragged(
     num_local: int,
     capacity: int,
 ) -> Exchange:
-    """Each device sends what it has for each other one, which receives n * capacity rows at most.
+    """Sends tokens by ragged_all_to_all; a device receives n * capacity rows at most.
 
-    The tokens of earlier devices come first, so it is those of later ones that find no room.
+    Tokens of earlier devices come first, so those of later ones may find no room.
     """
     send = _by_device(slots, axis.size, num_local)
     sizes = jax.lax.all_gather(jnp.diff(send.offsets), axis.name)  # [source, destination]

@@ -57,7 +57,7 @@ def activate(z: jax.Array, activation: Activation, gate_up: str) -> jax.Array:
 
 
 def of_moving(fn: Any, primals: Any, tangents: Any) -> tuple[Any, list[Any], list[Any]]:
-    """Makes `fn` a function of the arguments that have a tangent. Returns it, those, and these."""
+    """Returns `fn` as a function of the moving arguments, then these and their tangents."""
     moving = [i for i, t in enumerate(tangents) if t is not None]
 
     def of_moving(*values: jax.Array) -> Any:

@@ -159,7 +159,7 @@ def _batch_name(batches: int, weights: int) -> str:
 def _batch_axes(
     call: Call, batches: int, weights: int, of_x: Axes, of_w: Axes, taken: Axes
 ) -> tuple[Axes, Axes]:
-    """The axes of the batches, and of the weights' batches: the same, or there is one of those."""
+    """Mesh axes of the batches of x and of weights: equal, or none for one batch of weights."""
     if weights == 1:
         return call.pick(batches, of_x, taken=taken), ()
     if batches == weights:

@@ -1,4 +1,4 @@
-"""Turns one op description into a JAX primitive; the only module that touches those APIs.
+"""Turns one op description into a JAX primitive; no other module makes primitives or FFI calls.
 
 An op is a per-device function of arrays with hashable static parameters. `define` gives it
 
@@ -169,7 +169,7 @@ class Op:
         return tuple(self.local.bind(*there, absent=absent, **params))
 
     def named(self, values: Sequence[Any], absent: tuple[str, ...]) -> Any:
-        """The operands' NamedTuple of `values`, those that there are, and None for the others."""
+        """The NamedTuple of operands: `values` by name in order, None for those that are absent."""
         rest = iter(values)
         fields = self.operands._fields  # pyright: ignore[reportFunctionMemberAccess]
         return self.operands(*(None if name in absent else next(rest) for name in fields))
@@ -262,7 +262,7 @@ def batch_size(args: Sequence[Any], dims: Sequence[int | None]) -> int:
 
 
 def as_its_ops(fn: Callable[..., Any], args: Any, dims: Any, **params: Any) -> Any:
-    """A batch rule by those of the ops that `fn` is made of."""
+    """A batch rule for an op made of other ops: maps `fn`, so theirs apply."""
     outs = jax.vmap(functools.partial(fn, **params), tuple(dims))(*args)
     return outs, (0,) * len(outs)
 
@@ -424,7 +424,7 @@ def _lower_xla(rule: Any, ctx: Any, /, *operands: Any, **params: Any) -> Any:
 
 
 def _partitioned(ctx: Any) -> bool:
-    """Whether what is lowered is for several devices among which XLA divides the work."""
+    """Whether the program being lowered is for several devices, divided by XLA."""
     axes = ctx.module_context.axis_context
     if isinstance(axes, mlir.SPMDAxisContext):
         manual = axes.manual_axes | set(axes.mesh.manual_axes)
@@ -435,7 +435,7 @@ def _partitioned(ctx: Any) -> bool:
 def _lower_divided(
     op: Op, xla_rule: Any, lower: Any, ctx: Any, /, *operands: Any, **params: Any
 ) -> Any:
-    """Leaves an op to XLA's partitioner, where that is what divides the program.
+    """Leaves an op to XLA's partitioner if the program is divided by it.
 
     An op without a rule is its pure JAX function there: XLA would gather the operands of a call.
     """

@@ -144,7 +144,7 @@ def independent(
 
 
 def index(axes: Axes) -> jax.Array:
-    """Which part of what `axes` split is this device's."""
+    """Index of this device's part of an array that is split over `axes`."""
     return jax.lax.axis_index(axes)
 
 
@@ -157,7 +157,7 @@ def own(a: jax.Array, dim: int, axes: Axes, count: int) -> jax.Array:
 
 
 def once(a: Any, axes: Axes) -> Any:
-    """`a` on the first device along `axes` and 0 on the others, for what is added up over them."""
+    """`a` on the first device along `axes` and 0 on the others, so that their sum has it once."""
     return jnp.where(index(axes) == 0, a, jnp.zeros_like(a)) if axes and a is not None else a
 
 
@@ -173,7 +173,7 @@ def axes_of(spec: Any, ndim: int) -> Dims:
 
 
 def to_spec(dims: Dims) -> PartitionSpec:
-    """The PartitionSpec of those mesh axes."""
+    """The PartitionSpec of the mesh axes of each dimension."""
     return PartitionSpec(*((axes[0] if len(axes) == 1 else axes or None) for axes in dims))
 
 
@@ -263,7 +263,7 @@ def on_explicit_axes(
 
 
 def examples_axes(arrays: Sequence[jax.Array], dims: Sequence[int | None]) -> Axes:
-    """The Explicit mesh axes over which `dims`, those of a batch's examples, are split."""
+    """Explicit mesh axes that split the dimensions `dims` of a batch's examples."""
     for a, dim in zip(map(jax.typeof, arrays), dims, strict=True):
         if dim is not None and (explicit := _explicit(a.sharding.mesh)):
             axes = axes_of(a.sharding.spec, a.ndim)[dim]

@@ -75,7 +75,7 @@ def cuda_available() -> bool:
 
 
 def why_not() -> str | None:
-    """Returns why the CUDA handlers are not registered, None if they are."""
+    """The reason why the CUDA handlers are not registered, None if they are."""
     return _why_not
 
 

@@ -43,7 +43,7 @@ class Experts:
       down_bias: [E, H].
       x_scale: [] float32, static scale of x, for formats whose checkpoints bring one; by default
         the scale is made of all of x.
-      h_scale: [] or [E] float32, static scale of what the activation gives.
+      h_scale: [] or [E] float32, static scale of the activation's result.
       activation: a name ("swiglu", "geglu", "relu2", ...) or a `jaxmoe.Swiglu`. Static.
       order: of the outputs of `gate_up`: "gate_up" (gate first), "up_gate" or "interleaved" (gate
         even, up odd). Static.
@@ -86,7 +86,7 @@ class Experts:
     forward_format: str | None = None
 
     def __post_init__(self) -> None:
-        """Checks what is static, and shapes where they are known."""
+        """Checks the static fields, and shapes where they are known."""
         _check_static(self)
         check_parts(self)
 
@@ -102,7 +102,7 @@ class Experts:
 
     @property
     def intermediate(self) -> int:
-        """I, the width of what the activation gives."""
+        """I, the width of the activation's result."""
         return self.down.shape[-2 if self.layouts[1] == "kn" else -1]
 
     @property
@@ -112,7 +112,7 @@ class Experts:
 
     @property
     def first(self) -> Any:
-        """The array of the first weight, or that of its gate if it has two."""
+        """The array of the first weight, or its gate if there are two arrays."""
         return next((w for w in (self.gate_up, self.gate, self.up) if w is not None), None)
 
 
@@ -179,7 +179,7 @@ def _names(choices: tuple[str, ...]) -> str:
 
 
 def check_parts(e: Experts) -> None:
-    """Checks which of the arrays are there, and those that are against each other."""
+    """Checks which arrays are given, and these against each other."""
     _check_which(e)
     _check_shapes(e)
 
@@ -224,7 +224,7 @@ def _in_place(value: Any) -> Any:
 
 
 def _check_shapes(e: Experts) -> None:
-    """Checks the arrays against each other, if they are all arrays."""
+    """Checks shapes and dtypes against each other, if every weight has both."""
     weights = {n: getattr(e, n) for n in _WEIGHTS if getattr(e, n) is not None}
     if not all(map(_is_array, weights.values())):
         return

@@ -42,7 +42,7 @@ class QuantizedArray:
     dtype: np.dtype = dataclasses.field(metadata={"static": True})
 
     def __post_init__(self) -> None:
-        """Checks what is static; the leaves may be anything while a pytree is rebuilt."""
+        """Checks the static fields; leaves may be anything while a pytree is rebuilt."""
         op = "QuantizedArray"
         _checks.check_choice(op, "format", self.format, FORMATS)
         _checks.check_choice(op, "layout", self.layout, LAYOUTS)
@@ -50,7 +50,7 @@ class QuantizedArray:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the array it stands for: that of `values`, or its last two axes swapped."""
+        """Shape of the dequantized array: that of `values`, or its last two axes swapped."""
         shape = self.values.shape
         return (*shape[:-2], shape[-1], shape[-2]) if self.layout == "kn" else tuple(shape)
 

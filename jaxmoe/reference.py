@@ -293,7 +293,7 @@ def moe_mlp(
 
 
 def plain(w: jax.Array | QuantizedArray, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """Returns the array that a quantized one stands for, and any other as it is."""
+    """Returns a quantized array dequantized, any other array as it is."""
     return dequantize(w, dtype=dtype) if isinstance(w, QuantizedArray) else w
 
 
@@ -303,7 +303,7 @@ def round_tokens(
     dtype: jax.typing.DTypeLike,
     scale: jax.Array | None = None,
 ) -> jax.Array:
-    """Quantizes tokens in `format`, unless they are, and returns what is left of them."""
+    """Returns tokens after quantizing in `format` and dequantizing: with its rounding errors."""
     if format is None or isinstance(x, QuantizedArray):
         return plain(x, dtype)
     return dequantize(quantize_tokens(x, format, scale=scale), dtype=dtype)

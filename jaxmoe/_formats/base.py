@@ -37,7 +37,7 @@ class Gradient(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """A weight format, here plain arrays; the others say what differs.
+    """A weight format. The defaults are plain arrays; other formats say what differs.
 
     Attributes:
       name: what users call it.
