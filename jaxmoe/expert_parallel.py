@@ -38,11 +38,11 @@ def moe_mlp(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Runs `jaxmoe.moe_mlp` with experts spread over a mesh axis; call it inside `jax.shard_map`.
 
-    Each device gives its tokens and its experts and gets the results of its tokens: the same as
-    `jaxmoe.moe_mlp` of all tokens with all experts, in all that holds per token. A token is sent to
-    a device at most once, however many of its experts are there; what comes back is one sum.
+    Each device gives its tokens and its experts and gets the results of its tokens, those of
+    `jaxmoe.moe_mlp` of all tokens with all experts. A token is sent to a device at most once,
+    however many of its experts are there, and one sum comes back.
 
-      all_gather: every device gets every token, adds up what its own experts make of each, and a
+      all_gather: every device gets every token and adds up the results of its own experts; a
         psum_scatter adds the parts of the devices.
       all_to_all: each device sends to each other one the tokens that have a choice there, in boxes
         of a static size, and adds up the parts that come back.
@@ -67,18 +67,18 @@ def moe_mlp(
       own_apart: run this device's own tokens on its own experts as a separate call. It depends on
         no collective, so XLA can overlap the two. all_gather only; reads the experts once more.
       num_experts: number of global experts E; by default n * E_local, or that of `expert_map`.
-        Smaller where the experts do not divide, and the last ones in the arrays are padding.
+        Give a smaller number if the experts do not divide: the last ones are then padding.
       expert_map: [n, E] int32, the same on every device: row d holds the local id of each expert on
         device d, anything outside [0, E_local) for those that are not there. By default device d
         holds the experts from d * E_local on. An expert may be on several devices: a token takes
         the copy on its own device if there is one, else the copies take turns, token by token.
       dispatch_format: the format of quantized weights, to send tokens quantized; by default they
         are quantized where they arrive. Gives the same result.
-      sum_dtype: float32 to add the parts of the devices in float32, which doubles what psum and
-        psum_scatter send back; by default they add in the dtype of `x`.
-      tensor_axis: another mesh axis that splits I: gates and their ups on one device, so
-        interleaved or two arrays [E_local, H, I / m], and down [E_local, I / m, H]. Tokens are the
-        same along it.
+      sum_dtype: float32 to add the parts of the devices in float32, which doubles the bytes of psum
+        and psum_scatter; by default they add in the dtype of `x`.
+      tensor_axis: another mesh axis, which splits I over m devices. A gate and its up must lie on
+        one device: interleaved, or two arrays [E_local, H, I / m]; down is [E_local, I / m, H].
+        Tokens are the same along this axis.
       residual: [T, H] added last; also the place for a shared expert: `residual=dense_mlp(x)`
         depends on no collective, so XLA can compute it meanwhile.
       **options: of `jaxmoe.moe_mlp`: apply_weight_on_input, batch_invariant, accum, config,

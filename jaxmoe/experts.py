@@ -23,13 +23,13 @@ class Experts:
 
     mlp(x, e) = activation(x @ gate_up[e] + gate_up_bias[e]) @ down[e] + down_bias[e]
 
-    The first weight is one array, `gate_up`, or two, `gate` and `up`, which are never joined; an
-    activation without gate has one, as `gate_up` or as `up`. E experts, which may be those of one
-    device; H hidden, I intermediate. Leading axes, as of layers that are scanned over, are allowed
-    as long as all arrays have them; `jaxmoe.moe_mlp` takes experts without them.
+    The first weight is one array, `gate_up`, or two, `gate` and `up`, which are never joined. An
+    activation without gate has one array, as `gate_up` or as `up`. E is the number of experts here,
+    which may be those of one device; H is hidden, I intermediate. All arrays may have leading axes,
+    such as the layers of a scan; `jaxmoe.moe_mlp` takes experts without them.
 
     Gradients with respect to experts are experts. `jax.tree.map`, optimizers, sharding specs, scan
-    and checkpoints work on them as on any pytree; `dataclasses.replace` makes a changed copy.
+    and checkpoints work on experts as on any pytree; `dataclasses.replace` makes a changed copy.
 
     Attributes:
       gate_up: [E, H, 2I], or [E, H, I] for an activation without gate. An array, or a
@@ -41,19 +41,19 @@ class Experts:
       gate_bias: [E, I], with `gate`.
       up_bias: [E, I], with `up`.
       down_bias: [E, H].
-      x_scale: [] float32, static scale of x, for formats whose checkpoints bring one; by default
-        the scale is made of all of x.
+      x_scale: [] float32, static scale of x, for formats whose checkpoints bring one. By default
+        each call makes the scale of all of x.
       h_scale: [] or [E] float32, static scale of the activation's result.
       activation: a name ("swiglu", "geglu", "relu2", ...) or a `jaxmoe.Swiglu`. Static.
-      order: of the outputs of `gate_up`: "gate_up" (gate first), "up_gate" or "interleaved" (gate
-        even, up odd). Static.
+      order: order of the outputs of `gate_up`: "gate_up" (gate first), "up_gate" or "interleaved"
+        (gate even, up odd). Static.
       layout: "kn" for the shapes above, "nk" with the last two axes swapped, or a pair of these for
         the first weight and for `down`. Static.
-      dtype: to compute in; None: that of the arrays. With a narrower one the arrays are float32
-        master weights: they are rounded for the products, and their gradients are float32 sums
-        that are never rounded. Static.
-      forward_format: None, or the name of a quantized format: weights and tokens are quantized in
-        the program, for the value only; gradients are those without it. Static.
+      dtype: dtype of the products, None for that of the arrays. If it is narrower, the arrays are
+        float32 master weights: products round them, and their gradients are float32 sums that are
+        never rounded. Static.
+      forward_format: None, or the name of a quantized format. The program quantizes weights and
+        tokens for the value of the layer; gradients are those of plain weights. Static.
 
     Raises:
       TypeError, ValueError: a field of the wrong kind, dtype, rank or shape, an unknown name, or

@@ -53,15 +53,15 @@ def moe_mlp(
         experts and those before `expert_offset`.
       expert_offset: global id of the first local expert.
       expert_map: [num_experts] int32, local id of each global expert; outside [0, E) is not local.
-      apply_weight_on_input: each token is multiplied by its weight before its expert, and not after
-        it (Llama 4); for K = 1.
-      batch_invariant: no product splits its k loop, so that a token's bits are the same in every
-        batch; up to 10 % slower with one or a few tokens. Under vmap the tiles are those of one
-        example.
+      apply_weight_on_input: multiply each token by its weight before its expert, not after it
+        (Llama 4); for K = 1.
+      batch_invariant: keep the k loop of each product whole, so that a token's bits are the same
+        in every batch; up to 10 % slower with one or a few tokens. Under vmap the tiles are those
+        of one example.
       recompute: "z" computes the first product again in the backward pass instead of keeping its
         result, [T * K, 2I] in the dtype of `x`, from the forward pass; see docs/training.md.
-      accum: for quantized experts, "fast" to add up all of k inside the tensor core, which keeps
-        about 14 bits, or "promoted" to add parts of 128 up in float32; by default "promoted" for
+      accum: for quantized experts. "fast" adds up all of k inside the tensor core, which keeps
+        about 14 bits; "promoted" adds up parts of 128 in float32. By default "promoted" for
         products over more than 2048 elements, and always where blocks of k have scales.
       config: tiles of the two CUDA products; chosen from the shapes by default.
 
