@@ -176,3 +176,15 @@ def test_on_a_gpu_it_names_the_call(monkeypatch):
     assert refused.ops[0].runs == "nothing: it is refused"
     monkeypatch.setattr(_targets, "cuda_available", lambda: False)
     assert explain(layer, *LAYER).ops[1].runs == "pure XLA"
+
+
+def test_on_a_gpu_it_names_what_is_left_to_xla(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(_targets, "cuda_available", lambda: True)
+    runs = [
+        explain(lambda a: route(a, top_k=2), struct(4, num_experts, dtype=F32)).ops[0].runs
+        for num_experts in (512, 513)
+    ]
+    assert runs == ["FFI call jaxmoe_route_v2", "pure XLA"]
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    assert explain(layer, *LAYER).ops[1].runs == "pure XLA"

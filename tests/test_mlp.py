@@ -24,6 +24,8 @@ from jaxmoe._testing import (
 from jaxmoe.activation import ACTIVATIONS, resolve
 from tests.layers import moe_mlp
 
+BF16 = jnp.bfloat16
+
 
 def options(layer, layout="kn"):
     return {"activation": layer.activation, "gate_up": layer.gate_up, "weight_layout": layout}
@@ -106,6 +108,19 @@ def test_identity_of_identity_experts_weighs_the_tokens():
         jnp.array([[0, 2]] * 7, jnp.int32), jnp.tile(jnp.array([[0.25, 0.5]]), (7, 1))
     )
     assert_equal(moe_mlp(x, routing, eye, eye, activation="identity"), 0.75 * x)
+
+
+def test_experts_before_the_local_ones_are_counted():
+    """By default the last local expert is the last one, and the first is not local."""
+    inputs = layer_inputs(Layer("", "", 8, 8, 3, 2), 6, "uniform", np.random.default_rng(3), BF16)
+    inputs["expert_ids"] += 2  # of the experts 2, 3 and 4, of which 3 and 4 are here
+    inputs |= {n: inputs[n][1:] for n in ("w_gate_up", "w_down")}
+    got, want = jax.jit(
+        lambda i: [run(i, expert_offset=3), run(i, expert_offset=3, num_experts=5)]
+    )(inputs)
+    assert_equal(got, want)
+    local = inputs | {"expert_ids": inputs["expert_ids"] - 3}
+    assert_close(got, *expected(local, jnp.float32, BF16))
 
 
 @pytest.mark.parametrize("dtype", (jnp.bfloat16, jnp.float32), ids=("bf16", "f32"))

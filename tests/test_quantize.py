@@ -193,6 +193,18 @@ def test_an_impossible_scale_gives_nan_and_no_number(bad) -> None:
     assert out[0].tolist() == [0.0, 1.0] and np.isnan(out[1]).all()
 
 
+@pytest.mark.parametrize("scale", [2.0**-126, 2.0**126])
+def test_the_first_and_the_last_possible_scale(scale) -> None:
+    x = jnp.array([[0.0, scale, -448 * scale if scale < 1 else -2 * scale]], F32)
+    given = jnp.array([scale], F32)
+    q = jaxmoe.quantize_tokens(x, "fp8_channel", scale=given)
+    assert same_bits(q.scales, np.asarray(given))
+    assert same_bits(jaxmoe.dequantize(q), np.asarray(x))
+    above = np.nextafter(np.asarray(given), np.float32(np.inf))
+    q = jaxmoe.quantize_tokens(x, "fp8_channel", scale=jnp.asarray(above))
+    assert np.isnan(np.asarray(q.scales)).all() == (scale > 1)
+
+
 @pytest.mark.parametrize("scale_format", ["float32", "e8m0"])
 @pytest.mark.parametrize("format", FORMATS)
 def test_zeros_stay_zeros(format, scale_format) -> None:
