@@ -116,11 +116,11 @@ def _jvp(primals: Operands, tangents: Operands, *, layer: Layer) -> Any:
     if gradient.straight_through:
         _, moved = _jvp(primals, tangents, layer=layer.replace(format=PLAIN))
         return moe_mlp_p(*primals, layer=layer), moved
+    if layer.finalize and _sharding.divided_by_xla([x for x in primals if x is not None]):
+        return moe_mlp_p(*primals, layer=layer), (_tangent(primals, tangents, layer=layer),)
     if not is_joined(primals):
         tangents = _joined_tangents(primals, tangents, layer)
         primals = join(primals, layer)
-    if layer.finalize and _sharding.divided_by_xla([x for x in primals if x is not None]):
-        return moe_mlp_p(*primals, layer=layer), (_tangent(primals, tangents, layer=layer),)
     if layer.format.master:
         primals = _rounded(primals, layer)
     first, _ = configs_of(primals, layer)

@@ -22,7 +22,7 @@ from jaxmoe._gate_up import of_moving
 from jaxmoe._mlp import sharding
 from jaxmoe._mlp.operands import Layer, Operands
 
-VARIABLES = ("x", "weights", "w_gate_up", "w_up", "w_down", "b_gate_up", "b_down")
+VARIABLES = ("x", "weights", "w_gate_up", "w_up", "w_down", "b_gate_up", "b_up", "b_down")
 _TANGENTS = tuple(f"t_{name}" for name in VARIABLES)
 _Moving = _primitive.named_operands((*Operands._fields, *_TANGENTS))
 _WithCotangent = _primitive.named_operands((*Operands._fields, "dy"))
