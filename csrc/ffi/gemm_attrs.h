@@ -51,28 +51,29 @@ inline void CheckEnums(int64_t format,
                        int64_t gate_up,
                        const ActivationAttrs& activation,
                        Operands* take) {
-  take->Range("format", format, 0, static_cast<int64_t>(WeightFormat::kFp8Block));
-  take->Range("gate_up", gate_up, 0, static_cast<int64_t>(GateUp::kInterleaved));
-  take->Range("activation kind", activation.kind, 0, ActivationParams::kIdentity);
+  take->Range("format", format, 0, std::size(kFormats) - 1);
+  take->Range("gate_up", gate_up, 0, kNumOf<GateUp> - 1);
+  take->Range("activation kind", activation.kind, 0, kNumOf<ActivationParams::Kind> - 1);
 }
 
 // Quantized weights are stored with what they contract last.
 inline void CheckLayout(const char* name, int64_t layout, WeightFormat format, Operands* take) {
-  const bool any = format == WeightFormat::kPlain;
+  const bool any = !RowOf(format).scaled;
   constexpr auto kNK = static_cast<int64_t>(WeightLayout::kNK);
   take->Range(name, layout, any ? 0 : kNK, kNK);
 }
 
 // Dtypes of weights beside tokens or biases like `other`.
 inline Types WeightTypes(WeightFormat format, const In& other) {
-  return format == WeightFormat::kPlain ? Like(other) : kFloat8s;
+  return !RowOf(format).scaled ? Like(other) : kFloat8s;
 }
 
 // Shape of the scales of weights [lead, n, k], or of two arrays of n / 2 rows each.
 inline Shape WeightScales(WeightFormat format, Shape lead, int64_t n, int64_t k, int arrays = 1) {
-  if (format == WeightFormat::kFp8Tensor && arrays > 1) lead.Add(arrays);
-  if (format == WeightFormat::kFp8Channel) lead.Add(n);
-  if (format == WeightFormat::kFp8Block) {
+  const Shared shared = RowOf(format).weights;
+  if (shared == Shared::kTensor && arrays > 1) lead.Add(arrays);
+  if (shared == Shared::kRow) lead.Add(n);
+  if (shared == Shared::kBlock) {
     lead.Add(arrays * CeilDiv(n / arrays, kQuantBlock));
     lead.Add(CeilDiv(k, kQuantBlock));
   }
@@ -81,8 +82,9 @@ inline Shape WeightScales(WeightFormat format, Shape lead, int64_t n, int64_t k,
 
 // Shape of the scales of tokens [lead, rows, k].
 inline Shape TokenScales(WeightFormat format, Shape lead, const Size& rows, int64_t k) {
-  if (format != WeightFormat::kFp8Tensor) lead.Add(rows);
-  if (format == WeightFormat::kFp8Block) lead.Add(CeilDiv(k, kQuantBlock));
+  const Shared shared = RowOf(format).tokens;
+  if (shared != Shared::kTensor) lead.Add(rows);
+  if (shared == Shared::kGroup) lead.Add(CeilDiv(k, kQuantBlock));
   return lead;
 }
 

@@ -49,7 +49,7 @@ ffi::Error GroupedGemm(cudaStream_t stream,
   CheckEnums(attrs.format, attrs.gate_up, attrs.activation, &take);
   const auto format = static_cast<WeightFormat>(attrs.format);
   CheckLayout("layout", attrs.layout, format, &take);
-  const bool plain = format == WeightFormat::kPlain;
+  const bool plain = !RowOf(format).scaled;
   const bool kn = attrs.layout == static_cast<int64_t>(WeightLayout::kKN);
   const bool gated = attrs.activation.gated != 0, gathers = !take.IsAbsent(row_index);
   const Types narrow = plain ? Like(x) : Like(bias);  // bias has it, absent or not
@@ -80,7 +80,8 @@ ffi::Error GroupedGemm(cudaStream_t stream,
   take.Range("K", K, 0, kMaxColumns);
   take.Range("N", N, 0, kMaxColumns);
   // One list of indices, or one scale, is for one example.
-  if (gathers || format == WeightFormat::kFp8Tensor) take.Range("examples", B, 1, 1);
+  if (gathers || (!plain && RowOf(format).tokens == Shared::kTensor))
+    take.Range("examples", B, 1, 1);
   if (take.failed()) return take.error();
   if (out->element_count() == 0) return ffi::Error::Success();
 
@@ -110,7 +111,7 @@ ffi::Error GroupedGemm(cudaStream_t stream,
   gemm.gate_up = static_cast<GateUp>(attrs.gate_up);
   gemm.out_f32 = out_f32;
   gemm.activation = attrs.activation.params();
-  gemm.scales.format = SharingOf(format);
+  gemm.scales.shared = RowOf(format).weights;
   gemm.scales.promoted = attrs.promoted != 0;
   gemm.scales.x_index = gemm.row_index;
   gemm.pdl = OverlapsPrevious(R, G);

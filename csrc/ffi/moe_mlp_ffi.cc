@@ -40,7 +40,7 @@ ffi::Error MoeMlp(cudaStream_t stream,
   p.format = static_cast<WeightFormat>(attrs.format);
   CheckLayout("layout1", attrs.layout1, p.format, &take);
   CheckLayout("layout2", attrs.layout2, p.format, &take);
-  const bool plain = p.format == WeightFormat::kPlain;
+  const bool plain = !RowOf(p.format).scaled;
   const bool gated = activation.gated != 0, two_arrays = !take.IsAbsent(w_up);
   const Types dtype = Like(*act), fp8 = ffi::DataType::F8E4M3FN;
   take.Type("act", *act, kHalfs);
@@ -87,7 +87,8 @@ ffi::Error MoeMlp(cudaStream_t stream,
   if (p.static_act != nullptr && static_scales != attrs.num_local_experts) {
     take.Range("h_scale.shape[0]", static_scales, 1, 1);
   }
-  if (p.format != WeightFormat::kFp8Tensor && (p.static_x != nullptr || p.static_act != nullptr)) {
+  if (RowOf(p.format).tokens != Shared::kTensor &&
+      (p.static_x != nullptr || p.static_act != nullptr)) {
     take.Refuse("static scales are for fp8_tensor.");
   }
   take.Range("num_local_experts", attrs.num_local_experts, 1, kMaxInt);

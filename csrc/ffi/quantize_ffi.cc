@@ -19,13 +19,13 @@ namespace jaxmoe {
 namespace {
 
 // Shape of the scales of x [B,R,C].
-Shape ScalesOf(QuantFormat format, int64_t b, int64_t r, int64_t c) {
+Shape ScalesOf(Shared format, int64_t b, int64_t r, int64_t c) {
   switch (format) {
-    case QuantFormat::kTensor:
+    case Shared::kTensor:
       return {b};
-    case QuantFormat::kRow:
+    case Shared::kRow:
       return {b, r};
-    case QuantFormat::kGroup:
+    case Shared::kGroup:
       return {b, r, CeilDiv(c, kQuantBlock)};
     default:
       return {b, CeilDiv(r, kQuantBlock), CeilDiv(c, kQuantBlock)};
@@ -42,11 +42,11 @@ ffi::Error Quantize(cudaStream_t stream,
   Operands take("quantize");
   Dim B, R, C, P;
   QuantizeParams params{};
-  take.Range("shared", attrs.shared, 0, static_cast<int64_t>(QuantFormat::kBlock));
-  params.format = static_cast<QuantFormat>(attrs.shared);
+  take.Range("shared", attrs.shared, 0, kNumOf<Shared> - 1);
+  params.shared = static_cast<Shared>(attrs.shared);
   params.x = take.Any("x", x, {B, R, C}, kFloats);
   params.values = take.Any("values", *values, {B, R, C}, kFloat8s);
-  const Shape shape = ScalesOf(params.format, B, R, C);
+  const Shape shape = ScalesOf(params.shared, B, R, C);
   params.scales = take.Floats("scales", *scales, shape);
   params.static_scales = take.FloatsOrNull("static_scales", static_scales, shape);
   params.partial = take.Floats("partial", *partial, {P});
@@ -57,7 +57,7 @@ ffi::Error Quantize(cudaStream_t stream,
   const bool e5m2 = TypeOf(*values) == DType::kFloat8E5M2;
   params.element = e5m2 ? ElementType::kE5M2 : ElementType::kE4M3;
   params.e8m0 = attrs.e8m0 != 0;
-  const bool sums = params.format == QuantFormat::kTensor && params.static_scales == nullptr;
+  const bool sums = params.shared == Shared::kTensor && params.static_scales == nullptr;
   take.Range("partial.shape[0]", P, sums ? B * kMaxQuantPartials : 0, kMaxInt);
   take.Range("rows of x", B * R, 0, kMaxInt);
   take.Range("bytes of a row modulo 16", C * ElementSize(params.dtype) % 16, 0, 0);

@@ -29,9 +29,9 @@ inline RouteRule TakeRule(const RuleAttrs& rule,
                           int64_t num_experts,
                           Operands* take) {
   take->Range("num_experts", num_experts, 1, kRouteMaxExperts);
-  take->Range("score", rule.score, 0, static_cast<int64_t>(RouteScore::kSqrtSoftplus));
-  take->Range("normalize", rule.normalize, 0, static_cast<int64_t>(RouteNormalize::kClampedSum));
-  take->Range("groups.value", groups.value, 0, static_cast<int64_t>(RouteGroupValue::kMax));
+  take->Range("score", rule.score, 0, kNumOf<RouteScore> - 1);
+  take->Range("normalize", rule.normalize, 0, kNumOf<RouteNormalize> - 1);
+  take->Range("groups.value", groups.value, 0, kNumOf<RouteGroupValue> - 1);
   take->Range("groups.count", groups.count, 1, num_experts);
   take->Range("groups.kept", groups.kept, 1, groups.count);
   if (!take->failed() && num_experts % groups.count != 0) {

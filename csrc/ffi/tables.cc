@@ -1,7 +1,7 @@
 // Numbers that the kernels share with the Python package, which compares them with its own.
 #include "csrc/ffi/tables.h"
 
-#include <utility>
+#include <iterator>
 
 #include "csrc/ffi/gemm_attrs.h"
 #include "csrc/gemm/kernels.h"
@@ -16,9 +16,15 @@ namespace {
 namespace nb = nanobind;
 
 template <class Enum>
-nb::dict Codes(std::initializer_list<std::pair<const char*, Enum>> names) {
+nb::dict Codes() {
   nb::dict codes;
-  for (const auto& [name, value] : names) codes[name] = static_cast<int>(value);
+  for (int value = 0; value < kNumOf<Enum>; ++value) codes[EnumNames<Enum>::kAll[value]] = value;
+  return codes;
+}
+
+nb::dict FormatCodes() {
+  nb::dict codes;
+  for (const FormatRow& row : kFormats) codes[row.name] = &row - kFormats;
   return codes;
 }
 
@@ -43,7 +49,7 @@ void AddScratch(nb::dict& tables) {
       index[nb::make_tuple(rows, experts)] = MlpIndex(rows, experts).size;
     }
   }
-  for (int format = 0; format <= static_cast<int>(WeightFormat::kFp8Block); ++format) {
+  for (int format = 0; format < static_cast<int>(std::size(kFormats)); ++format) {
     for (int64_t tokens : {0, 1, 6}) {
       for (int64_t k : {16, 128, 272}) {
         const MlpFloats size(static_cast<WeightFormat>(format), tokens, 2 * tokens, k, k + 16);
@@ -61,33 +67,14 @@ void AddScratch(nb::dict& tables) {
 
 nb::dict Tables() {
   nb::dict tables;
-  tables["activation"] = Codes<ActivationParams::Kind>({{"sigmoid", ActivationParams::kSigmoid},
-                                                        {"erf", ActivationParams::kErf},
-                                                        {"relu", ActivationParams::kRelu},
-                                                        {"relu2", ActivationParams::kRelu2},
-                                                        {"identity", ActivationParams::kIdentity}});
-  tables["gate_up"] = Codes<GateUp>({{"gate_up", GateUp::kGateUp},
-                                     {"up_gate", GateUp::kUpGate},
-                                     {"interleaved", GateUp::kInterleaved}});
-  tables["layout"] = Codes<WeightLayout>({{"kn", WeightLayout::kKN}, {"nk", WeightLayout::kNK}});
-  tables["format"] = Codes<WeightFormat>({{"plain", WeightFormat::kPlain},
-                                          {"fp8_tensor", WeightFormat::kFp8Tensor},
-                                          {"fp8_channel", WeightFormat::kFp8Channel},
-                                          {"fp8_block", WeightFormat::kFp8Block}});
-  tables["shared"] = Codes<QuantFormat>({{"tensor", QuantFormat::kTensor},
-                                         {"row", QuantFormat::kRow},
-                                         {"group", QuantFormat::kGroup},
-                                         {"block", QuantFormat::kBlock}});
-  tables["score"] = Codes<RouteScore>({{"logits", RouteScore::kLogits},
-                                       {"softmax", RouteScore::kSoftmax},
-                                       {"sigmoid", RouteScore::kSigmoid},
-                                       {"sqrtsoftplus", RouteScore::kSqrtSoftplus}});
-  tables["normalize"] = Codes<RouteNormalize>({{"none", RouteNormalize::kNone},
-                                               {"softmax", RouteNormalize::kSoftmax},
-                                               {"sum", RouteNormalize::kSum},
-                                               {"clamped_sum", RouteNormalize::kClampedSum}});
-  tables["group_value"] =
-      Codes<RouteGroupValue>({{"top2", RouteGroupValue::kTop2}, {"max", RouteGroupValue::kMax}});
+  tables["activation"] = Codes<ActivationParams::Kind>();
+  tables["gate_up"] = Codes<GateUp>();
+  tables["layout"] = Codes<WeightLayout>();
+  tables["format"] = FormatCodes();
+  tables["shared"] = Codes<Shared>();
+  tables["score"] = Codes<RouteScore>();
+  tables["normalize"] = Codes<RouteNormalize>();
+  tables["group_value"] = Codes<RouteGroupValue>();
   tables["tiles"] = Tiles(false);
   tables["promoted_tiles"] = Tiles(true);
   tables["max_route_experts"] = kRouteMaxExperts;

@@ -37,7 +37,7 @@ const Variant* FindVariant(const MoeGemmProblem& p, const TileConfig& tile) {
 }
 
 // With step scales, so promoted sums.
-bool ByStep(const MoeGemmProblem& p) { return p.scales.format == ScaleFormat::kBlock; }
+bool ByStep(const MoeGemmProblem& p) { return p.scales.shared == Shared::kBlock; }
 
 ScaleArgs MakeScales(const MoeGemmProblem& p) {
   constexpr int kBlock = 128;
@@ -53,19 +53,20 @@ ScaleArgs MakeScales(const MoeGemmProblem& p) {
   s.num_out = p.scales.num_out;
   s.by_step = ByStep(p);
   s.half = p.out_dtype == DType::kFloat16;
-  switch (p.scales.format) {
-    case ScaleFormat::kTensor:
+  switch (p.scales.shared) {
+    case Shared::kTensor:
       s.w_stride = two_arrays ? 2 : 1;
       s.w_up = two_arrays ? 1 : 0;
       s.num_x = p.scales.num_x;
       break;
-    case ScaleFormat::kChannel:
+    case Shared::kRow:
       s.w_stride = p.n;
       s.w_row_stride = 1;
       s.w_up = two_arrays ? p.n / 2 : 0;
       s.x_row_stride = 1;
       break;
-    case ScaleFormat::kBlock:
+    case Shared::kGroup:  // of tokens alone
+    case Shared::kBlock:
       s.w_row_stride = blocks;
       s.w_up = two_arrays ? static_cast<int>(CeilDiv(p.n / 2, kBlock)) * blocks : 0;
       s.w_stride = two_arrays ? 2 * s.w_up : CeilDiv(p.n, kBlock) * blocks;
@@ -183,7 +184,7 @@ const char* LaunchMoeGemm(const MoeGemmProblem& p, const TileConfig& tile, cudaS
       (tile.weight_tile == 256 || tile.token_tile == 256)) {
     return "block scales and a tile of 256 need halves of a multiple of 64 rows";
   }
-  if (p.scales.out_groups != nullptr && !QuantizesGroups(p.scales.format, tile)) {
+  if (p.scales.out_groups != nullptr && !QuantizesGroups(p.scales.shared, tile)) {
     return "this tile has no whole groups to quantize";
   }
 

@@ -12,16 +12,27 @@
 #include <cstdint>
 
 #include "csrc/common/types.h"
+#include "csrc/gemm/formats.h"
 #include "csrc/kernels/plan.h"
 
 namespace jaxmoe {
 
-enum class WeightLayout : int { kKN = 0, kNK = 1 };  // [E, K, N] or [E, N, K]
-enum class GateUp : int { kGateUp = 0, kUpGate = 1, kInterleaved = 2 };
+enum class WeightLayout : int { kKN, kNK };  // [E, K, N] or [E, N, K]
+enum class GateUp : int { kGateUp, kUpGate, kInterleaved };
 
-// Kernel form of jaxmoe/activation.py; `kind` values are shared with it.
+template <>
+struct EnumNames<WeightLayout> {
+  static constexpr const char* kAll[] = {"kn", "nk"};
+};
+
+template <>
+struct EnumNames<GateUp> {
+  static constexpr const char* kAll[] = {"gate_up", "up_gate", "interleaved"};
+};
+
+// Activation in the kernel's form, see jaxmoe/activation.py.
 struct ActivationParams {
-  enum Kind : int { kSigmoid = 0, kErf = 1, kRelu = 2, kRelu2 = 3, kIdentity = 4 };
+  enum Kind : int { kSigmoid, kErf, kRelu, kRelu2, kIdentity };
   int kind = kIdentity;
   float c1 = 0.0f;
   float c3 = 0.0f;
@@ -29,7 +40,12 @@ struct ActivationParams {
   float beta = 0.0f;
 };
 
-// A row of the tile table (see dispatch.cc); chosen by jaxmoe/_heuristics.py.
+template <>
+struct EnumNames<ActivationParams::Kind> {
+  static constexpr const char* kAll[] = {"sigmoid", "erf", "relu", "relu2", "identity"};
+};
+
+// Tile of a kernel, chosen by jaxmoe/_heuristics.py among those of sm90/kernel.cuh.
 struct TileConfig {
   int weight_tile = 128;  // weight rows per CTA tile
   int token_tile = 8;     // rows per CTA tile
@@ -39,42 +55,31 @@ struct TileConfig {
   bool gather = false;    // X rows fetched through row_index
 };
 
-// Whether a GEMM is launched to overlap the end of the kernel before it. Those bound by reading
+// True if a GEMM is launched to overlap the end of the kernel before it. GEMMs bound by reading
 // weights gain 2-4 us; compute-bound ones measured slower (two streams share L2 and power).
 constexpr bool OverlapsPrevious(int64_t rows, int64_t groups) { return rows <= 192 * groups; }
 
 // Slots that a GEMM can plan by itself: a lane of a warp each.
 inline constexpr int64_t kMaxPlannedSlots = 32;
 
-// `code` of the formats of jaxmoe/_formats.
-enum class WeightFormat : int { kPlain = 0, kFp8Tensor = 1, kFp8Channel = 2, kFp8Block = 3 };
-
-enum class ScaleFormat : int { kTensor = 0, kChannel = 1, kBlock = 2 };
-
-// Who shares a scale; kTensor of kPlain, which has none.
-constexpr ScaleFormat SharingOf(WeightFormat format) {
-  if (format == WeightFormat::kFp8Channel) return ScaleFormat::kChannel;
-  return format == WeightFormat::kFp8Block ? ScaleFormat::kBlock : ScaleFormat::kTensor;
-}
-
-// FP8 operands: values times scales. jaxmoe/quantize.py defines the formats.
+// Scales of FP8 operands, which are values times scales. jaxmoe/quantize.py defines the formats.
 struct Fp8Scales {
-  ScaleFormat format = ScaleFormat::kTensor;
-  bool promoted = false;         // float32 sums over every 128 of k; always so with blocks
-  const float* w = nullptr;      // [num_weights], [.., n] or [.., ceil(n / 128), ceil(k / 128)]
-  const float* x = nullptr;      // [], [x_rows] or [x_rows, ceil(k / 128)]
-  const int* x_index = nullptr;  // row -> row of x's scales; null: the same
-  int num_x = 1;                 // kTensor: scales in x, weight w uses number w % num_x
-  const float* out = nullptr;    // [num_out]: out is rounded to out_dtype and quantized to e4m3
-  int num_out = 0;               // weight w uses number w % num_out
+  Shared shared = Shared::kTensor;  // of weights: kTensor, kRow or kBlock
+  bool promoted = false;            // float32 sums over every 128 of k; always so with blocks
+  const float* w = nullptr;         // [num_weights], [.., n] or [.., ceil(n / 128), ceil(k / 128)]
+  const float* x = nullptr;         // [], [x_rows] or [x_rows, ceil(k / 128)]
+  const int* x_index = nullptr;     // row -> row of x's scales; null: the same
+  int num_x = 1;                    // kTensor: scales in x, weight w uses number w % num_x
+  const float* out = nullptr;       // [num_out]: out is rounded to out_dtype and quantized to e4m3
+  int num_out = 0;                  // weight w uses number w % num_out
   // [rows, ceil(n_out / 128)] for the scales of groups of 128 that are made of out, which is e4m3;
   // only where QuantizesGroups.
   float* out_groups = nullptr;
 };
 
-// Whether the epilogue of this tile quantizes groups of 128 output features.
-constexpr bool QuantizesGroups(ScaleFormat format, const TileConfig& tile) {
-  return format == ScaleFormat::kBlock && tile.weight_tile == 256;
+// True if the epilogue of this tile quantizes groups of 128 output features.
+constexpr bool QuantizesGroups(Shared shared, const TileConfig& tile) {
+  return shared == Shared::kBlock && tile.weight_tile == 256;
 }
 
 // One grouped GEMM. Pointers are device pointers.

@@ -9,12 +9,6 @@
 namespace jaxmoe {
 namespace {
 
-// Of tokens, what shares a scale.
-QuantFormat TokenFormat(WeightFormat format) {
-  if (format == WeightFormat::kFp8Tensor) return QuantFormat::kTensor;
-  return format == WeightFormat::kFp8Channel ? QuantFormat::kRow : QuantFormat::kGroup;
-}
-
 // Places in the scratch of a call, and the choices that several launches follow.
 struct Layer {
   const MoeMlpParams& p;
@@ -30,7 +24,7 @@ struct Layer {
         rows(p.num_tokens * p.top_k),
         at(rows, p.num_local_experts),
         floats(p.format, p.num_tokens, rows, p.hidden, p.intermediate),
-        quantized(p.format != WeightFormat::kPlain),
+        quantized(RowOf(p.format).scaled),
         quantizes_x(quantized && p.x_scales == nullptr),
         gathers(p.gate_up.tile.gather) {}
 
@@ -56,7 +50,7 @@ QuantizeParams QuantizeX(const Layer& layer) {
   q.batch = 1;
   q.rows = p.num_tokens;
   q.cols = p.hidden;
-  q.format = TokenFormat(p.format);
+  q.shared = RowOf(p.format).tokens;
   q.element = ElementType::kE4M3;
   q.values = p.xq;
   q.scales = p.floats;
@@ -77,7 +71,7 @@ QuantizeParams QuantizeAct(const Layer& layer) {
   q.batch = 1;
   q.rows = layer.rows;
   q.cols = p.intermediate;
-  q.format = TokenFormat(p.format);
+  q.shared = RowOf(p.format).tokens;
   q.element = ElementType::kE4M3;
   q.values = p.act_q;
   q.scales = layer.act_scales();
@@ -102,7 +96,7 @@ PermuteSlotsParams PermuteX(const Layer& layer) {
   return permute;
 }
 
-// What both products have; X, the output, their sizes and `early_groups` are left to the caller.
+// Parts that both products have. X, the output, their sizes and `early_groups` are the caller's.
 MoeGemmProblem Product(const Layer& layer, const MlpWeights& weights) {
   const MoeMlpParams& p = layer.p;
   MoeGemmProblem gemm;
@@ -117,7 +111,7 @@ MoeGemmProblem Product(const Layer& layer, const MlpWeights& weights) {
   gemm.num_groups = static_cast<int>(p.num_local_experts);
   gemm.groups_per_batch = gemm.num_groups;
   gemm.rows_per_batch = static_cast<int>(layer.rows);
-  gemm.scales.format = SharingOf(p.format);
+  gemm.scales.shared = RowOf(p.format).weights;
   gemm.scales.promoted = weights.promoted;
   gemm.scales.w = weights.scales;
   gemm.pdl = OverlapsPrevious(layer.rows, p.num_experts);
@@ -143,7 +137,7 @@ MoeGemmProblem GateUpProblem(const Layer& layer) {
   gemm.scales.x_index = gemm.row_index;
   gemm.scales.out = p.static_act;
   gemm.scales.num_out = static_cast<int>(p.num_static_act);
-  const bool by_groups = QuantizesGroups(gemm.scales.format, p.gate_up.tile);
+  const bool by_groups = QuantizesGroups(gemm.scales.shared, p.gate_up.tile);
   if (by_groups) gemm.scales.out_groups = layer.act_scales();
   if (by_groups || p.static_act != nullptr) gemm.out = p.act_q;
   return gemm;

@@ -38,16 +38,16 @@ struct MlpFloats {
   int64_t size = 0;
 
   MlpFloats(WeightFormat format, int64_t tokens, int64_t rows, int64_t hidden, int64_t inner) {
-    if (format == WeightFormat::kPlain) return;
-    act_scales = RoundUp(Count(format, tokens, hidden), 4);
-    partial = act_scales + RoundUp(Count(format, rows, inner), 4);
+    if (!RowOf(format).scaled) return;
+    act_scales = RoundUp(Count(RowOf(format).tokens, tokens, hidden), 4);
+    partial = act_scales + RoundUp(Count(RowOf(format).tokens, rows, inner), 4);
     size = partial + kMaxQuantPartials;
   }
 
  private:
-  static int64_t Count(WeightFormat format, int64_t rows, int64_t k) {
-    if (format == WeightFormat::kFp8Tensor) return 1;
-    return format == WeightFormat::kFp8Channel ? rows : rows * CeilDiv(k, kQuantBlock);
+  static int64_t Count(Shared shared, int64_t rows, int64_t k) {
+    if (shared == Shared::kTensor) return 1;
+    return shared == Shared::kRow ? rows : rows * CeilDiv(k, kQuantBlock);
   }
 };
 

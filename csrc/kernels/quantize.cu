@@ -11,7 +11,7 @@ constexpr int64_t kMaxInt = 0x7fffffff;
 
 dim3 Blocks(int64_t count) { return dim3(static_cast<unsigned>(count)); }
 
-template <typename T, QuantFormat kFormat>
+template <typename T, Shared kShared>
 cudaError_t LaunchRows(const QuantizeParams& p,
                        int64_t row_pieces,
                        int64_t num_partials,
@@ -27,7 +27,7 @@ cudaError_t LaunchRows(const QuantizeParams& p,
   // Few rows: each on an SM of its own.
   int64_t block_rows =
       std::clamp<int64_t>(rows / sm_count, 1, std::max<int64_t>(1, kUsualWarps / warps));
-  return LaunchKernel(QuantizeRowsKernel<T, kFormat>,
+  return LaunchKernel(QuantizeRowsKernel<T, kShared>,
                       Blocks(CeilDiv(rows, block_rows)),
                       dim3(static_cast<unsigned>(32 * warps), static_cast<unsigned>(block_rows)),
                       0,
@@ -78,7 +78,7 @@ cudaError_t LaunchTensor(const QuantizeParams& p, int64_t row_pieces, cudaStream
                           static_cast<unsigned>(row_pieces));
   }
   if (p.static_scales != nullptr) {
-    return LaunchRows<T, QuantFormat::kTensor>(p, row_pieces, 0, stream);
+    return LaunchRows<T, Shared::kTensor>(p, row_pieces, 0, stream);
   }
   int sm_count = 0;
   JAXMOE_RETURN_IF_CUDA_ERROR(GetSmCount(&sm_count));
@@ -98,22 +98,22 @@ cudaError_t LaunchTensor(const QuantizeParams& p, int64_t row_pieces, cudaStream
                                            static_cast<unsigned>(parts)));
   QuantizeParams second = p;
   second.pdl = true;
-  return LaunchRows<T, QuantFormat::kTensor>(second, row_pieces, parts, stream);
+  return LaunchRows<T, Shared::kTensor>(second, row_pieces, parts, stream);
 }
 
 template <typename T>
 cudaError_t LaunchType(const QuantizeParams& p, cudaStream_t stream) {
   int64_t row_pieces = p.cols / kPieceSize<T>;
-  switch (p.format) {
-    case QuantFormat::kTensor:
+  switch (p.shared) {
+    case Shared::kTensor:
       return LaunchTensor<T>(p, row_pieces, stream);
-    case QuantFormat::kRow:
+    case Shared::kRow:
       if (p.rows == 0) return cudaSuccess;
-      return LaunchRows<T, QuantFormat::kRow>(p, row_pieces, 0, stream);
-    case QuantFormat::kGroup:
+      return LaunchRows<T, Shared::kRow>(p, row_pieces, 0, stream);
+    case Shared::kGroup:
       if (p.rows == 0 || p.cols == 0) return cudaSuccess;
-      return LaunchRows<T, QuantFormat::kGroup>(p, row_pieces, 0, stream);
-    case QuantFormat::kBlock:
+      return LaunchRows<T, Shared::kGroup>(p, row_pieces, 0, stream);
+    case Shared::kBlock:
       return LaunchBlocks<T>(p, row_pieces, stream);
   }
   return cudaErrorInvalidValue;
@@ -131,7 +131,7 @@ cudaError_t LaunchQuantize(const QuantizeParams& params, cudaStream_t stream) {
   if (p.batch == 0) return cudaSuccess;
   if (p.rows > kMaxInt / p.batch || p.num_out_rows > kMaxInt || p.cols > kMaxInt ||
       p.top_k > kMaxInt || p.cols * ElementSize(p.dtype) % 16 != 0 ||
-      (scatter && (p.batch != 1 || p.format == QuantFormat::kBlock))) {
+      (scatter && (p.batch != 1 || p.shared == Shared::kBlock))) {
     return cudaErrorInvalidValue;
   }
   switch (p.dtype) {

@@ -255,12 +255,12 @@ __device__ __forceinline__ void InversesOfGroups(const QuantizeParams& p,
 
 // Threads: x a multiple of 32, those of a row; y rows of the block. Grid: all rows of all entries.
 // num_partials: maxima of each entry in p.partial (kTensor).
-template <typename T, QuantFormat kFormat>
+template <typename T, Shared kShared>
 __global__ void __launch_bounds__(kQuantMaxThreads) QuantizeRowsKernel(QuantizeParams p,
                                                                        unsigned row_pieces,
                                                                        unsigned chunks,
                                                                        unsigned num_partials) {
-  static_assert(kFormat != QuantFormat::kBlock, "see QuantizeBlocksKernel");
+  static_assert(kShared != Shared::kBlock, "see QuantizeBlocksKernel");
   __shared__ unsigned shared[kQuantMaxThreads / 32];
   GridDependencyWait();
   GridDependencyLaunch();
@@ -269,7 +269,7 @@ __global__ void __launch_bounds__(kQuantMaxThreads) QuantizeRowsKernel(QuantizeP
   const unsigned entry_rows = static_cast<unsigned>(p.rows);
   const unsigned index = blockIdx.x * blockDim.y + threadIdx.y;
   const bool exists = index < total;
-  const unsigned row = kFormat == QuantFormat::kTensor && exists ? total - 1 - index : index;
+  const unsigned row = kShared == Shared::kTensor && exists ? total - 1 - index : index;
   const unsigned entry = exists ? row / entry_rows : 0u;
   const bool valid = exists && row - entry * entry_rows < ValidRows(p);
   const unsigned lane = threadIdx.x % 32;
@@ -291,7 +291,7 @@ __global__ void __launch_bounds__(kQuantMaxThreads) QuantizeRowsKernel(QuantizeP
   unsigned first = (chunks - 1) * chunk_pieces + threadIdx.x;
   uint4 bits[kQuantPieces];
   unsigned largest = 0;
-  if (kFormat == QuantFormat::kRow && !is_static) {
+  if (kShared == Shared::kRow && !is_static) {
     for (unsigned at = threadIdx.x; at < first; at += chunk_pieces) {
       LoadPieces(bits, x, at, blockDim.x, end);
       largest = max(largest, LargestBits<T>(bits));
@@ -300,13 +300,13 @@ __global__ void __launch_bounds__(kQuantMaxThreads) QuantizeRowsKernel(QuantizeP
   LoadPieces(bits, x, first, blockDim.x, end);
 
   float inverse = 0.0f;
-  if constexpr (kFormat != QuantFormat::kGroup) {
-    const unsigned index_of_scale = kFormat == QuantFormat::kTensor ? entry : row;
+  if constexpr (kShared != Shared::kGroup) {
+    const unsigned index_of_scale = kShared == Shared::kTensor ? entry : row;
     float scale = 0.0f;
     if (is_static) {
       if (exists) scale = StaticScale(__ldcg(p.static_scales + index_of_scale));
     } else {
-      if constexpr (kFormat == QuantFormat::kRow) {
+      if constexpr (kShared == Shared::kRow) {
         largest = max(largest, LargestBits<T>(bits));
       } else {
         const float* partial = p.partial + static_cast<int64_t>(entry) * num_partials;
@@ -320,8 +320,7 @@ __global__ void __launch_bounds__(kQuantMaxThreads) QuantizeRowsKernel(QuantizeP
     }
     inverse = __frcp_rn(scale);
     // A tensor has a scale even if no row of it is valid.
-    const bool owner =
-        kFormat == QuantFormat::kTensor ? exists && row == entry * entry_rows : valid;
+    const bool owner = kShared == Shared::kTensor ? exists && row == entry * entry_rows : valid;
     if (owner && threadIdx.x == 0) p.scales[index_of_scale] = scale;
   }
 
@@ -329,13 +328,13 @@ __global__ void __launch_bounds__(kQuantMaxThreads) QuantizeRowsKernel(QuantizeP
   Fp8Piece<T>* values = static_cast<Fp8Piece<T>*>(p.values);
   while (true) {
     float inverses[kQuantPieces];
-    if constexpr (kFormat == QuantFormat::kGroup) {
+    if constexpr (kShared == Shared::kGroup) {
       InversesOfGroups<T>(p, bits, first, row, row_pieces, end, inverses);
     }
     Fp8Piece<T> out[kQuantPieces];
 #pragma unroll
     for (int i = 0; i < kQuantPieces; ++i) {
-      if constexpr (kFormat == QuantFormat::kGroup) inverse = inverses[i];
+      if constexpr (kShared == Shared::kGroup) inverse = inverses[i];
       out[i] = ToFp8Piece<T>(bits[i], inverse, p.element);
     }
     for (unsigned k = 0; k < top_k; ++k) {

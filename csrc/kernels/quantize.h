@@ -11,10 +11,6 @@ namespace jaxmoe {
 
 enum class ElementType : int32_t { kE4M3 = 0, kE5M2 = 1 };
 
-// Which elements of x [batch, rows, cols] share a scale: a batch entry, a row, 128 neighbours of a
-// row, or 128 x 128 of a batch entry.
-enum class QuantFormat : int32_t { kTensor = 0, kRow = 1, kGroup = 2, kBlock = 3 };
-
 constexpr int kQuantBlock = 128;
 // Most floats of `partial` that a batch entry takes.
 constexpr int kMaxQuantPartials = 1024;
@@ -34,7 +30,7 @@ struct QuantizeParams {
   int64_t batch;
   int64_t rows;
   int64_t cols;
-  QuantFormat format;
+  Shared shared;  // of each batch entry
   ElementType element;
   bool e8m0;
   void* values;   // fp8, [batch, rows, cols]; [num_out_rows, cols] with slot_to_row

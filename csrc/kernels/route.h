@@ -11,9 +11,24 @@ namespace jaxmoe {
 
 inline constexpr int64_t kRouteMaxExperts = 512;
 
-enum class RouteScore : int32_t { kLogits = 0, kSoftmax = 1, kSigmoid = 2, kSqrtSoftplus = 3 };
-enum class RouteNormalize : int32_t { kNone = 0, kSoftmax = 1, kSum = 2, kClampedSum = 3 };
-enum class RouteGroupValue : int32_t { kTop2 = 0, kMax = 1 };
+enum class RouteScore : int32_t { kLogits, kSoftmax, kSigmoid, kSqrtSoftplus };
+enum class RouteNormalize : int32_t { kNone, kSoftmax, kSum, kClampedSum };
+enum class RouteGroupValue : int32_t { kTop2, kMax };
+
+template <>
+struct EnumNames<RouteScore> {
+  static constexpr const char* kAll[] = {"logits", "softmax", "sigmoid", "sqrtsoftplus"};
+};
+
+template <>
+struct EnumNames<RouteNormalize> {
+  static constexpr const char* kAll[] = {"none", "softmax", "sum", "clamped_sum"};
+};
+
+template <>
+struct EnumNames<RouteGroupValue> {
+  static constexpr const char* kAll[] = {"top2", "max"};
+};
 
 // Rule of jaxmoe/_route.py.
 struct RouteRule {
