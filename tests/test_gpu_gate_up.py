@@ -91,8 +91,9 @@ def test_every_activation_and_order(act, order):
 
 
 @pytest.mark.sanitizer
-def test_garbage_groups_stay_in_bounds():
-    """Starts and sizes of any value: other rows are untouched or 0, nothing is out of bounds."""
+@pytest.mark.parametrize("tile", ((128, 8), (256, 128), (256, 160, 2)), ids=str)
+def test_garbage_groups_and_indices_stay_in_bounds(tile):
+    """Starts, sizes and indices of any value: other rows are 0, a row of no token has z = bias."""
     rng = np.random.default_rng(3)
     act = ACTIVATIONS["swiglu"]
     given = {"activation": act, "gate_up": "interleaved", "weight_layout": "nk"}
@@ -100,14 +101,17 @@ def test_garbage_groups_stay_in_bounds():
     bad = [(0, 37), (-5, 1), (500, big), (big, big), (-big, 141)]
     starts, sizes = (jnp.asarray([b[i] for b in bad], jnp.int32) for i in (0, 1))
     x, token, slots, w, bias, *_ = gate_up_args(rng, act, "nk", jnp.bfloat16, gather=True)
-    token = jnp.maximum(token, 0)  # the plan has no others in the rows of its groups
-    config = GemmConfig(256, 128, gather=True)
-    h, z = jax.jit(functools.partial(gate_up_p, config=config, **given))(
-        x, token, slots, w, bias, starts, sizes
-    )
-    for a in (h, z):
-        a = np.asarray(a, np.float32)
+    no_token = jnp.asarray([-1, len(x), -big - 1, big], jnp.int32)
+    good = jnp.maximum(token, 0)
+    config = GemmConfig(*tile, gather=True)
+    run = jax.jit(functools.partial(gate_up_p, config=config, **given))
+    clean = run(x, good, slots, w, bias, starts, sizes)
+    dirty = run(x, good.at[8:12].set(no_token), slots, w, bias, starts, sizes)
+    assert_equal(dirty[1][8:12], jnp.broadcast_to(bias[0], (4, bias.shape[1])))
+    for a, b in zip(dirty, clean, strict=True):
+        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
         assert np.isfinite(a).all() and a[500:].any() and not a[37:500].any()
+        assert_equal(np.delete(a, np.s_[8:12], 0), np.delete(b, np.s_[8:12], 0))
 
 
 def test_nan_stays_in_its_row():
