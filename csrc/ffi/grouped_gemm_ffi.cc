@@ -33,7 +33,7 @@ namespace {
 ffi::Error GroupedGemm(cudaStream_t stream,
                        In x,          // [B,T,K]
                        In x_scales,   // see TokenScales; absent if not quantized
-                       In row_index,  // [B,R] rows of x, or absent; only with B = 1
+                       In row_index,  // [B,R] rows of x, or absent; only with B = 1, without scales
                        In w,          // [W,E,K,N] or [W,E,N,K]
                        In w_scales,   // see WeightScales
                        In bias,       // [W,E,N] or absent
@@ -65,8 +65,10 @@ ffi::Error GroupedGemm(cudaStream_t stream,
   gemm.bias = take.AnyOrNull("bias", bias, {W, E, N}, narrow);
   gemm.z = take.AnyOrNull("z", *z, {B, R, N}, narrow);
   if (!plain) {
+    // The kernel takes scales of gathered rows by indices that it does not check.
+    if (gathers) take.Refuse("row_index is for weights without scales.");
     take.Type("bias", bias, kHalfs);
-    gemm.scales.x = take.Floats("x_scales", x_scales, TokenScales(format, {B}, gathers ? T : R, K));
+    gemm.scales.x = take.Floats("x_scales", x_scales, TokenScales(format, {B}, R, K));
     gemm.scales.w = take.Floats("w_scales", w_scales, WeightScales(format, {W, E}, N, K));
   }
   gemm.group_starts = take.Ints("starts", starts, {B, G});
@@ -80,8 +82,8 @@ ffi::Error GroupedGemm(cudaStream_t stream,
   take.Range("K", K, 0, kMaxColumns);
   take.Range("N", N, 0, kMaxColumns);
   // One list of indices, or one scale, is for one example.
-  if (gathers || (!plain && RowOf(format).tokens == Shared::kTensor))
-    take.Range("examples", B, 1, 1);
+  const bool one_scale = !plain && RowOf(format).tokens == Shared::kTensor;
+  if (gathers || one_scale) take.Range("examples", B, 1, 1);
   if (take.failed()) return take.error();
   if (out->element_count() == 0) return ffi::Error::Success();
 
@@ -113,7 +115,6 @@ ffi::Error GroupedGemm(cudaStream_t stream,
   gemm.activation = attrs.activation.params();
   gemm.scales.shared = RowOf(format).weights;
   gemm.scales.promoted = attrs.promoted != 0;
-  gemm.scales.x_index = gemm.row_index;
   gemm.pdl = OverlapsPrevious(R, G);
   TileConfig tile = attrs.config.config();
   tile.gather = gathers;

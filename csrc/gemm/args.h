@@ -1,4 +1,4 @@
-// The kernel's argument block, passed by value in constant memory.
+// Argument block of the grouped GEMM's kernels, passed by value in constant memory.
 #pragma once
 
 #include <cuda.h>
@@ -12,7 +12,7 @@ struct ScaleArgs {
   const float* w;
   const float* x;
   const float* out;    // null: the output is not quantized
-  float* out_groups;   // null, or where the scales go that the output's groups of 128 get
+  float* out_groups;   // scales of the output's groups of 128, to be written; or null
   const int* x_index;  // row -> row of x's scales; null: the same
   int64_t w_stride;    // from a weight to the next
   int w_row_stride;    // from a weight row (128 of them, if by_step) to the next
@@ -25,9 +25,8 @@ struct ScaleArgs {
 };
 
 struct MoeGemmArgs {
-  CUtensorMap
-      w_map;  // 3-D: (k, n, weight) or (n, k, weight), box 128 bytes of rows x 64 x 1, swizzled
-  CUtensorMap x_map;  // 2-D: (k, row), box 128 bytes x box_rows, or x 1 when gathering by boxes
+  CUtensorMap w_map;  // (k, n, weight) or (n, k, weight): boxes of 128 bytes x 64 x 1
+  CUtensorMap x_map;  // (k, row): boxes of 128 bytes x box_rows, or x 1 if boxes gather
   const int* group_starts;
   const int* group_sizes;
   const int* row_index;
@@ -53,13 +52,13 @@ struct MoeGemmArgs {
   bool early_groups;
   bool stream_weights;  // L2 may drop weights first
   bool plans;           // groups and row_index come from `plan`, see slot_plan.cuh
-  bool writes_plan;     // slot_to_row and the number of rows, for the kernels after
+  bool writes_plan;     // the kernel writes slot_to_row and the number of rows for later ones
   PlanParams plan;
   ActivationParams activation;
-  void* z;               // null, or where the sums go that the activation is of; not FP8
+  void* z;               // sums before the activation, to be written; or null. Not FP8
   ScaleArgs scales;      // FP8
-  CUtensorMap w_up_map;  // like w_map, of the up rows if they are apart
-  int up_origin;         // then weight row of the first of them; else 0
+  CUtensorMap w_up_map;  // like w_map, for up rows in an array of their own
+  int up_origin;         // weight row of the first row of that array, 0 if there is none
   int64_t x_rows;        // rows of X that row_index may name; others are zeros
 };
 

@@ -68,12 +68,13 @@ struct Fp8Scales {
   bool promoted = false;            // float32 sums over every 128 of k; always so with blocks
   const float* w = nullptr;         // [num_weights], [.., n] or [.., ceil(n / 128), ceil(k / 128)]
   const float* x = nullptr;         // [], [x_rows] or [x_rows, ceil(k / 128)]
-  const int* x_index = nullptr;     // row -> row of x's scales; null: the same
-  int num_x = 1;                    // kTensor: scales in x, weight w uses number w % num_x
-  const float* out = nullptr;       // [num_out]: out is rounded to out_dtype and quantized to e4m3
-  int num_out = 0;                  // weight w uses number w % num_out
-  // [rows, ceil(n_out / 128)] for the scales of groups of 128 that are made of out, which is e4m3;
-  // only where QuantizesGroups.
+  // Row -> row of x, for its scales; null: the same. NOTE: used unchecked, so only of a plan.
+  const int* x_index = nullptr;
+  int num_x = 1;               // kTensor: scales in x, weight w uses number w % num_x
+  const float* out = nullptr;  // [num_out]: out is rounded to out_dtype and quantized to e4m3
+  int num_out = 0;             // weight w uses number w % num_out
+  // [rows, ceil(n_out / 128)]: scales of out's groups of 128, which is quantized to e4m3 by them;
+  // or null. Only where QuantizesGroups.
   float* out_groups = nullptr;
 };
 

@@ -69,7 +69,8 @@ class TileScheduler {
  private:
   static constexpr int kTileRows = T::kTokenTile * T::kMulticast;
 
-  // Reads the next 32 groups.
+  // Reads the next 32 groups. NOTE: 32 bits hold the number of tiles of groups that fit in memory.
+  // Garbage groups that overlap may wrap it, which gives wrong tiles, but none out of bounds.
   __device__ void LoadWindow() {
     const int g = window_ + lane_;
     group_ = g;
