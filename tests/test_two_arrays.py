@@ -21,6 +21,7 @@ from tests.lowered import calls, cuda_text, layer_call
 from tests.sharding_programs import AUTO, EXPLICIT, check_spec, collectives, entered, make_mesh
 
 LAYER = Layer("", "every axis divides over 4 devices", 16, 8, 8, 2, bias=True)
+PLAIN = dataclasses.replace(LAYER, bias=False)
 NUM_TOKENS = 8
 
 
@@ -98,6 +99,19 @@ def test_values_and_gradients(options):
     close((dx, dw, grads), (want_dx, want_dw, want_grads))
 
 
+def test_one_of_two_biases_may_move():
+    x, routing, joined = draw()
+    experts = apart(joined)
+
+    @jax.jit
+    def moved(bias):
+        return jax.grad(
+            lambda b: seeded_loss(moe_mlp(x, routing, dataclasses.replace(experts, up_bias=b)))
+        )(bias)
+
+    close(moved(experts.up_bias), expected()[1][2].up_bias)
+
+
 def test_gradients_of_masters():
     x, routing, experts = draw(dtype=jnp.float32)
     x = x.astype(jnp.bfloat16)
@@ -168,7 +182,7 @@ def test_quantized(format, forward):
 
 def test_static_scales():
     """fp8_tensor with scales of tokens and, for each expert, of the activations."""
-    x, routing, joined = draw(dataclasses.replace(LAYER, bias=False), jnp.bfloat16)
+    x, routing, joined = draw(PLAIN, jnp.bfloat16)
     joined = dataclasses.replace(joined, gate_up=joined.gate_up.at[:, 0, ::8].set(1.0))
     scales = {
         "x_scale": jnp.float32(0.0625),
@@ -186,7 +200,7 @@ def test_static_scales():
 MAPPED = {
     "tokens": (),
     "experts": ("gate", "up", "down", "gate_bias", "up_bias", "down_bias"),
-    "up": ("up", "up_bias"),
+    "gate": ("gate", "gate_bias"),
     "biases": ("gate_bias", "up_bias"),
 }
 
@@ -225,7 +239,7 @@ def test_vmap(name):
 
 
 def test_scan_over_layers():
-    x, routing, experts = draw(dataclasses.replace(LAYER, bias=False))
+    x, routing, experts = draw(PLAIN)
     deep = jax.tree.map(lambda a: jnp.stack([a, a / 2]), apart(experts))
 
     def scanned(x, deep):
@@ -314,7 +328,7 @@ def test_examples_share_experts_that_are_divided():
 @pytest.mark.parametrize("format, kind", (("fp8_channel", AUTO), ("fp8_tensor", EXPLICIT)))
 def test_quantized_and_divided(format, kind):
     """I over one axis, experts over the other: scales lie with their columns, joined or not."""
-    x, routing, experts = draw(dataclasses.replace(LAYER, bias=False))
+    x, routing, experts = draw(PLAIN)
     experts = apart(experts)
     names = ("gate", "up", "down")
     scaled = {n: getattr(experts, n) * jnp.arange(1.0, 9.0)[:, None, None] for n in names}
@@ -379,6 +393,21 @@ def test_cuda_makes_one_call(layout):
     assert operands["b_gate_up"] == "8x16xbf16"
     codes = {"kn": "0:i64", "nk": "1:i64"}
     assert [attrs["layout1"], attrs["layout2"]] == [codes[at] for at in experts.layouts]
+
+
+def test_cuda_has_as_many_gates_as_ups():
+    """Examples with gates of their own and shared ups are one call after another."""
+    x, routing, joined = jax.eval_shape(lambda: draw(PLAIN, dtype=jnp.bfloat16))
+    experts = jax.eval_shape(apart, joined)
+    gates = jax.ShapeDtypeStruct((2, *experts.gate.shape), jnp.bfloat16)
+
+    def one(gate, x, routing, experts):
+        return moe_mlp(x, routing, dataclasses.replace(experts, gate=gate))
+
+    mapped = jax.vmap(one, (0, None, None, None))
+    text = cuda_text(mapped, gates, x, routing, experts)
+    _, operands, _ = layer_call(*calls(text))
+    assert operands["w_gate_up"] == operands["w_up"] and "stablehlo.while" in text
 
 
 def test_checkpoint(tmp_path):
