@@ -168,6 +168,11 @@ class Op:
         there = [a for a in given if a is not None]
         return tuple(self.local.bind(*there, absent=absent, **params))
 
+    @property
+    def public_name(self) -> str:
+        """What messages call the op: the public function's name, if one binds it."""
+        return self.name.removeprefix("jaxmoe_") if self.rule is None else self.rule.names[0]
+
     def named(self, values: Sequence[Any], absent: tuple[str, ...]) -> Any:
         """The NamedTuple of operands: `values` by name in order, None for those that are absent."""
         rest = iter(values)
@@ -370,7 +375,7 @@ def _batch(
 
     fronts = tuple(None if d is None else 0 for d in dims)
     arrays = [move_batch_to_front(a, d) for a, d in zip(args, dims, strict=True)]
-    outs = _sharding.over_examples(of_own, arrays, fronts, axes)
+    outs = _sharding.over_examples(op.public_name, of_own, arrays, fronts, axes)
     return outs, [0] * len(outs)
 
 

@@ -9,11 +9,12 @@ axes it is asked while tracing, and its answer runs in `jax.shard_map`.
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax._src.core import get_axis_env
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -252,8 +253,10 @@ def on_explicit_axes(
     # NOTE: not all Explicit axes: under vmap those of the batch are not there to be named.
     ins = [split.ins[i] for i in there]
     used = {axis for dims in (*ins, *split.outs) for axes in dims for axis in axes}
+    whole = [jax.typeof(a) for a in parts.values()]
+    used = _nested_in(rule.names[0], mesh, used, whole, "arguments are")
     divided = jax.shard_map(
-        filled,
+        _nestable(filled, mesh),
         mesh=None if mesh == jax.sharding.get_abstract_mesh() else mesh,
         in_specs=tuple(map(to_spec, ins)),
         out_specs=tuple(map(to_spec, split.outs)),
@@ -273,6 +276,7 @@ def examples_axes(arrays: Sequence[jax.Array], dims: Sequence[int | None]) -> Ax
 
 
 def over_examples(
+    op: str,
     fn: Callable[..., Sequence[jax.Array]],
     arrays: Sequence[jax.Array],
     dims: Sequence[int | None],
@@ -280,10 +284,16 @@ def over_examples(
 ) -> Sequence[jax.Array]:
     """Calls `fn` of a batch on each device along `axes`, for its own examples.
 
-    Those are axis 0 of the results and of the arrays that have a dim.
+    Those are axis 0 of the results and of the arrays that have a dim. `op` is the public name of
+    what is called.
+
+    Raises:
+      NotImplementedError: the call is divided over a later axis of the mesh already.
     """
     there = [i for i, a in enumerate(arrays) if a.size]  # see the note in on_explicit_axes
     mesh = mesh_of([jax.typeof(a) for a in arrays])
+    avals = [jax.typeof(a) for a in arrays]
+    manual = _nested_in(op, mesh, axes, avals, "examples of a vmap are")
     count = math.prod(mesh.shape[axis] for axis in axes)
 
     def empty(a: jax.Array, dim: int | None) -> jax.Array:
@@ -298,13 +308,50 @@ def over_examples(
 
     place = lambda dim: PartitionSpec() if dim is None else PartitionSpec(axes)  # noqa: E731
     divided = jax.shard_map(
-        filled,
+        _nestable(filled, mesh),
         mesh=None if mesh == jax.sharding.get_abstract_mesh() else mesh,
         in_specs=tuple(place(dims[i]) for i in there),
         out_specs=place(0),
-        axis_names=set(axes),
+        axis_names=manual,
     )
     return divided(*(arrays[i] for i in there))
+
+
+def _nested_in(op: str, mesh: Any, axes: Iterable[str], avals: Sequence[Any], what: str) -> Any:
+    """The mesh axes of a `jax.shard_map` over `axes`, which may be inside another one.
+
+    NOTE: XLA ends the process ("Manual axes must be sorted by mesh axis index") if the inner one
+    has an earlier axis of the mesh than the outer one, unless no axis is left to it. So the inner
+    one takes all Explicit axes then, over which nothing is split.
+    """
+    names, axes = mesh.axis_names, set(axes)
+    manual = _of_kind(mesh, AxisType.Manual)
+    first = min(axes, key=names.index, default=None)
+    outer = next((m for m in manual if first and names.index(m) > names.index(first)), None)
+    if outer is None:
+        return axes
+    split = {axis for aval in avals for axis in explicit_axes(aval)}
+    mapped = get_axis_env().explicit_mesh_axis_names  # by a vmap around this one
+    free = set(_of_kind(mesh, AxisType.Explicit)) - split - mapped
+    if axes | free | set(manual) >= set(names):
+        return axes | free
+    order = (*(name for name in names if name != first), first)
+    text = (
+        f"{what} split over the mesh axis {first!r}, which must come after {outer!r} in the mesh "
+        f"{names}: the call is divided over {outer!r} already, and XLA nests manual axes in the "
+        f"order of the mesh only. Make the mesh with the axes {order}, or call jax.shard_map over "
+        f"{first!r} around the whole"
+    )
+    raise NotImplementedError(_checks.message(op, text))
+
+
+def _nestable(fn: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
+    """Makes `fn`, the body of a `jax.shard_map`, differentiable inside another one.
+
+    NOTE: JAX splits what such a body keeps for its backward pass over the axes of the outer one as
+    well, and then fails to lower it. A body that keeps its arguments alone escapes that.
+    """
+    return jax.checkpoint(fn) if _of_kind(mesh, AxisType.Manual) else fn
 
 
 def refuse_tokens(rule: Rule, call: Call, i: int, dim: int) -> None:
@@ -388,5 +435,10 @@ def on_auto_axes(
 
 
 def _explicit(mesh: Any) -> frozenset[str]:
+    return frozenset(_of_kind(mesh, AxisType.Explicit))
+
+
+def _of_kind(mesh: Any, wanted: Any) -> tuple[str, ...]:
+    """The axes of a mesh that are of one kind, in its order."""
     kinds = () if mesh.empty else zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return frozenset(axis for axis, kind in kinds if kind == AxisType.Explicit)
+    return tuple(axis for axis, kind in kinds if kind == wanted)
