@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from jaxmoe._ep_cost import DISPATCHES, TOKENS, capacity_of, choose_dispatch
 from jaxmoe._ep_exchange import Axis
 from jaxmoe._formats import Format
 from jaxmoe._mlp.checks import check_experts, check_tokens
+from jaxmoe.experts import Experts
 from jaxmoe.quantize import FORMATS, QuantizedArray
 
 OP = "expert_parallel.moe_mlp"
@@ -75,12 +76,16 @@ def check_all(
         if tensor_axis in _names(axis_name):
             rule = f"tensor_axis={tensor_axis!r} must be another mesh axis than axis_name"
             raise ValueError(_checks.message(OP, rule))
+    routed = routing.num_experts if num_experts is None else None
     num_experts = _check_experts(num_experts, expert_map, experts.down, size, f"axis {axis_name!r}")
+    if routed not in (None, num_experts):
+        _refuse_routed(routed, num_experts, experts, size, expert_map)
     num_tokens, top_k = routing.expert_ids.shape
     if not 1 <= top_k <= num_experts:
         rule = f"top_k={top_k} (routing.expert_ids.shape[1]) must be in [1, {num_experts}]"
         raise ValueError(_checks.message(OP, rule, expert_ids=routing.expert_ids))
     _check_tokens_axis(x, tokens, axis_name)
+    _check_weights_axes(experts, axis_name, tensor_axis, expert_map)
     num_chunks = _checks.check_int(OP, "num_chunks", num_chunks, 1)
     if num_tokens % num_chunks:
         rule = f"x.shape[0]={num_tokens} must be a multiple of num_chunks={num_chunks}"
@@ -137,6 +142,29 @@ def _check_experts(num_experts: Any, expert_map: Any, w: Any, num_devices: int, 
     return expert_map.shape[1]
 
 
+def _refuse_routed(
+    routed: int, num_experts: int, experts: Experts, num_devices: int, expert_map: Any
+) -> NoReturn:
+    """Raises because tokens are routed over another number of experts than the devices hold."""
+    if expert_map is not None:
+        rule = (
+            f"expert_map.shape[1]={num_experts} must equal routing.num_experts={routed}; give "
+            f"num_experts={num_experts} if ids past it name no expert"
+        )
+        raise ValueError(_checks.message(OP, rule, expert_map=expert_map))
+    next_step = (
+        f"give num_experts={routed} if the last of them are padding, and expert_map if some are "
+        "copies"
+        if routed < num_experts
+        else "give all of them to the jax.shard_map around the call, split over the axis"
+    )
+    rule = (
+        f"{num_devices} devices with experts.num_experts={experts.num_experts} hold "
+        f"{num_experts} experts, which must equal routing.num_experts={routed}; {next_step}"
+    )
+    raise ValueError(_checks.message(OP, rule, **{"experts.down": experts.down}))
+
+
 def check_local_ids(expert_map: Any, num_local: int) -> None:
     """Refuses a table, known at trace time, with a local id that no device has."""
     if not isinstance(expert_map, np.ndarray):
@@ -181,18 +209,54 @@ def _check_options(options: dict[str, Any]) -> None:
             raise TypeError(_checks.message(OP, rule))
 
 
+def _varying(value: Any) -> frozenset[str]:
+    """The manual axes along which devices may have different values."""
+    values = value.values if isinstance(value, QuantizedArray) else value
+    return frozenset(jax.typeof(values).manual_axis_type.varying)
+
+
+def _tracked(axes: Any) -> list[str]:
+    """Those of some mesh axes of which types say what differs along them (check_vma=True)."""
+    several = (name for name in _names(axes) if jax.lax.axis_size(name) > 1)
+    return [name for name in several if name in _varying(jax.lax.axis_index(name))]
+
+
 def _check_tokens_axis(x: Any, tokens: Any, axis_name: Any) -> None:
     _checks.check_choice(OP, "tokens", tokens, TOKENS)
-    values = x.values if isinstance(x, QuantizedArray) else x
-    if tokens != "replicated" or not isinstance(values, jax.Array):
+    varies = _varying(x)
+    if tokens == "replicated":
+        if split := [name for name in _names(axis_name) if name in varies]:
+            rule = (
+                f"tokens='replicated' must not be said of an x that differs along {split[0]!r}; "
+                "tokens='sharded' is for that"
+            )
+            raise ValueError(_checks.message(OP, rule, x=x))
         return
-    varies = jax.typeof(values).manual_axis_type.varying
-    if split := [name for name in _names(axis_name) if name in varies]:
+    if same := [name for name in _tracked(axis_name) if name not in varies]:
         rule = (
-            f"tokens='replicated' must not be said of an x that differs along {split[0]!r}; "
-            "tokens='sharded' is for that"
+            f"x must differ along {same[0]!r} with tokens='sharded', and every device has the same "
+            "tokens, which would be computed as often; split x, routing and residual with "
+            f"in_specs=P({axis_name!r}), or give tokens='replicated'"
         )
         raise ValueError(_checks.message(OP, rule, x=x))
+
+
+def _check_weights_axes(
+    experts: Experts, axis_name: Any, tensor_axis: Any, expert_map: Any
+) -> None:
+    """Refuses weights that are the same on devices that are taken to hold different ones."""
+    axes = _tracked(axis_name) if expert_map is None else []
+    axes += [] if tensor_axis is None else _tracked(tensor_axis)
+    for name in ("gate_up", "gate", "up", "down"):
+        w = getattr(experts, name)
+        varies = frozenset(axes) if w is None else _varying(w)
+        if same := [axis for axis in axes if axis not in varies]:
+            part = "its part of I" if same[0] == tensor_axis else "experts of its own"
+            rule = (
+                f"experts.{name} must differ along {same[0]!r}, where each device has {part}, and "
+                f"every device has the same; split it with {same[0]!r} in its in_specs"
+            )
+            raise ValueError(_checks.message(OP, rule, **{f"experts.{name}": w}))
 
 
 def _check_dispatch_format(wanted: Any, format: Format, x: Any, w: Any) -> bool:

@@ -49,8 +49,9 @@ def moe_mlp(
       routing: from `jaxmoe.route`, or your own expert_ids [T, K] int32 and weights [T, K] float32.
       experts: the weights, see `jaxmoe.Experts`.
       residual: [T, H] in the dtype of `x`, added last.
-      num_experts: number of global experts; by default the length of `expert_map`, or the local
-        experts and those before `expert_offset`.
+      num_experts: number of global experts; by default the length of `expert_map`, or those of
+        `routing`, or the local experts and those before `expert_offset`. Experts that are not those
+        of a `routing` from `jaxmoe.route` need it, `expert_offset` or `expert_map`.
       expert_offset: global id of the first local expert.
       expert_map: [num_experts] int32, local id of each global expert; outside [0, E) is not local.
       apply_weight_on_input: multiply each token by its weight before its expert, not after it
@@ -245,13 +246,7 @@ def _window(
     """Checks which experts are local: num_experts, expert_offset, num_local_experts."""
     num_local = experts.num_experts
     if num_experts is None:
-        if expert_map is None:
-            hint = "give expert_map if it depends on the device"
-            offset = _checks.check_int(op, "expert_offset", expert_offset, 0, hint=hint)
-            num_experts = offset + num_local
-        else:
-            _checks.check_rank(op, "expert_map", expert_map, "E")
-            num_experts = expert_map.shape[0]
+        num_experts = checks.num_experts(op, routing, experts, expert_offset, expert_map)
     local = check_window(op, num_experts, expert_offset, num_local, expert_map)
     top_k = routing.expert_ids.shape[1]
     if not 1 <= top_k <= local[0]:

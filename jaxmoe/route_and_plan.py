@@ -132,7 +132,7 @@ def route_and_plan(
     if given.expert_scale is not None:
         ones = jnp.ones((shared,), jnp.float32)
         weights = scaled(weights, ids, jnp.concatenate([given.expert_scale, ones]))
-    return Routing(ids, weights), Plan(*(a[0] for a in arrays))
+    return Routing(ids, weights, total), Plan(*(a[0] for a in arrays))
 
 
 def _xla(

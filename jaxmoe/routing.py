@@ -20,10 +20,14 @@ class Routing:
     Attributes:
       expert_ids: [T, K] int32. Ids below 0 or past the last expert mean "no expert".
       weights: [T, K] float32, the factor of each expert's output.
+      num_experts: number of experts that were chosen from, shared ones included, as `route` sets
+        it; None if it is not known. Layers refuse weights of another number of experts. Static, so
+        a prefix such as `P("data")` fits a routing as a spec of `jax.shard_map`.
     """
 
     expert_ids: jax.Array
     weights: jax.Array
+    num_experts: int | None = dataclasses.field(default=None, metadata={"static": True})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,8 +263,9 @@ def routing_of(given: Options) -> Routing:
         weights = weights_xla(given.logits, ids, rule=given.rule)
     if given.expert_scale is not None:
         weights = scaled(weights, ids, given.expert_scale)
-    shared = given.num_shared_experts
-    return Routing(*completed(ids, weights, given.logits.shape[1], shared, given.num_valid))
+    shared, num_experts = given.num_shared_experts, given.logits.shape[1]
+    arrays = completed(ids, weights, num_experts, shared, given.num_valid)
+    return Routing(*arrays, num_experts=num_experts + shared)
 
 
 def scaled(weights: jax.Array, expert_ids: jax.Array, expert_scale: jax.Array) -> jax.Array:

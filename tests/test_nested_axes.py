@@ -15,7 +15,7 @@ import jaxmoe
 from tests.sharding_programs import close, entered
 
 NAMES = ("data", "seq", "expert")
-EXAMPLES, T, H, I, E, K = 4, 6, 16, 8, 4, 2
+EXAMPLES, T, H, WIDTH, E, K = 4, 6, 16, 8, 4, 2
 
 
 def make_mesh(names=NAMES, auto=()):
@@ -74,7 +74,7 @@ PROGRAMS = {
     "quantized_product": quantized_product,
     "back_and_forth": back_and_forth,
 }
-ARRAYS = (drawn((EXAMPLES, T, H), 0), drawn((E, H, 2 * I), 1) / 4, drawn((E, I, H), 2) / 3)
+ARRAYS = (drawn((EXAMPLES, T, H), 0), drawn((E, H, 2 * WIDTH), 1) / 4, drawn((E, WIDTH, H), 2) / 3)
 
 
 def put(mesh, examples, experts, hidden=None):
@@ -121,8 +121,8 @@ def test_an_axis_left_to_xla_is_refused():
             with pytest.raises(NotImplementedError) as error:
                 jax.jit(fn)(*args)
             assert str(error.value) == (
-                "jaxmoe.moe_mlp: examples of a vmap are split over the mesh axis 'data', which must "
-                "come after 'expert' in the mesh ('data', 'seq', 'expert'): the call is divided "
+                "jaxmoe.moe_mlp: examples of a vmap are split over the mesh axis 'data', which "
+                "must come after 'expert' in the mesh ('data', 'seq', 'expert'): the call is divided "
                 "over 'expert' already, and XLA nests manual axes in the order of the mesh only. "
                 "Make the mesh with the axes ('seq', 'expert', 'data'), or call jax.shard_map over "
                 "'data' around the whole."

@@ -93,6 +93,40 @@ def _check_dtype(op: str, x: Any, experts: Experts) -> None:
     raise TypeError(_checks.message(op, rule, **{"x": x, "experts.down": down}))
 
 
+def num_experts(
+    op: str, routing: Routing, experts: Experts, expert_offset: Any, expert_map: Any
+) -> int:
+    """The number of global experts, where the caller does not say it."""
+    num_local, routed = experts.num_experts, routing.num_experts
+    if expert_map is not None:
+        _checks.check_rank(op, "expert_map", expert_map, "E")
+        (count,) = expert_map.shape
+        if routed not in (None, count):
+            rule = (
+                f"expert_map.shape[0]={count} must equal routing.num_experts={routed}; give "
+                f"num_experts={count} if ids past it name no expert"
+            )
+            raise ValueError(_checks.message(op, rule, expert_map=expert_map))
+        return count
+    hint = "give expert_map if it depends on the device"
+    offset = _checks.check_int(op, "expert_offset", expert_offset, 0, hint=hint)
+    if offset:
+        return max(offset + num_local, routed or 0)
+    if routed not in (None, num_local):
+        next_step = (
+            f"if they are some of those, give num_experts={routed} for the first ones, "
+            "expert_offset or expert_map for others, or call jaxmoe.expert_parallel.moe_mlp inside "
+            "jax.shard_map"
+            if num_local < routed
+            else f"give num_experts={num_local} if the last of them are padding"
+        )
+        rule = (
+            f"experts.num_experts={num_local} must equal routing.num_experts={routed}; {next_step}"
+        )
+        raise ValueError(_checks.message(op, rule, **{"experts.down": experts.down}))
+    return num_local
+
+
 def check_alone(op: str, format: Format, given: dict[str, bool]) -> None:
     """Refuses options that a layer has not whose value is computed in another format."""
     if not format.gradient.straight_through:
