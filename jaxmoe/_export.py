@@ -11,6 +11,9 @@ def export_checks() -> list[jax.export.DisabledSafetyCheck]:
     JAX refuses to serialize custom calls whose meaning may change between versions. The meaning of
     a jaxmoe target never changes: its name ends in a version and a changed one gets a new name.
 
+    The number of tokens may be symbolic (`jax.export.symbolic_shape`): the program then runs with
+    any. Its CUDA products have the tile for many tokens, unless `config` says otherwise.
+
     Returns:
       One check for each FFI target, for `disabled_checks` of `jax.export.export`.
 

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmoe import _checks, _gmm_sharding, _gmm_xla, _primitive
+from jaxmoe import _checks, _gmm_sharding, _gmm_xla, _primitive, _sizes
 from jaxmoe._codes import Choice, choice
 from jaxmoe._formats import PLAIN, Format
 from jaxmoe._heuristics import gmm_config, gmm_scratch_size, tgmm_cluster
@@ -58,7 +58,7 @@ def row_reason(op: str, name: str, x: Any, axis: int, itemsize: int | None = Non
 
 def count_reason(op: str, num_rows: int, **arrays: Any) -> str | None:
     """Says why the CUDA kernels cannot count so many rows, or None."""
-    if num_rows <= MAX_ROWS:
+    if not _sizes.exceeds(num_rows, MAX_ROWS):
         return None
     rule = f"{num_rows} rows (of all examples of a vmap) must be at most {MAX_ROWS} on CUDA"
     return _checks.message(op, rule, **arrays)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jaxmoe import _checks, _gmm, _gmm_sharding, _primitive
 from jaxmoe._formats import Format
-from jaxmoe._gmm_xla import for_each_block
+from jaxmoe._gmm_xla import for_each_block, with_a_block
 from jaxmoe._heuristics import gmm_config
 
 
@@ -51,7 +51,10 @@ def grouped_products(
         new = jnp.where(mask[:, None], y.astype(out_dtype), old)
         return jax.lax.dynamic_update_slice_in_dim(out, new, first, 0)
 
-    return for_each_block(num_rows, starts[None], sizes[None], step, out)
+    x, out = with_a_block(x), with_a_block(out)
+    if by_row:
+        x_scales = with_a_block(x_scales)
+    return for_each_block(num_rows, starts[None], sizes[None], step, out)[:num_rows]
 
 
 def _xla(

@@ -10,16 +10,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-_MIN_BLOCK, _MAX_BLOCK = 16, 128
+from jaxmoe import _sizes
+
+_BLOCKS = (16, 32, 64, 128)
 
 
 def block_rows(num_rows: int, num_groups: int) -> int:
     """Rows of a block: the power of two above the mean group, in [16, 128], at most `num_rows`."""
     mean = -(-num_rows // max(num_groups, 1))
-    block = _MIN_BLOCK
-    while block < min(mean, _MAX_BLOCK):
-        block *= 2
+    block = next((size for size in _BLOCKS if size >= mean), _BLOCKS[-1])
     return min(block, num_rows)
+
+
+def with_a_block(a: jax.Array) -> jax.Array:
+    """Adds a block of rows where their number is symbolic, so that any block fits."""
+    if _sizes.is_known(a.shape[0]):
+        return a
+    return jnp.concatenate([a, jnp.zeros((_BLOCKS[-1], *a.shape[1:]), a.dtype)])
 
 
 def gmm_xla(
@@ -40,7 +47,7 @@ def gmm_xla(
     n = w.shape[3] if weight_layout == "kn" else w.shape[2]
     out = jnp.zeros((num_rows, n), out_dtype)
     if out.size and starts.size:
-        x = x.reshape(num_rows, k)
+        x, out = with_a_block(x.reshape(num_rows, k)), with_a_block(out)
         w = w.reshape(w.shape[0] * w.shape[1], *w.shape[2:])
         if bias is not None:
             bias = bias.reshape(-1, n)
@@ -63,7 +70,7 @@ def gmm_xla(
             new = jnp.where(mask[:, None], y.astype(out_dtype), old)
             return jax.lax.dynamic_update_slice_in_dim(out, new, first, 0)
 
-        out = for_each_block(rows_per_batch, starts, sizes, step, out)
+        out = for_each_block(rows_per_batch, starts, sizes, step, out)[:num_rows]
     return (out.reshape(batch, rows_per_batch, n),)
 
 
@@ -85,8 +92,8 @@ def tgmm_xla(
     common = _common(x, dy)
     dw = jnp.zeros((num_weights, k, n), jnp.float32)
     if dw.size and starts.size and batch * rows_per_batch:
-        x = x.reshape(batch * rows_per_batch, k)
-        dy = dy.reshape(batch * rows_per_batch, n)
+        x = with_a_block(x.reshape(batch * rows_per_batch, k))
+        dy = with_a_block(dy.reshape(batch * rows_per_batch, n))
 
         def step(dw: jax.Array, first: jax.Array, mask: jax.Array, group: jax.Array) -> jax.Array:
             # Both are masked: 0 * NaN of another group's row would be NaN.
@@ -129,10 +136,34 @@ def for_each_block(
     """Runs carry = step(carry, first row, mask of the group's rows, group) over blocks of rows.
 
     `starts` and `sizes` are [B, G]; any value is safe, because ranges are cut to the batch's rows.
+    Arrays that blocks are taken of are `with_a_block`.
     """
     batch, groups = starts.shape
-    num_rows = batch * rows_per_batch
-    block = block_rows(num_rows, batch * groups)
+    num_rows, num_groups = batch * rows_per_batch, batch * groups
+    if _sizes.is_known(num_rows):
+        block = block_rows(num_rows, num_groups)
+        return _blocks_of(block, num_rows, rows_per_batch, starts, sizes, step, init)
+    mean = jnp.asarray(-(-num_rows // num_groups), jnp.int32)
+    chosen = sum((mean > size).astype(jnp.int32) for size in _BLOCKS[:-1])
+    all_rows = num_rows + _BLOCKS[-1]
+
+    def of_size(block: int) -> Callable[[jax.Array], jax.Array]:
+        return lambda init: _blocks_of(block, all_rows, rows_per_batch, starts, sizes, step, init)
+
+    return jax.lax.switch(chosen, [of_size(block) for block in _BLOCKS], init)
+
+
+def _blocks_of(
+    block: int,
+    num_rows: Any,
+    rows_per_batch: Any,
+    starts: jax.Array,
+    sizes: jax.Array,
+    step: Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array],
+    init: jax.Array,
+) -> jax.Array:
+    """`for_each_block` in blocks of a size; `num_rows` are those of the arrays."""
+    batch = starts.shape[0]
     starts = jnp.clip(starts, 0, rows_per_batch)
     sizes = jnp.clip(sizes, 0, rows_per_batch - starts).reshape(-1)
     starts = (starts + rows_per_batch * jnp.arange(batch, dtype=starts.dtype)[:, None]).reshape(-1)

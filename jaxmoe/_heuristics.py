@@ -8,7 +8,7 @@ are drawn from a counter. Measurements behind the rules are in docs/notes.md.
 import dataclasses
 import math
 
-from jaxmoe import _checks
+from jaxmoe import _checks, _sizes
 from jaxmoe.plan import plan_scratch_size
 
 # (weight_tile, token_tile, cluster, split_k) of each kernel in csrc/gemm/sm90/kernel.cuh, with the
@@ -105,6 +105,11 @@ class GemmConfig:
         return {name: int(value) for name, value in dataclasses.asdict(self).items()}
 
 
+# For a number of rows that is known when an exported program is called: every product has it, and
+# of those it loses least where groups have many rows.
+ANY_ROWS = GemmConfig(256, 128)
+
+
 def gmm_config(
     num_rows: int,
     num_groups: int,
@@ -118,8 +123,11 @@ def gmm_config(
 
     Each group has `weight_rows` rows of `k` elements. `local_share` of the groups are here.
     `promoted` says whether the sums of an FP8 product are promoted; None: 2-byte elements.
-    `float_out`: the output is float32 and the operands are not.
+    `float_out`: the output is float32 and the operands are not. A symbolic `num_rows`, of
+    `jax.export`, gets `ANY_ROWS`.
     """
+    if not _sizes.is_known(num_rows):
+        return ANY_ROWS
     usual = _usual_rows(num_rows, num_groups)
     row_bytes = k * (2 if promoted is None else 1)
     if usual < (8 if promoted is None else 9):

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmoe import _primitive, _sharding
+from jaxmoe import _primitive, _sharding, _sizes
 from jaxmoe._codes import choice
 
 
@@ -67,9 +67,9 @@ def weights_xla(logits: jax.Array, expert_ids: jax.Array, *, rule: Rule) -> jax.
     chosen = expert_ids >= 0
     at = jnp.where(chosen, expert_ids, 0)
     if rule.score == "softmax":
-        s = jnp.take_along_axis(_softmax(x, ~jnp.isnan(x)), at, axis=1)
+        s = _picked(_softmax(x, ~jnp.isnan(x)), at)
     else:  # of the chosen alone: whatever the others are, NaN too, stays out of the gradient
-        picked = jnp.where(chosen, jnp.take_along_axis(x, at, axis=1), 0.0)
+        picked = jnp.where(chosen, _picked(x, at), 0.0)
         s = _scores(picked, rule.score)
     s = jnp.where(chosen, s, 0.0)
     if rule.normalize == "softmax":
@@ -87,6 +87,12 @@ def weights_xla(logits: jax.Array, expert_ids: jax.Array, *, rule: Rule) -> jax.
     if rule.scale != 1.0:
         s = s * rule.scale
     return jnp.where(chosen, s, 0.0)  # also where the token's sum is NaN
+
+
+def _picked(x: jax.Array, at: jax.Array) -> jax.Array:
+    """Takes x[t, at[t, k]] of each token."""
+    rows = jnp.take_along_axis(_sizes.with_a_row(x), _sizes.with_a_row(at), axis=1)
+    return rows[: x.shape[0]]
 
 
 def completed(

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmoe import _checks
+from jaxmoe import _checks, _sizes
 from jaxmoe._checks import check_float
 from jaxmoe._formats import PLAIN, QUANTIZED, Format, Tokens
 from jaxmoe._formats.checks import (
@@ -63,7 +63,8 @@ def grouped_gemm(
       batch_invariant: the k loop is not split, so that a row's bits are the same in every batch; up
         to 10 % slower with few rows. Under vmap the tile is that of one example.
       accum: "fast" or "promoted" sums with a quantized `rhs`, as in `jaxmoe.moe_mlp`.
-      config: tile of the CUDA kernel; chosen from the shapes by default.
+      config: tile of the CUDA kernel; chosen from the shapes by default, and for a symbolic R
+        (`jax.export`) that for many rows, which is right for any.
 
     Returns:
       [R, N].
@@ -227,10 +228,11 @@ def ranges(group_sizes: Any, num_rows: int) -> tuple[jax.Array, jax.Array]:
     Exact for any integers: negative sizes count as 0, and rows past `num_rows` as absent.
     """
     sizes = _clip(group_sizes, 0, num_rows)
-    if sizes.size * num_rows <= np.iinfo(np.int32).max:
-        ends = jnp.minimum(jnp.cumsum(sizes, dtype=jnp.int32), num_rows)
+    rows = jnp.asarray(num_rows, jnp.int32)
+    if _sizes.is_known(num_rows) and sizes.size * num_rows <= np.iinfo(np.int32).max:
+        ends = jnp.minimum(jnp.cumsum(sizes, dtype=jnp.int32), rows)
     else:  # the sum may not fit: a + b without a step past num_rows, which is associative too
-        ends = jax.lax.associative_scan(lambda a, b: a + jnp.minimum(b, num_rows - a), sizes)
+        ends = jax.lax.associative_scan(lambda a, b: a + jnp.minimum(b, rows - a), sizes)
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])
     return starts, ends - starts
 
@@ -239,8 +241,10 @@ def _clip(x: Any, low: int, high: int) -> jax.Array:
     """Cuts integers of any type to [low, high] before they become int32."""
     info = jnp.iinfo(x.dtype)
     xp = jnp if isinstance(x, jax.Array) else np  # jnp would first wrap NumPy's int64 around
-    cut = xp.clip(x, max(low, int(info.min)), min(high, int(info.max)))
-    return jnp.asarray(cut.astype(jnp.int32))
+    most = high if _sizes.is_known(high) else np.iinfo(np.int32).max
+    cut = xp.clip(x, max(low, int(info.min)), min(int(most), int(info.max)))
+    cut = jnp.asarray(cut.astype(jnp.int32))
+    return cut if _sizes.is_known(high) else jnp.minimum(cut, jnp.asarray(high, jnp.int32))
 
 
 def _first_group(group_offset: Any, num_groups: int, num_sizes: int) -> jax.Array:
@@ -291,7 +295,7 @@ def check_precision(op: str, precision: Any, dtype: Any, format: Format) -> None
 
 def check_num_rows(op: str, num_rows: int, **arrays: Any) -> None:
     """Refuses more rows than int32 can count."""
-    if num_rows > MAX_ROWS:
+    if _sizes.exceeds(num_rows, MAX_ROWS):
         rule = f"{num_rows} rows must be at most {MAX_ROWS}"
         raise ValueError(_checks.message(op, rule, **arrays))
 

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import max_dim
 
 from jaxmoe import _checks
 
@@ -246,7 +247,7 @@ def _load(expert_ids: jax.Array, num_experts: int) -> jax.Array:
 def _num_valid(mask: jax.Array | None, num_tokens: int) -> Any:
     """Number of valid tokens along the last axis of the mask; 1 if there is none."""
     if mask is None:
-        return float(max(num_tokens, 1))
+        return jnp.asarray(max_dim(num_tokens, 1), jnp.float32)
     return jnp.maximum(mask.sum(-1, dtype=jnp.int32), 1).astype(jnp.float32)
 
 

@@ -64,7 +64,8 @@ def moe_mlp(
       accum: for quantized experts. "fast" adds up all of k inside the tensor core, which keeps
         about 14 bits; "promoted" adds up parts of 128 in float32. By default "promoted" for
         products over more than 2048 elements, and always where blocks of k have scales.
-      config: tiles of the two CUDA products; chosen from the shapes by default.
+      config: tiles of the two CUDA products; chosen from the shapes by default, and for a symbolic
+        T (`jax.export`) those for many tokens, which are right for any.
 
     Returns:
       [T, H] in the dtype of `x`.

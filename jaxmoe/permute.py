@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmoe import _checks, _primitive, _sharding
+from jaxmoe import _checks, _primitive, _sharding, _sizes
 from jaxmoe.plan import Plan
 
 
@@ -64,7 +64,7 @@ def permute_xla(x: jax.Array, row_to_token: jax.Array) -> jax.Array:
     if x.shape[0] == 0:  # nothing to read, whatever the indices say
         return jnp.zeros((row_to_token.shape[0], x.shape[1]), x.dtype)
     exists = (row_to_token >= 0) & (row_to_token < x.shape[0])
-    rows = x.at[jnp.where(exists, row_to_token, 0)].get(mode="promise_in_bounds")
+    rows = _sizes.with_a_row(x).at[jnp.where(exists, row_to_token, 0)].get(mode="promise_in_bounds")
     return jnp.where(exists[:, None], rows, jnp.zeros((), x.dtype))
 
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import max_dim, min_dim
 
-from jaxmoe import _checks, _primitive, _sharding
+from jaxmoe import _checks, _primitive, _sharding, _sizes
 
 
 @jax.tree_util.register_dataclass
@@ -99,7 +100,7 @@ _MAX_ROWS = 2**31 - 1
 
 def check_rows(op: str, rows: int, **got: Any) -> None:
     """Checks that `rows` choices can be counted."""
-    if rows > _MAX_ROWS:
+    if _sizes.exceeds(rows, _MAX_ROWS):
         rule = f"T * K = {rows} must be at most {_MAX_ROWS} (rows are counted in int32)"
         raise ValueError(_checks.message(op, rule, **got))
 
@@ -137,12 +138,13 @@ def plan_scratch_size(batch: int, num_rows: int, num_local_experts: int) -> int:
 
     Most problems take one kernel and none; larger ones count every expert in every chunk of rows.
     """
-    if num_rows <= 8192 or (num_rows <= 2**18 and num_local_experts <= 1024):
-        return 1
+    # In terms that hold for a symbolic number of rows too.
+    most = 2**18 if num_local_experts <= 1024 else 8192
+    has_table = min_dim(max_dim(num_rows - most, 0), 1)
     of_64 = 512 * -(-num_rows // (512 * 64))
     of_128 = 2048 * -(-num_rows // (2048 * 128))
-    chunks = -(-num_rows // min(of_64, of_128))
-    return batch * chunks * num_local_experts
+    chunks = -(-num_rows // max_dim(min_dim(of_64, of_128), 1))
+    return 1 + has_table * (batch * chunks * num_local_experts - 1)
 
 
 def plan_xla(
@@ -188,7 +190,10 @@ def _plan_of_local_ids(
     row = jnp.arange(num_tokens * top_k, dtype=jnp.int32)
     key, slot = jax.lax.sort((local.reshape(-1), row), num_keys=1, is_stable=True)
     experts = jnp.arange(num_local_experts + 1, dtype=jnp.int32)
-    expert_offsets = jnp.searchsorted(key, experts).astype(jnp.int32)
+    if _sizes.is_known(num_tokens):
+        expert_offsets = jnp.searchsorted(key, experts).astype(jnp.int32)
+    else:  # the steps of a bisection follow from the number of rows
+        expert_offsets = jnp.sum(key[None, :] < experts[:, None], axis=1, dtype=jnp.int32)
     here = key < num_local_experts
     row_to_token = jnp.where(here, slot // max(top_k, 1), -1)
     slot_to_row = (

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmoe import _checks
+from jaxmoe import _checks, _sizes
 from jaxmoe._route import Rule, completed, route_p, weights_xla
 
 
@@ -353,7 +353,7 @@ def _num_valid(op: str, logits: Any, count: Any) -> jax.Array | None:
         _checks.check_rank(op, "num_valid_tokens", count, "")
         _checks.check_dtype(op, "num_valid_tokens", count, ("int32",))
     else:
-        high = logits.shape[0]
+        high = logits.shape[0] if _sizes.is_known(logits.shape[0]) else None
         count = _checks.check_int(op, "num_valid_tokens", count, 0, high, "the first axis is T")
     return jnp.asarray(count, jnp.int32)
 

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmoe import _primitive, _sharding, _targets
+from jaxmoe import _primitive, _sharding, _sizes, _targets
 from jaxmoe._codes import choice
 from jaxmoe._formats.base import repeat_blocks
 
@@ -143,7 +143,7 @@ def _fallback(avals: Any, **_params: Any) -> str | None:
     row_bytes = cols * avals.x.dtype.itemsize
     if row_bytes % 16:
         return f"rows of {row_bytes} bytes are no multiple of 16"
-    if max(batch * rows, cols) > _MAX_INT:
+    if _sizes.exceeds(batch * rows, _MAX_INT) or cols > _MAX_INT:
         return f"{batch * rows} rows of {cols} elements are more than 2^31 - 1"
     return _targets.device_reason()
 

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxmoe import _gmm, _primitive
+from jaxmoe import _gmm, _primitive, _sizes
 from jaxmoe._formats import PLAIN, Tokens
 from jaxmoe._gate_up import activate, gate_up_p, of_moving
 from jaxmoe._mlp.operands import Layer, Operands, halves
@@ -207,6 +207,7 @@ def _row_weights(r: Any, weights: jax.Array | None) -> jax.Array:
 def _slot_values(r: Any, values: jax.Array) -> jax.Array:
     """[R] -> [T,K], 0 where a slot has no row."""
     exists = r.slot_to_row >= 0
+    values = _sizes.with_a_row(values)
     return jnp.where(exists, values[jnp.where(exists, r.slot_to_row, 0)], 0.0)
 
 

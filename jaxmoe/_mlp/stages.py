@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxmoe import _gmm
+from jaxmoe import _gmm, _sizes
 from jaxmoe._formats import Format, Tokens
 from jaxmoe._gate_up import activate
 from jaxmoe._gmm_fp8 import gmm_fp8
@@ -170,7 +170,8 @@ def _gathered(a: Operands, layer: Layer, order: Plan) -> Tokens:
     token = jnp.maximum(order.row_to_token, 0)  # rows of no group are in no product
     scales = tokens.scales
     assert scales is not None
-    return Tokens(tokens.values[token], scales[token] if scales.ndim else scales)
+    values = _sizes.with_a_row(tokens.values)
+    return Tokens(values[token], _sizes.with_a_row(scales)[token] if scales.ndim else scales)
 
 
 def _with_float_output(config: Any, promoted: bool | None) -> Any:
