@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
+from jaxmoe._codes import Choice
 from jaxmoe.activation import (
     ACTIVATIONS,
     ERF,
@@ -77,7 +78,7 @@ def test_kernel_constants_give_the_same_function(name):
     """Recomputes the activation in float64 from what a kernel is given."""
     params = ALL[name].kernel_params()
     assert {k: type(v) for k, v in params.items()} == {
-        "kind": int,
+        "kind": Choice,
         **dict.fromkeys(("c1", "c3", "limit", "beta"), np.float32),
     }
     c1, c3, limit, beta = (float(params[k]) for k in ("c1", "c3", "limit", "beta"))

@@ -35,7 +35,8 @@ def weight(rng, k, n, layout, dtype):
 def on_cpu(fn, args, dtype):
     """`fn` of the arguments on the CPU, those of two bytes in `dtype`."""
     host = jax.device_put(args, jax.devices("cpu")[0])
-    return jax.jit(fn)(*(a.astype(dtype) if a.dtype.itemsize == 2 else a for a in host))
+    cast = lambda a: a.astype(dtype) if a.dtype.itemsize == 2 else a  # noqa: E731
+    return jax.jit(fn)(*jax.tree.map(cast, host))
 
 
 def check(op, fn, args, **params):
