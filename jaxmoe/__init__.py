@@ -7,7 +7,7 @@ from . import checkpoints as checkpoints
 from . import expert_parallel as expert_parallel
 from ._explain import explain as explain
 from ._export import export_checks as export_checks
-from ._heuristics import GemmConfig as GemmConfig
+from ._gemm.tiles import GemmConfig as GemmConfig
 from .activation import Activation as Activation
 from .activation import Swiglu as Swiglu
 from .experts import Experts as Experts

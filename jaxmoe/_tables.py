@@ -2,10 +2,11 @@
 
 from typing import Any
 
-from jaxmoe import _formats, _heuristics, _targets
+from jaxmoe import _formats, _targets
 from jaxmoe._codes import CODES
 from jaxmoe._formats import quantization
 from jaxmoe._formats.base import scratch_floats
+from jaxmoe._gemm import tiles
 from jaxmoe._route import MAX_CUDA_EXPERTS
 from jaxmoe.plan import plan_scratch_size
 
@@ -15,7 +16,7 @@ def own(theirs: dict[str, Any]) -> dict[str, Any]:
 
     Sizes of scratch are those of the arguments for which `theirs` has them.
     """
-    tiles, format_of = _heuristics.TILES, {f.code: f for f in _formats.kernels()}
+    format_of = {f.code: f for f in _formats.kernels()}
 
     def sizes(table: str, size: Any) -> dict[Any, int]:
         return {args: size(*args) for args in theirs.get(table, ())}
@@ -30,14 +31,14 @@ def own(theirs: dict[str, Any]) -> dict[str, Any]:
     return {
         **{kind: {name: code for code, name in enumerate(names)} for kind, names in CODES.items()},
         "format": _formats.codes(),
-        "tiles": {t: n for t, n in tiles.items() if t not in _heuristics.ONLY_PROMOTED},
-        "promoted_tiles": {t: n for t, n in tiles.items() if t not in _heuristics.NOT_PROMOTED},
+        "tiles": {t: n for t, n in tiles.TILES.items() if t not in tiles.ONLY_PROMOTED},
+        "promoted_tiles": {t: n for t, n in tiles.TILES.items() if t not in tiles.NOT_PROMOTED},
         "max_route_experts": MAX_CUDA_EXPERTS,
         "quant_block": quantization.BLOCK,
         "max_quant_partials": quantization.MAX_PARTIALS,
-        "gemm_scratch": _heuristics.gmm_scratch_size(),
+        "gemm_scratch": tiles.gmm_scratch_size(),
         "plan_scratch": sizes("plan_scratch", plan_scratch_size),
-        "mlp_index": sizes("mlp_index", _heuristics.mlp_index_size),
+        "mlp_index": sizes("mlp_index", tiles.mlp_index_size),
         "mlp_floats": sizes("mlp_floats", floats),
     }
 

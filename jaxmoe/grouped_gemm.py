@@ -17,9 +17,9 @@ from jaxmoe._formats.checks import (
     check_tokens_are_plain,
     check_weight,
 )
-from jaxmoe._gmm import MAX_ROWS, gmm
-from jaxmoe._gmm_fp8 import gmm_fp8
-from jaxmoe._heuristics import NOT_PROMOTED, ONLY_PROMOTED, STEP_K, GemmConfig, gmm_config
+from jaxmoe._gemm.cuda import MAX_ROWS
+from jaxmoe._gemm.op import multiply
+from jaxmoe._gemm.tiles import NOT_PROMOTED, ONLY_PROMOTED, STEP_K, GemmConfig, gmm_config
 from jaxmoe.quantize import WEIGHT_LAYOUTS, QuantizedArray, quantize_tokens
 
 
@@ -129,41 +129,23 @@ def grouped_gemm(
         _checks.check_same_dim(op, "bias", bias, 0, "rhs", rhs, 0, "num_groups")
         _checks.check_same_dim(op, "bias", bias, 1, "rhs", rhs, 3 - k_axis, "N")
     starts, sizes = _groups(lhs, rhs, group_sizes, group_offset)
+    dtype, w, scales = lhs.dtype, rhs, None
     if isinstance(rhs, QuantizedArray):
+        w, scales, weight_layout = rhs.values, rhs.scales, "nk"
         if format.quantizes_tokens and not isinstance(lhs, QuantizedArray):
             lhs = quantize_tokens(lhs, format.name)
-        if isinstance(lhs, QuantizedArray):
-            tokens = Tokens(lhs.values, lhs.scales)
-        else:
-            tokens = Tokens(lhs, None)
-        (out,) = gmm_fp8(
-            tokens.values,
-            tokens.scales,
-            rhs.values,
-            rhs.scales,
-            starts,
-            sizes,
-            bias,
-            format=format,
-            dtype=jnp.dtype(lhs.dtype),
-            out_dtype=jnp.dtype(out_dtype),
-            promoted=promoted,
-            config=config,
-        )
-        return out
-    rows: Any = lhs  # no QuantizedArray, or rhs were one
-    (out,) = gmm(
-        rows[None],
-        rhs[None],
-        starts[None],
-        sizes[None],
-        None if bias is None else bias[None],
+    quantized = isinstance(lhs, QuantizedArray)
+    tokens = Tokens(lhs.values, lhs.scales) if quantized else Tokens(lhs, None)
+    return multiply(
+        *(tokens, w, scales, bias, starts, sizes),
+        format=format,
         weight_layout=weight_layout,
-        out_dtype=jnp.dtype(out_dtype),
+        dtype=dtype,
+        out_dtype=out_dtype,
         precision=precision,
+        promoted=promoted,
         config=config,
     )
-    return out[0]
 
 
 def _check_factors(lhs: Any, rhs: Any, layout: str) -> Format:

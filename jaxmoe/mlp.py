@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jaxmoe import _checks
 from jaxmoe._formats.checks import check_accum
-from jaxmoe._heuristics import GemmConfig, mlp_configs, odd_blocks
+from jaxmoe._gemm.tiles import GemmConfig, mlp_configs, odd_blocks
 from jaxmoe._mlp import checks
 from jaxmoe._mlp.op import layer_op
 from jaxmoe._mlp.operands import Layer, Operands

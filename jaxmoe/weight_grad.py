@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxmoe import _checks
 from jaxmoe._checks import check_float
 from jaxmoe._formats import PLAIN
-from jaxmoe._gmm import tgmm
+from jaxmoe._gemm.op import tgmm
 from jaxmoe.grouped_gemm import (
     check_group_sizes,
     check_num_rows,

@@ -35,7 +35,7 @@ from benchmarks.suites import (  # noqa: E402
     train,
     train_products,
 )
-from jaxmoe._heuristics import mlp_configs  # noqa: E402
+from jaxmoe._gemm.tiles import mlp_configs  # noqa: E402
 
 
 def _product(mean_rows: float, most_rows: int, gathers: bool = False) -> tiles.Product:

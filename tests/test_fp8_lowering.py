@@ -12,7 +12,7 @@ from jaxmoe import (
     QuantizedArray,
     Routing,
     Swiglu,
-    _heuristics,
+    _gemm,
     _targets,
     explain,
     grouped_gemm,
@@ -131,7 +131,7 @@ def test_the_layer_is_one_call_with_these_attributes():
         "xq": "6x144xf8E4M3FN",
         "hq": "12x272xf8E4M3FN",
         "floats": f"{4 + 4 + 1024}xf32",
-        "index": f"{_heuristics.mlp_index_size(12, 4)}xi32",
+        "index": f"{_gemm.tiles.mlp_index_size(12, 4)}xi32",
     }
 
 
@@ -209,10 +209,10 @@ def test_grouped_gemm_call():
             "config": tile(256, 128, 0, raster=0),
         },
         [
-            "10x144xf8E4M3FN", "10x2xf32", "0xi32", "4x40x144xf8E4M3FN", "4x1x2xf32", "0x0xbf16",
-            "4xi32", "4xi32",
+            "1x10x144xf8E4M3FN", "1x10x2xf32", "0xi32", "1x4x40x144xf8E4M3FN", "1x4x1x2xf32",
+            "0x0xbf16", "1x4xi32", "1x4xi32",
         ],
-        ["10x40xf32", "0x0xbf16", "4xi32"],
+        ["1x10x40xf32", "0x0xbf16", "4xi32"],
     )  # fmt: skip
 
 
@@ -223,8 +223,8 @@ def test_grouped_gemm_quantizes_its_rows_first():
     op = report.ops[-1]
     assert op.cuda_target == "jaxmoe_grouped_gemm_v1" and op.cuda_attrs["promoted"] == 0
     assert op.operands == (
-        "f8_e4m3fn[10,144]", "f32[10]", "f8_e4m3fn[4,40,144]", "f32[4,40]", "i32[4]", "i32[4]",
-        "f16[4,40]",
+        "f8_e4m3fn[1,10,144]", "f8_e4m3fn[1,4,40,144]", "i32[1,4]", "i32[1,4]", "f16[1,4,40]",
+        "f32[1,10]", "f32[1,4,40]",
     )  # fmt: skip
 
 

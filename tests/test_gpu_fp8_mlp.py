@@ -11,7 +11,7 @@ import pytest
 from jaxmoe import (
     GemmConfig,
     Routing,
-    _heuristics,
+    _gemm,
     _targets,
     grouped_gemm,
     quantize,
@@ -36,12 +36,12 @@ TARGET = "jaxmoe_moe_mlp_v1"
 # Tile, format and sums of every kernel.
 KERNELS = [
     pytest.param(tile, format, accum, id=f"{tile}-{format}-{accum}")
-    for tile in _heuristics.TILES
+    for tile in _gemm.tiles.TILES
     for format in FORMATS
     for accum in ("fast", "promoted")
     if not (accum == "fast" and format == "fp8_block")
-    and not (accum == "promoted" and tile in _heuristics.NOT_PROMOTED)
-    and not (accum == "fast" and tile in _heuristics.ONLY_PROMOTED)
+    and not (accum == "promoted" and tile in _gemm.tiles.NOT_PROMOTED)
+    and not (accum == "fast" and tile in _gemm.tiles.ONLY_PROMOTED)
 ]
 # Each epilogue of the gate-up product, with H and I that end inside a block of 128 and inside a
 # tile, with a number of tokens of its own; halves of a multiple of 64, as blocks of scales and
@@ -107,7 +107,7 @@ def test_every_kernel(tile, format, accum):
         dtype = (jnp.bfloat16, jnp.float16)[index % 2]
         inputs, kwargs, wanted = case(index, format, dtype)
         outs = []
-        for gather in (True, False) if tile[1] <= _heuristics.MAX_FP8_GATHER else (False,):
+        for gather in (True, False) if tile[1] <= _gemm.tiles.MAX_FP8_GATHER else (False,):
             config = GemmConfig(*tile, gather=gather), GemmConfig(*tile)
             outs.append(compiled(inputs, config=config, accum=accum, **kwargs))
         assert_close(outs[0], *wanted)
@@ -351,7 +351,7 @@ def test_grouped_gemm(tile, format, accum):
         (272, 264, jnp.bfloat16, None),
         (400, 72, jnp.float16, jnp.float32),
     ):
-        if out_dtype is not None and tile in _heuristics.NOT_PROMOTED:
+        if out_dtype is not None and tile in _gemm.tiles.NOT_PROMOTED:
             continue
         lhs = normal(rng, (530, k), dtype)
         w = normal(rng, (6, n, k), dtype, k**-0.5)

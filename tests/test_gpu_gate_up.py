@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe import GemmConfig, Swiglu, _gate_up
-from jaxmoe._gate_up import gate_up_p
-from jaxmoe._heuristics import ONLY_PROMOTED, TILES
+from jaxmoe import GemmConfig, Swiglu, _gemm
+from jaxmoe._gemm.gate_up import gate_up_p
+from jaxmoe._gemm.tiles import ONLY_PROMOTED, TILES
 from jaxmoe._testing import assert_close, assert_equal, normal, poison
 from jaxmoe.activation import ACTIVATIONS, GATE_UP_ORDERS
 
@@ -79,7 +79,7 @@ def test_every_tile(tile, layout, dtype):
     for gather in (True, False):
         args = gate_up_args(rng, act, layout, dtype, gather)
         config = dataclasses.replace(config, gather=gather)
-        check(gate_up_p, _gate_up._gate_up, args, activation=act, config=config, **given)
+        check(gate_up_p, _gemm.gate_up._gate_up, args, activation=act, config=config, **given)
 
 
 @pytest.mark.parametrize("act, order", ORDERED, ids=lambda p: getattr(p, "name", p))
@@ -88,7 +88,7 @@ def test_every_activation_and_order(act, order):
     given = {"activation": act, "gate_up": order, "weight_layout": "kn"}
     config = GemmConfig(256, 128, gather=True)
     args = gate_up_args(rng, act, "kn", jnp.bfloat16, gather=True)
-    check(gate_up_p, _gate_up._gate_up, args, config=config, **given)
+    check(gate_up_p, _gemm.gate_up._gate_up, args, config=config, **given)
 
 
 @pytest.mark.sanitizer

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe import GemmConfig, _heuristics, grouped_gemm, reference
+from jaxmoe import GemmConfig, _gemm, grouped_gemm, reference
 from jaxmoe._testing import assert_close, assert_equal, normal, poison
 
 pytestmark = pytest.mark.gpu
@@ -14,7 +14,7 @@ INT_MAX, INT_MIN = np.iinfo(np.int32).max, np.iinfo(np.int32).min
 
 # Around every tile and every wgmma width, with empty groups at both ends and in between.
 SIZES = (0, 1, 7, 8, 9, 0, 0, 17, 33, 64, 65, 95, 113, 128, 129, 161, 200, 270, 289, 321, 0)
-TILES = [tile for tile in _heuristics.TILES if tile not in _heuristics.ONLY_PROMOTED]
+TILES = [tile for tile in _gemm.tiles.TILES if tile not in _gemm.tiles.ONLY_PROMOTED]
 
 
 def on_cpu(tree):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe import GemmConfig, Routing, _heuristics, _targets, reference, route
+from jaxmoe import GemmConfig, Routing, _gemm, _targets, reference, route
 from jaxmoe._testing import (
     GPT_OSS,
     MODELS,
@@ -25,7 +25,7 @@ from tests.layers import moe_mlp
 
 pytestmark = pytest.mark.gpu
 
-TILES = [tile for tile in _heuristics.TILES if tile not in _heuristics.ONLY_PROMOTED]
+TILES = [tile for tile in _gemm.tiles.TILES if tile not in _gemm.tiles.ONLY_PROMOTED]
 
 
 def on_cpu(tree):

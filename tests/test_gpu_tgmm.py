@@ -5,14 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe import (
-    _gmm,
-    _gmm_xla,
-    _targets,
-    grouped_gemm,
-    grouped_gemm_weight_grad,
-    reference,
-)
+from jaxmoe import _gemm, _targets, grouped_gemm, grouped_gemm_weight_grad, reference
 from jaxmoe._testing import assert_close, assert_equal, normal, poison
 
 pytestmark = pytest.mark.gpu
@@ -38,7 +31,7 @@ def check(x, dy, starts, sizes, out_dtype=None, weight_shape=None):
     """Runs the kernel over poisoned memory and compares it with XLA on the CPU."""
     out_dtype = jnp.dtype(out_dtype or x.dtype)
     params = {"weight_shape": weight_shape or (1, starts.shape[1]), "precision": None}
-    kernel = jax.jit(lambda *a: _gmm.tgmm(*a, out_dtype=out_dtype, **params)[0])
+    kernel = jax.jit(lambda *a: _gemm.op.tgmm(*a, out_dtype=out_dtype, **params)[0])
     poison((*params["weight_shape"], x.shape[2], dy.shape[2]), out_dtype)
     before = _targets.execute_count("jaxmoe_weight_grad_v1")
     out = kernel(x, dy, starts, sizes, None)
@@ -46,7 +39,7 @@ def check(x, dy, starts, sizes, out_dtype=None, weight_shape=None):
     assert out.dtype == out_dtype
     assert_equal(out, kernel(x, dy, starts, sizes, None))
     x, dy, starts, sizes = on_cpu((x, dy, starts, sizes))
-    (naive,) = _gmm_xla.tgmm_xla(x, dy, starts, sizes, out_dtype=out_dtype, **params)
+    (naive,) = _gemm.xla.tgmm_xla(x, dy, starts, sizes, out_dtype=out_dtype, **params)
     with jax.enable_x64(True):
         a, b = (jnp.asarray(np.asarray(v, np.float64)) for v in (x, dy))
         want = sum_of_groups(a, b, np.asarray(starts), np.asarray(sizes), params["weight_shape"])
@@ -147,7 +140,7 @@ def test_nan_stays_in_its_group():
     rows = np.r_[100:109, 279:300]  # the group in the middle, and the rows of none
     bad = (a.at[:, rows].set(jnp.nan) for a in (x, dy))
     run = jax.jit(
-        lambda a, b: _gmm.tgmm(
+        lambda a, b: _gemm.op.tgmm(
             a, b, *groups, None, weight_shape=(1, 3), out_dtype=jnp.dtype(a.dtype), precision=None
         )[0]
     )
@@ -190,7 +183,7 @@ def test_accumulated(out_f32, dtype):
         init, groups = normal(rng, shape, out_dtype), groups_of(sizes)
 
         def run(*a, shape=shape, out_dtype=out_dtype):
-            return _gmm.tgmm(*a, weight_shape=shape[:2], out_dtype=out_dtype, **params)[0]
+            return _gemm.op.tgmm(*a, weight_shape=shape[:2], out_dtype=out_dtype, **params)[0]
 
         poison(shape, out_dtype)
         kept = np.asarray(init)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe import _gmm, _gmm_xla, grouped_gemm, reference
+from jaxmoe import _gemm, grouped_gemm, reference
 from jaxmoe._testing import assert_close, assert_equal, normal
 from jaxmoe.grouped_gemm import ranges
 
@@ -221,7 +221,7 @@ def test_garbage_starts_are_cut_to_the_batch():
     starts = jnp.array([[-5, 4, INT_MAX], [INT_MIN, 6, 1]], jnp.int32)
     sizes = jnp.array([[2, INT_MAX, 5], [-7, 3, INT_MIN]], jnp.int32)
     params = {"weight_layout": "kn", "out_dtype": jnp.dtype("float32"), "precision": None}
-    (out,) = _gmm.gmm(x, w, starts, sizes, None, config=None, **params)
+    (out,) = _gemm.op.gmm(x, w, starts, sizes, None, config=None, **params)
     want = jnp.zeros((2, 6, 8)).at[0, :2].set(x[0, :2] @ w[0, 0]).at[0, 4:].set(x[0, 4:] @ w[0, 1])
     assert_close(out, want, want)
 
@@ -308,15 +308,15 @@ def test_steps_of_the_loop_are_the_blocks_of_the_rows_in_use():
     """Groups without rows cost nothing: the trip count is sum of ceil(size / block)."""
     sizes = jnp.array([[0, 40, 0, 1, 0, 0, 17, 0]], jnp.int32)
     starts = jnp.cumsum(sizes, axis=1) - sizes
-    block = _gmm_xla.block_rows(100, 8)
+    block = _gemm.xla.block_rows(100, 8)
     assert block == 16
-    steps = _gmm_xla.for_each_block(100, starts, sizes, lambda n, *_: n + 1, jnp.int32(0))
+    steps = _gemm.xla.for_each_block(100, starts, sizes, lambda n, *_: n + 1, jnp.int32(0))
     assert int(steps) == 3 + 1 + 2
 
 
 @pytest.mark.parametrize("num_rows, num_groups, block", ((5, 9, 5), (160, 10, 16), (64, 1, 64)))
 def test_block_rows(num_rows, num_groups, block):
-    assert _gmm_xla.block_rows(num_rows, num_groups) == block
+    assert _gemm.xla.block_rows(num_rows, num_groups) == block
 
 
 def largest_tensor(text, pattern, separator):

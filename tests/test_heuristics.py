@@ -5,11 +5,11 @@ import math
 
 import pytest
 
-from jaxmoe import GemmConfig, _heuristics
+from jaxmoe import GemmConfig, _gemm
 
 
 def _mlp_configs(rows, num_experts, hidden, intermediate, local=None):
-    return _heuristics.mlp_configs(
+    return _gemm.tiles.mlp_configs(
         num_rows=rows,
         num_experts=num_experts,
         num_local_experts=num_experts if local is None else local,
@@ -25,10 +25,10 @@ def test_every_choice_is_legal(num_experts, top_k):
     around = {2**exponent + step for exponent in range(21) for step in (-1, 0, 1)}
     for num_tokens in around:
         rows = num_tokens * top_k
-        alone = _heuristics.gmm_config(rows, num_experts, 2048, 1536)
+        alone = _gemm.tiles.gmm_config(rows, num_experts, 2048, 1536)
         up, down = _mlp_configs(rows, num_experts, 2048, 768)
         for config in (alone, up, down):
-            assert dataclasses.astuple(config)[:4] in _heuristics.TILES
+            assert dataclasses.astuple(config)[:4] in _gemm.tiles.TILES
             assert config.raster >= 0
         # only the gate-up product has an index to fetch rows by
         assert not alone.gather and not down.gather
@@ -36,7 +36,7 @@ def test_every_choice_is_legal(num_experts, top_k):
 
 def test_a_tile_holds_the_rows_most_groups_have():
     for mean in (1, 4, 16, 40, 100, 120, 150, 256):
-        config = _heuristics.gmm_config(mean * 128, 128, 2048, 1536)
+        config = _gemm.tiles.gmm_config(mean * 128, 128, 2048, 1536)
         assert config.token_tile * config.cluster >= mean
 
 
@@ -64,10 +64,10 @@ def test_tiles_of_fp8_products(promoted):
     """They exist, promote where they must, and fetch rows only where a tile reads few."""
     for exponent in range(19):
         rows = 2**exponent
-        configs = _heuristics.mlp_configs(rows, 64, 64, 2048, 768, True, promoted)
+        configs = _gemm.tiles.mlp_configs(rows, 64, 64, 2048, 768, True, promoted)
         for config, promotes in zip(configs, promoted, strict=True):
-            assert config.tile in _heuristics.TILES
-            assert not (promotes and config.tile in _heuristics.NOT_PROMOTED)
+            assert config.tile in _gemm.tiles.TILES
+            assert not (promotes and config.tile in _gemm.tiles.NOT_PROMOTED)
         assert configs[0].gather == (configs[0].token_tile <= 32)
         assert not configs[1].gather
     assert (configs[0].token_tile, configs[1].token_tile) == tuple(
@@ -77,15 +77,15 @@ def test_tiles_of_fp8_products(promoted):
 
 def test_promoted_sums_of_long_rows_have_a_group_in_one_tile():
     def tile(mean, k):
-        return _heuristics.gmm_config(mean * 64, 64, k, 4096, promoted=True).tile
+        return _gemm.tiles.gmm_config(mean * 64, 64, k, 4096, promoted=True).tile
 
     assert tile(128, 2880) == tile(160, 7168) == (128, 256, 1, 1)
     assert tile(128, 2048) == tile(96, 7168) == tile(200, 7168) == (256, 128, 1, 1)
-    assert _heuristics.gmm_config(128 * 64, 64, 7168, 4096, promoted=False).tile == (128, 192, 1, 1)
+    assert _gemm.tiles.gmm_config(128 * 64, 64, 7168, 4096, promoted=False).tile == (128, 192, 1, 1)
 
 
 def test_blocks_that_end_inside_a_half():
-    odd = _heuristics.odd_blocks
+    odd = _gemm.tiles.odd_blocks
     assert odd(True, True, "gate_up", 400) and odd(True, True, "up_gate", 16)
     assert not odd(True, True, "interleaved", 400)
     assert not odd(True, False, "gate_up", 400)
@@ -93,15 +93,15 @@ def test_blocks_that_end_inside_a_half():
     assert not odd(False, True, "gate_up", 400)
     for exponent in range(19):
         args = 2**exponent, 64, 64, 2048, 400, True, (True, True)
-        even, chosen = (_heuristics.mlp_configs(*args, odd_blocks=value) for value in (False, True))
-        assert chosen[0].tile not in _heuristics.WHOLE_BLOCKS
+        even, chosen = (_gemm.tiles.mlp_configs(*args, odd_blocks=value) for value in (False, True))
+        assert chosen[0].tile not in _gemm.tiles.WHOLE_BLOCKS
         assert chosen[1] == even[1]
-        assert chosen[0] == even[0] or even[0].tile in _heuristics.WHOLE_BLOCKS
+        assert chosen[0] == even[0] or even[0].tile in _gemm.tiles.WHOLE_BLOCKS
 
 
 def test_fp8_products_are_split_from_twice_as_many_elements_on():
     def split(k, promoted):
-        return _heuristics.gmm_config(8, 128, k, 1536, promoted=promoted).split_k
+        return _gemm.tiles.gmm_config(8, 128, k, 1536, promoted=promoted).split_k
 
     assert (split(1024, None), split(1008, None)) == (2, 1)
     assert (split(2048, False), split(2032, False)) == (2, 1)
@@ -112,7 +112,7 @@ def test_where_tiles_change():
     """The last size of each tile and the first of the next, rows of 64 groups."""
 
     def tile(rows, **options):
-        config = _heuristics.gmm_config(rows, 64, 2048, 1536, **options)
+        config = _gemm.tiles.gmm_config(rows, 64, 2048, 1536, **options)
         return config.tile[:3]
 
     def first(wanted, **options):
@@ -135,18 +135,18 @@ def test_where_tiles_change():
 def test_float32_output_of_fast_fp8_sums_has_a_kernel():
     """The widest tile has no registers left for its addresses."""
     for exponent in range(21):
-        fp8 = _heuristics.gmm_config(2**exponent, 8, 2048, 1536, promoted=False, float_out=True)
-        assert fp8.tile not in _heuristics.NOT_PROMOTED
+        fp8 = _gemm.tiles.gmm_config(2**exponent, 8, 2048, 1536, promoted=False, float_out=True)
+        assert fp8.tile not in _gemm.tiles.NOT_PROMOTED
     for promoted, float_out in ((None, True), (False, False)):
-        config = _heuristics.gmm_config(
+        config = _gemm.tiles.gmm_config(
             2**20, 8, 2048, 1536, promoted=promoted, float_out=float_out
         )
-        assert config.tile in _heuristics.NOT_PROMOTED
+        assert config.tile in _gemm.tiles.NOT_PROMOTED
 
 
 def test_panels_of_weight_tiles_begin_at_many_rows_a_group():
     def raster(rows, **options):
-        return _heuristics.gmm_config(rows, 8, 2048, 1536, **options).raster
+        return _gemm.tiles.gmm_config(rows, 8, 2048, 1536, **options).raster
 
     assert (raster(8 * 2048 - 1), raster(8 * 2048)) == (1, 8)
     assert (raster(8 * 2048 - 1, promoted=True), raster(8 * 2048, promoted=True)) == (1, 8)
@@ -164,7 +164,7 @@ def test_a_second_round_of_clusters_is_not_split():
     """Of two CTAs each: more tiles than SMs, and fewer than one and a half times as many."""
 
     def split(tiles):  # one group, so that every row hits it
-        return _heuristics.gmm_config(1, 1, 2048, 128 * tiles).split_k
+        return _gemm.tiles.gmm_config(1, 1, 2048, 128 * tiles).split_k
 
     assert [split(tiles) for tiles in (132, 133, 197, 198)] == [2, 1, 1, 2]
     assert [split(tiles) for tiles in (12 * 132, 12 * 132 + 1)] == [2, 1]
@@ -220,4 +220,4 @@ def test_fields_of_another_type_are_refused(arguments, got):
 
 def test_index_scratch_covers_its_parts():
     # 4 counters, 5 -> 8 offsets, 2 x 20 row indices, 1 of the plan.
-    assert _heuristics.mlp_index_size(18, 4) == 4 + 8 + 40 + 1
+    assert _gemm.tiles.mlp_index_size(18, 4) == 4 + 8 + 40 + 1

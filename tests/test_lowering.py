@@ -7,16 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxmoe
-from jaxmoe import (
-    GemmConfig,
-    Plan,
-    Routing,
-    _gate_up,
-    _gmm,
-    _primitive,
-    _targets,
-    grouped_gemm,
-)
+from jaxmoe import GemmConfig, Plan, Routing, _gemm, _primitive, _targets, grouped_gemm
 from jaxmoe.activation import ACTIVATIONS
 from tests.layers import moe_mlp
 from tests.lowered import NO_ACTIVATION, calls, cuda_text, layer_call
@@ -259,7 +250,7 @@ OTHER_OPS = {
         ["1x6x32xf8E4M3FN", "1xf32", "1024xf32"],
     ),
     "gate_up": (
-        lambda *a: _gate_up.gate_up_p(
+        lambda *a: _gemm.gate_up.gate_up_p(
             *a,
             activation=ACTIVATIONS["geglu"],
             gate_up="up_gate",
@@ -313,7 +304,7 @@ OTHER_OPS = {
         ["12x16xbf16", "12x32xbf16", "4xi32"],
     ),  # fmt: skip
     "tgmm": (
-        lambda *a: _gmm.tgmm(*a, weight_shape=(1, E), out_dtype=F32, precision=None),
+        lambda *a: _gemm.op.tgmm(*a, weight_shape=(1, E), out_dtype=F32, precision=None),
         (
             struct(3, T, 264),
             struct(3, T, H),
@@ -512,7 +503,7 @@ def test_what_cuda_refuses_in_weight_gradients(k, n, dtype, out_dtype, message):
     groups = (struct(1, E, dtype=I32),) * 2
 
     def fn(*a):
-        return _gmm.tgmm(
+        return _gemm.op.tgmm(
             *a, None, weight_shape=(1, E), out_dtype=jnp.dtype(out_dtype), precision=None
         )
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe import _gmm, _heuristics, grouped_gemm, grouped_gemm_weight_grad, reference
+from jaxmoe import _gemm, grouped_gemm, grouped_gemm_weight_grad, reference
 from jaxmoe._testing import assert_equal, assert_vmap_is_loop, normal
 from tests.lowered import cuda_text
 
@@ -24,7 +24,7 @@ def arguments(accumulate, seed=0):
 
 
 def tgmm(*args, out_dtype=jnp.float32):
-    (dw,) = _gmm.tgmm(*args, weight_shape=(1, E), out_dtype=out_dtype, precision=None)
+    (dw,) = _gemm.op.tgmm(*args, weight_shape=(1, E), out_dtype=out_dtype, precision=None)
     return dw
 
 
@@ -65,7 +65,7 @@ def test_vmap_is_a_loop(mask):
 
 
 def test_pairs_need_columns_for_both():
-    assert [_heuristics.tgmm_cluster(c) for c in (8, 128, 136, 2048)] == [1, 1, 2, 2]
+    assert [_gemm.tiles.tgmm_cluster(c) for c in (8, 128, 136, 2048)] == [1, 1, 2, 2]
 
 
 def factors(dtype=jnp.bfloat16):

@@ -22,7 +22,7 @@ import jaxmoe
 from benchmarks.cases import Case
 from benchmarks.suites import layer
 from benchmarks.suites.entry import Entry, chain_length
-from jaxmoe._heuristics import ONLY_PROMOTED, STEP_K, TILES, mlp_configs
+from jaxmoe._gemm.tiles import ONLY_PROMOTED, STEP_K, TILES, mlp_configs
 
 RASTERS = (1, 8, 0)
 _NARROW = 32  # widest token tile of the kernels that only read weights

@@ -26,9 +26,10 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxmoe import _gmm, _primitive, _sizes
+from jaxmoe import _primitive, _sizes
 from jaxmoe._formats import PLAIN, Tokens
-from jaxmoe._gate_up import activate, gate_up_p, of_moving
+from jaxmoe._gemm.gate_up import activate, gate_up_p, of_moving
+from jaxmoe._gemm.op import tgmm
 from jaxmoe._mlp.operands import Layer, Operands, halves
 from jaxmoe._mlp.stages import order_of, product, result
 from jaxmoe.finalize import sum_rows
@@ -176,7 +177,7 @@ def _product(
 
 def _contract(r: Any, x: jax.Array, dy: jax.Array, count: int, dtype: Any) -> jax.Array:
     """Sums the outer products of the rows of each expert; of experts that share weights, as one."""
-    (dw,) = _gmm.tgmm(
+    (dw,) = tgmm(
         x[None],
         dy[None],
         r.expert_offsets[None, :-1],

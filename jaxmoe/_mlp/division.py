@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from jaxmoe._gmm_sharding import parts_of, token_scale_axes, weight_scale_axes
+from jaxmoe._gemm.sharding import parts_of, token_scale_axes, weight_scale_axes
 from jaxmoe._mlp.operands import Layer, Operands
 from jaxmoe._sharding import Axes, Call
 

@@ -10,14 +10,15 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from jaxmoe import _gmm, _primitive, _sharding
+from jaxmoe import _primitive, _sharding
 from jaxmoe._codes import Choice, choice
 from jaxmoe._formats import PLAIN, Forward
 from jaxmoe._formats.base import scratch_floats
 from jaxmoe._formats.quantization import MAX_PARTIALS
-from jaxmoe._gate_up import of_moving
-from jaxmoe._gmm_fp8 import kernel_reason, refuse_derivative
-from jaxmoe._heuristics import mlp_configs, mlp_index_size, odd_blocks
+from jaxmoe._gemm import cuda
+from jaxmoe._gemm.gate_up import of_moving
+from jaxmoe._gemm.op import refuse_derivative
+from jaxmoe._gemm.tiles import mlp_configs, mlp_index_size, odd_blocks
 from jaxmoe._mlp import derivative, fold, sharding, whole
 from jaxmoe._mlp.operands import Layer, Operands, is_joined, join
 from jaxmoe._mlp.stages import result, rows_of
@@ -209,18 +210,18 @@ def _reason(a: Operands, *, layer: Layer) -> str | None:
     """Why the kernels cannot run these arguments, or None."""
     format = layer.format
     if format.quantized:
-        reason = kernel_reason(_OP, format, layer.dtype, x=a.x)
+        reason = cuda.kernel_reason(_OP, format, layer.dtype, x=a.x)
         suffix = ".values"
     else:
-        reason = _gmm.dtype_reason(_OP, x=a.x, w_gate_up=a.w_gate_up, w_down=a.w_down)
+        reason = cuda.dtype_reason(_OP, x=a.x, w_gate_up=a.w_gate_up, w_down=a.w_down)
         suffix = ""
-    reason = reason or _gmm.count_reason(_OP, a.expert_ids.size, expert_ids=a.expert_ids)
+    reason = reason or cuda.count_reason(_OP, a.expert_ids.size, expert_ids=a.expert_ids)
     if format.quantized:
-        reason = reason or _gmm.row_reason(_OP, f"w_gate_up{suffix}", a.w_gate_up, 2)
+        reason = reason or cuda.row_reason(_OP, f"w_gate_up{suffix}", a.w_gate_up, 2)
     else:
-        reason = reason or _gmm.row_reason(_OP, "x", a.x, 1)
+        reason = reason or cuda.row_reason(_OP, "x", a.x, 1)
     axis = 1 if layer.layouts[1] == "kn" else 2
-    return reason or _gmm.row_reason(_OP, f"w_down{suffix}", a.w_down, axis)
+    return reason or cuda.row_reason(_OP, f"w_down{suffix}", a.w_down, axis)
 
 
 moe_mlp_p = _primitive.define(

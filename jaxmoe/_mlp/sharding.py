@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jaxmoe._collectives import PLAIN as PLAIN_COLLECTIVES
 from jaxmoe._collectives import TYPED
 from jaxmoe._formats import Tokens
-from jaxmoe._gmm_sharding import own_groups
+from jaxmoe._gemm.sharding import own_groups
 from jaxmoe._mlp.division import Division, dims, divide, places
 from jaxmoe._mlp.operands import Layer, Operands, join
 from jaxmoe._mlp.own import join_pairs, own_experts, own_map, own_pairs

@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxmoe import _gmm, _sizes
+from jaxmoe import _sizes
 from jaxmoe._formats import Format, Tokens
-from jaxmoe._gate_up import activate
-from jaxmoe._gmm_fp8 import gmm_fp8
-from jaxmoe._heuristics import NOT_PROMOTED, GemmConfig
+from jaxmoe._gemm.gate_up import activate
+from jaxmoe._gemm.op import multiply
+from jaxmoe._gemm.tiles import NOT_PROMOTED, GemmConfig
 from jaxmoe._mlp.operands import Layer, Operands, halves
 from jaxmoe.finalize import finalize
 from jaxmoe.permute import permute
@@ -70,29 +70,15 @@ def product(
 ) -> jax.Array:
     """Multiplies rows in expert order by the weights of their experts, float32 masters rounded."""
     starts, sizes = own(expert_offsets[:-1]), own(jnp.diff(expert_offsets))
-    if format.quantized:
-        (out,) = gmm_fp8(
-            *(tokens.values, tokens.scales, w, scales, starts, sizes, bias),
-            format=format,
-            dtype=jnp.dtype(dtype),
-            out_dtype=jnp.dtype(out_dtype),
-            promoted=promoted,
-            config=config,
-        )
-        return out
-    op = _gmm.gmm if w.dtype == tokens.values.dtype else _gmm.gmm_master
-    (out,) = op(
-        tokens.values[None],
-        w[None],
-        starts[None],
-        sizes[None],
-        None if bias is None else bias[None],
+    return multiply(
+        *(tokens, w, scales, bias, starts, sizes),
+        format=format,
         weight_layout=layout,
-        out_dtype=jnp.dtype(out_dtype),
-        precision=None,
+        dtype=dtype,
+        out_dtype=out_dtype,
+        promoted=promoted if format.quantized else None,
         config=config,
     )
-    return out[0]
 
 
 def rows_of(
@@ -102,12 +88,12 @@ def rows_of(
     format, order = layer.format, order_of(a, layer)
     configs = layer.config or (None, None)
     promoted = layer.promoted or (None, None)
-    multiply = functools.partial(
+    in_order = functools.partial(
         product, expert_offsets=order.expert_offsets, dtype=layer.dtype, own=exchange.own
     )
     rows = _gathered(a, layer, order)
     first = functools.partial(
-        multiply,
+        in_order,
         rows,
         format=format,
         layout=layer.layouts[0],
@@ -131,7 +117,7 @@ def rows_of(
     else:
         # z is 0 in rows of no group, and so is every activation of it: they are no maximum.
         tokens = (exchange.tokens or format.tokens)(h)
-    rows = multiply(
+    rows = in_order(
         tokens,
         a.w_down,
         w_scales,

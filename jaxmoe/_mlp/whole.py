@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmoe import _primitive, _sharding
-from jaxmoe._gate_up import of_moving
+from jaxmoe._gemm.gate_up import of_moving
 from jaxmoe._mlp import sharding
 from jaxmoe._mlp.operands import Layer, Operands
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmoe import _sizes
+from jaxmoe._formats import PLAIN, Format
 
 _BLOCKS = (16, 32, 64, 128)
 
@@ -34,39 +35,46 @@ def gmm_xla(
     w: jax.Array,
     starts: jax.Array,
     sizes: jax.Array,
-    bias: jax.Array | None,
+    bias: jax.Array | None = None,
+    x_scales: jax.Array | None = None,
+    w_scales: jax.Array | None = None,
     *,
     weight_layout: str,
     out_dtype: Any,
-    precision: Any,
+    format: Format = PLAIN,
+    precision: Any = None,
     **_params: Any,
 ) -> tuple[jax.Array]:
-    """Computes `gmm` (see _gmm.py). Where groups overlap, the one of larger index wins."""
+    """Computes `gmm` (see op.py). Where groups overlap, the one of larger index wins."""
     batch, rows_per_batch, k = x.shape
     num_rows = batch * rows_per_batch
     n = w.shape[3] if weight_layout == "kn" else w.shape[2]
     out = jnp.zeros((num_rows, n), out_dtype)
     if out.size and starts.size:
         x, out = with_a_block(x.reshape(num_rows, k)), with_a_block(out)
-        w = w.reshape(w.shape[0] * w.shape[1], *w.shape[2:])
-        if bias is not None:
-            bias = bias.reshape(-1, n)
-        common = _common(x, w)
-        contract = ((1,), (0 if weight_layout == "kn" else 1,))
+        w, w_scales = (None if a is None else a.reshape(-1, *a.shape[2:]) for a in (w, w_scales))
+        bias = None if bias is None else bias.reshape(-1, n)
+        if x_scales is not None:
+            if format.one_token_scale:
+                x_scales = jnp.broadcast_to(x_scales[:, None], (batch, rows_per_batch))
+            x_scales = with_a_block(x_scales.reshape(num_rows, *x_scales.shape[2:]))
 
         def step(out: jax.Array, first: jax.Array, mask: jax.Array, group: jax.Array) -> jax.Array:
             weight = jax.lax.rem(group, jnp.int32(w.shape[0]))
-            rows = jax.lax.dynamic_slice_in_dim(x, first, mask.shape[0])
-            y = jax.lax.dot_general(
-                rows.astype(common),
-                jax.lax.dynamic_index_in_dim(w, weight, keepdims=False).astype(common),
-                (contract, ((), ())),
-                precision=precision,
-                preferred_element_type=jnp.float32,
+            rows, row_scales, old = (
+                None if a is None else jax.lax.dynamic_slice_in_dim(a, first, mask.shape[0])
+                for a in (x, x_scales, out)
             )
-            if bias is not None:
-                y += jax.lax.dynamic_slice_in_dim(bias, weight, 1).astype(jnp.float32)
-            old = jax.lax.dynamic_slice_in_dim(out, first, mask.shape[0])
+            matrix, scale, shift = (
+                None if a is None else jax.lax.dynamic_index_in_dim(a, weight, keepdims=False)
+                for a in (w, w_scales, bias)
+            )
+            if format.quantized:
+                y = format.multiply(rows, row_scales, matrix, scale)
+            else:
+                y = _dot(rows, matrix, 1, 0 if weight_layout == "kn" else 1, precision)
+            if shift is not None:
+                y += shift[None].astype(jnp.float32)
             new = jnp.where(mask[:, None], y.astype(out_dtype), old)
             return jax.lax.dynamic_update_slice_in_dim(out, new, first, 0)
 
@@ -85,11 +93,10 @@ def tgmm_xla(
     out_dtype: Any,
     precision: Any,
 ) -> tuple[jax.Array]:
-    """Computes `tgmm` (see _gmm.py)."""
+    """Computes `tgmm` (see op.py)."""
     batch, rows_per_batch, k = x.shape
     n = dy.shape[2]
     num_weights = weight_shape[0] * weight_shape[1]
-    common = _common(x, dy)
     dw = jnp.zeros((num_weights, k, n), jnp.float32)
     if dw.size and starts.size and batch * rows_per_batch:
         x = with_a_block(x.reshape(batch * rows_per_batch, k))
@@ -98,18 +105,10 @@ def tgmm_xla(
         def step(dw: jax.Array, first: jax.Array, mask: jax.Array, group: jax.Array) -> jax.Array:
             # Both are masked: 0 * NaN of another group's row would be NaN.
             rows, dy_rows = (
-                jnp.where(
-                    mask[:, None], jax.lax.dynamic_slice_in_dim(a, first, mask.shape[0]), 0
-                ).astype(common)
+                jnp.where(mask[:, None], jax.lax.dynamic_slice_in_dim(a, first, mask.shape[0]), 0)
                 for a in (x, dy)
             )
-            part = jax.lax.dot_general(
-                rows,
-                dy_rows,
-                (((0,), (0,)), ((), ())),
-                precision=precision,
-                preferred_element_type=jnp.float32,
-            )
+            part = _dot(rows, dy_rows, 0, 0, precision)
             weight = jax.lax.rem(group, jnp.int32(num_weights))
             part += jax.lax.dynamic_index_in_dim(dw, weight, keepdims=False)
             return jax.lax.dynamic_update_index_in_dim(dw, part, weight, 0)
@@ -119,6 +118,18 @@ def tgmm_xla(
     if init is not None:
         dw = dw + init.astype(jnp.float32)
     return (dw.astype(out_dtype),)
+
+
+def _dot(a: jax.Array, b: jax.Array, contract_a: int, contract_b: int, precision: Any) -> jax.Array:
+    """The product of two matrices over those axes, in float32."""
+    common = _common(a, b)
+    return jax.lax.dot_general(
+        a.astype(common),
+        b.astype(common),
+        (((contract_a,), (contract_b,)), ((), ())),
+        precision=precision,
+        preferred_element_type=jnp.float32,
+    )
 
 
 def _common(a: jax.Array, b: jax.Array) -> Any:

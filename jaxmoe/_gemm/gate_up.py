@@ -17,37 +17,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmoe import _gmm, _primitive
-from jaxmoe._heuristics import GemmConfig
+from jaxmoe import _primitive
+from jaxmoe._formats import Tokens
+from jaxmoe._gemm import cuda
+from jaxmoe._gemm.op import multiply
+from jaxmoe._gemm.tiles import GemmConfig
 from jaxmoe.activation import Activation, split_gate_up
 from jaxmoe.permute import permute_p
-
-
-def multiply(
-    rows: jax.Array,
-    w: jax.Array,
-    bias: jax.Array | None,
-    starts: jax.Array,
-    sizes: jax.Array,
-    *,
-    weight_layout: str,
-    dtype: Any,
-    config: Any = None,
-) -> jax.Array:
-    """Multiplies the rows of each group by its weights, which may be float32 masters."""
-    op = _gmm.gmm if w.dtype == rows.dtype else _gmm.gmm_master
-    (out,) = op(
-        rows[None],
-        w[None],
-        starts[None],
-        sizes[None],
-        None if bias is None else bias[None],
-        weight_layout=weight_layout,
-        out_dtype=jnp.dtype(dtype),
-        precision=None,
-        config=config,
-    )
-    return out[0]
 
 
 def activate(z: jax.Array, activation: Activation, gate_up: str) -> jax.Array:
@@ -85,7 +61,11 @@ def _gate_up(
 ) -> tuple[jax.Array, jax.Array]:
     rows = x if row_to_token is None else permute_p(x, row_to_token, slot_to_row)[0]
     z = multiply(
-        rows, w, bias, starts, sizes, weight_layout=weight_layout, dtype=jnp.float32, config=config
+        Tokens(rows, None),
+        *(w, None, bias, starts, sizes),
+        weight_layout=weight_layout,
+        out_dtype=jnp.float32,
+        config=config,
     )
     return activate(z, activation, gate_up).astype(x.dtype), z.astype(x.dtype)
 
@@ -106,7 +86,8 @@ def _gate_up_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
 
     def product(x: jax.Array, w: jax.Array, bias: jax.Array | None) -> jax.Array:
         rows = x if row_to_token is None else permute_p(x, row_to_token, slot_to_row)[0]
-        return multiply(rows, w, bias, *groups, weight_layout=layout, dtype=x.dtype)
+        given = (Tokens(rows, None), w, None, bias, *groups)
+        return multiply(*given, weight_layout=layout, out_dtype=x.dtype)
 
     moving = [tangents.x, tangents.w, tangents.bias]
     if all(t is None for t in moving):
@@ -120,7 +101,7 @@ def _gate_up_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
 def _attrs(
     avals: Any, *, activation: Activation, gate_up: str, weight_layout: str, config: GemmConfig
 ) -> dict[str, Any]:
-    return _gmm.cuda_attrs(
+    return cuda.attrs(
         config,
         layout=weight_layout,
         gather=avals.row_to_token is not None,
@@ -133,11 +114,11 @@ def _reason(avals: Any, **_params: Any) -> str | None:
     op, x, row_to_token, w = "moe_mlp", avals.x, avals.row_to_token, avals.w
     rows = x.shape[0] if row_to_token is None else row_to_token.size
     return (
-        _gmm.dtype_reason(op, x=x, w_gate_up=w)
-        or _gmm.count_reason(op, rows, x=x)
-        or _gmm.row_reason(op, "x", x, 1)
-        or _gmm.row_reason(op, "w_gate_up", w, 2)
-        or _gmm.row_reason(op, "w_gate_up", w, 1)
+        cuda.dtype_reason(op, x=x, w_gate_up=w)
+        or cuda.count_reason(op, rows, x=x)
+        or cuda.row_reason(op, "x", x, 1)
+        or cuda.row_reason(op, "w_gate_up", w, 2)
+        or cuda.row_reason(op, "w_gate_up", w, 1)
     )
 
 
@@ -147,11 +128,11 @@ gate_up_p = _primitive.define(
     xla=_gate_up,
     batch=functools.partial(_primitive.as_its_ops, _gate_up),
     jvp=_gate_up_jvp,
-    cuda=_gmm.cuda_target(
+    cuda=cuda.target(
         "row_to_token",
         "x",
         attrs=_attrs,
-        scratch=lambda _avals, **_: _gmm.cuda_scratch(),
+        scratch=lambda _avals, **_: cuda.scratch(),
         reason=_reason,
     ),
 )

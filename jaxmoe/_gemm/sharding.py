@@ -1,4 +1,4 @@
-"""How grouped products are divided over the axes of a mesh, in the notation of _gmm.py.
+"""How grouped products are divided over the axes of a mesh, in the notation of op.py.
 
 gmm                                                          what a device does
   w split on N (and bias)    its columns                     nothing is added up
@@ -24,69 +24,41 @@ from jaxmoe._sharding import Axes, Call, Dims, Rule, Split, once, own, refuse_to
 
 
 def gmm_rule(gmm: Callable[..., Any]) -> Rule:
-    """The rule of `gmm`."""
+    """The rule of `gmm`. Scales lie with their values; blocks that share one are not divided."""
 
-    def dims(avals: Any, *, weight_layout: str, **_params: Any) -> str:
+    def dims(avals: Any, *, weight_layout: str, format: Format, **_params: Any) -> str:
         weight = "k n" if weight_layout == "kn" else "n k"
-        of_weight = _batch_name(avals.x.shape[0], avals.w.shape[0])
-        return f"b t k, {of_weight} e {weight}, b g, b g, {of_weight} e n -> b t n"
+        u = _batch_name(avals.x.shape[0], avals.w.shape[0])
+        x_scales, w_scales = (format.scales_of(tokens) for tokens in (True, False))
+        scales = f"b {x_scales}, {u} {w_scales}"
+        return f"b t k, {u} e {weight}, b g, b g, {u} e n, {scales} -> b t n"
 
-    def split(call: Call, **params: Any) -> Split:
+    def split(call: Call, *, format: Format, **params: Any) -> Split:
         refuse_tokens(rule, call, 0, 1)
         x, w = call.avals.x, call.avals.w
         of_x, of_w = call.given.x, call.given.w
         k_dim = 2 if params["weight_layout"] == "kn" else 3
         n_dim = 5 - k_dim
         e = call.pick(w.shape[1], of_w[1])
-        n = call.pick(w.shape[n_dim], of_w[n_dim], taken=e)
-        k = call.pick(x.shape[2], of_w[k_dim], of_x[2], taken=e + n)
+        n = call.pick(parts_of(w.shape[n_dim], format), of_w[n_dim], taken=e)
+        k = call.pick(parts_of(x.shape[2], format), of_w[k_dim], of_x[2], taken=e + n)
         b, u = _batch_axes(call, x.shape[0], w.shape[0], of_x[0], of_w[0], e + n + k)
         in_w = (u, e, k, n) if k_dim == 2 else (u, e, n, k)
         added = e + k
         if k:  # tiles chosen for all of K may not fit a part
             params = params | {"config": None}
 
-        def part(x: Any, w: Any, starts: Any, sizes: Any, bias: Any) -> tuple[jax.Array]:
+        def part(x: Any, w: Any, starts: Any, sizes: Any, bias: Any, *scales: Any) -> Any:
             groups = (own_groups(a, w.shape[1], e, call.count(e)) for a in (starts, sizes))
-            (out,) = gmm(x, w, *groups, once(bias, k), **params)
+            (out,) = gmm(x, w, *groups, once(bias, k), *scales, format=format, **params)
             return (total(out, added),)
 
         groups = (b, ())
-        return Split(((b, (), k), in_w, groups, groups, (u, e, n)), ((b, (), n),), part)
+        scales = ((b, *token_scale_axes(format, (), k)), (u, *weight_scale_axes(format, e, n, k)))
+        return Split(((b, (), k), in_w, groups, groups, (u, e, n), *scales), ((b, (), n),), part)
 
-    names = ("grouped_gemm", "lhs", "rhs", "group_sizes", "group_sizes", "bias")
-    rule = Rule(dims, split, names, weights=(1,))
-    return rule
-
-
-def quantized_rule(gmm: Callable[..., Any]) -> Rule:
-    """The rule of `gmm_fp8`: scales lie with their values, blocks are not divided."""
-
-    def dims(_avals: Any, *, format: Format, **_params: Any) -> str:
-        scales = format.scales_of(tokens=True), format.scales_of(tokens=False)
-        return f"t k, {scales[0]}, e n k, {scales[1]}, g, g, e n -> t n"
-
-    def split(call: Call, *, format: Format, **params: Any) -> Split:
-        refuse_tokens(rule, call, 0, 0)
-        x, w, given = call.avals.x, call.avals.w, call.given
-        e = call.pick(w.shape[0], given.w[0])
-        n = call.pick(parts_of(w.shape[1], format), given.w[1], taken=e)
-        k = call.pick(parts_of(x.shape[1], format), given.w[2], given.x[1], taken=e + n)
-        if k:
-            params = params | {"config": None}
-
-        def part(x: Any, xs: Any, w: Any, ws: Any, starts: Any, sizes: Any, bias: Any) -> Any:
-            groups = (own_groups(a[None], w.shape[0], e, call.count(e))[0] for a in (starts, sizes))
-            (out,) = gmm(x, xs, w, ws, *groups, once(bias, k), format=format, **params)
-            return (total(out, e + k),)
-
-        x_scales = token_scale_axes(format, (), k)
-        w_scales = weight_scale_axes(format, e, n, k)
-        ins = (((), k), x_scales, (e, n, k), w_scales, ((),), ((),), (e, n))
-        return Split(ins, (((), n),), part)
-
-    names = ("grouped_gemm", "lhs", "lhs.scales", "rhs.values", "rhs.scales")
-    rule = Rule(dims, split, (*names, "group_sizes", "group_sizes", "bias"), weights=(2,))
+    names = ("lhs", "rhs", "group_sizes", "group_sizes", "bias", "lhs.scales", "rhs.scales")
+    rule = Rule(dims, split, ("grouped_gemm", *names), weights=(1,))
     return rule
 
 

@@ -1,0 +1,1 @@
+"""Grouped products and their weight gradients: ops, XLA versions, sharding rules, tiles."""

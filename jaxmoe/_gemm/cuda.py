@@ -1,0 +1,128 @@
+"""The FFI call of grouped products: its operands and attributes, and why CUDA cannot run one."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmoe import _checks, _primitive, _sizes
+from jaxmoe._codes import Choice, choice
+from jaxmoe._formats import PLAIN, Format
+from jaxmoe._gemm.tiles import gmm_scratch_size
+from jaxmoe.activation import ACTIVATIONS, GATE_UP_ORDERS, Activation
+
+MAX_ROWS = 2**31 - 1  # of all batches: rows are counted in int32
+ROW_BYTES = 16  # what the kernels' loads need rows to be multiples of
+
+
+def target(rows: str, bias_dtype: str, **functions: Any) -> _primitive.CudaTarget:
+    """The FFI call of a grouped product.
+
+    Its operands are x, x_scales, row_index, w, w_scales, bias, starts and sizes, its results out, z
+    and scratch. `rows` is the name of row_index; `bias_dtype` says whose dtype an absent bias has.
+    """
+    return _primitive.CudaTarget(
+        "jaxmoe_grouped_gemm_v1",
+        operands=("x", "x_scales", rows, "w", "w_scales", "bias", "starts", "sizes"),
+        absent={
+            "x_scales": (1, jnp.float32),
+            rows: (1, jnp.int32),
+            "w_scales": (1, jnp.float32),
+            "bias": (2, bias_dtype),
+        },
+        **functions,
+    )
+
+
+def attrs(
+    config: Any,
+    *,
+    layout: str,
+    gather: bool = False,
+    format: Format = PLAIN,
+    promoted: bool | None = None,
+    gate_up: str = GATE_UP_ORDERS[0],
+    activation: Activation = ACTIVATIONS["identity"],
+) -> dict[str, Any]:
+    """Attributes of that call."""
+    return {
+        "layout": choice("layout", layout),
+        "format": Choice(format.code, format.name),
+        "promoted": int(bool(promoted)),
+        "gate_up": choice("gate_up", gate_up),
+        "activation": {"gated": int(activation.gated), **activation.kernel_params()},
+        # `gather` of the configuration is for the layer: here the operands say it.
+        "config": {**config.attrs(), "gather": int(gather)},
+    }
+
+
+def scratch(dtype: Any = None) -> list[_primitive.Spec]:
+    """Results of that call after out; z among them, and absent, if a dtype is given."""
+    counter: list[_primitive.Spec] = [((gmm_scratch_size(),), jnp.int32)]
+    return counter if dtype is None else [((0, 0), dtype), *counter]
+
+
+def row_reason(op: str, name: str, x: Any, axis: int, itemsize: int | None = None) -> str | None:
+    """Says why rows of `x.shape[axis]` elements cannot be moved by the CUDA kernels, or None.
+
+    Rows of `x`, or of an array of as many elements of `itemsize` bytes.
+    """
+    size, step = x.shape[axis], ROW_BYTES // (itemsize or np.dtype(x.dtype).itemsize)
+    if size > 0 and size % step == 0:
+        return None
+    below, above = size // step * step, (size // step + 1) * step
+    nearest = f"{below} and {above}" if below else f"{above}"
+    rule = (
+        f"{name}.shape[{axis}]={size} must be a positive multiple of {step} on CUDA "
+        f"(rows of 16-byte multiples); the nearest legal: {nearest}"
+    )
+    return _checks.message(op, rule, **{name: x})
+
+
+def count_reason(op: str, num_rows: int, **arrays: Any) -> str | None:
+    """Says why the CUDA kernels cannot count so many rows, or None."""
+    if not _sizes.exceeds(num_rows, MAX_ROWS):
+        return None
+    rule = f"{num_rows} rows (of all examples of a vmap) must be at most {MAX_ROWS} on CUDA"
+    return _checks.message(op, rule, **arrays)
+
+
+def dtype_reason(op: str, **arrays: Any) -> str | None:
+    """Says why the CUDA kernels cannot multiply arrays of these dtypes, or None."""
+    names = {np.dtype(x.dtype).name for x in arrays.values()}
+    if len(names) == 1 and names <= {"bfloat16", "float16"}:
+        return None
+    listed = " and ".join(arrays)
+    return _checks.message(op, f"{listed} must all be bf16 or all be f16 on CUDA", **arrays)
+
+
+def kernel_reason(op: str, format: Format, dtype: Any, **arrays: Any) -> str | None:
+    """Why no kernel has this format and rounds to `dtype`, that of the one array given."""
+    if format.code < 0:
+        return _checks.message(op, f"{format.name} has no CUDA kernel", **arrays)
+    if jnp.dtype(dtype).name in ("bfloat16", "float16"):
+        return None
+    (name,) = arrays
+    rule = f"{name}.dtype={_checks.dtype_name(dtype)} must be bf16 or f16 on CUDA"
+    return _checks.message(op, rule, **arrays)
+
+
+def result_reason(dtype: Any, out_dtype: Any, lhs: Any) -> str | None:
+    """Says why a product of `dtype` cannot have results of `out_dtype` on CUDA, or None."""
+    if out_dtype in (dtype, jnp.float32):
+        return None
+    rule = (
+        f"preferred_element_type={_checks.dtype_name(out_dtype)} must be "
+        f"{_checks.dtype_name(dtype)} or f32 on CUDA"
+    )
+    return _checks.message("grouped_gemm", rule, lhs=lhs)
+
+
+def mixed_reason(x: Any, other: Any) -> str:
+    """Says why CUDA cannot multiply factors of two dtypes, which only a gradient has."""
+    rule = (
+        "the factors of a gradient must all be bf16 or all be f16 on CUDA, not one of them f32 as "
+        "where the product was float32 (preferred_element_type, or a second derivative); such "
+        "gradients run on CPU, and on GPUs where the CUDA extension is not loaded"
+    )
+    return _checks.message("grouped_gemm", rule, lhs=x, rhs=other)

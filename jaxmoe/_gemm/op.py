@@ -1,0 +1,391 @@
+"""The primitives `gmm` and `tgmm`: batched grouped matrix products, each the other's transpose.
+
+gmm: `Product` -> [B,T,N], for x [B,T,K] and w [W,E,K,N] ("kn") or [W,E,N,K] ("nk")
+
+  out[b,t] = x[b,t] @ w[i] + bias[i]  for starts[b,g] <= t < starts[b,g] + sizes[b,g],
+  i = (b * G + g) mod (W * E) counting the weights of all batches; 0 for the rows of no group
+
+where x and w stand for values times scales if the format has any. With master weights w and bias
+are float32, rounded to the dtype of x, and their gradients are float32.
+
+tgmm: x [B,T,K], dy [B,T,N], starts, sizes, init [W,E,K,N] or None -> [W,E,K,N]
+
+  dw[i] = init[i] + sum over the groups of weight i of x[b,t]^T dy[b,t]; exactly init[i], or 0,
+  where they have no rows. `init` is added in float32, before the one rounding; on CUDA dw takes its
+  memory
+
+Either G = E and W divides B, or W = 1 and E divides G. `vmap` folds into B, so that it becomes
+more groups of one call; weights that are not batched are never copied, and the gradient of `vmap`
+adds up inside one `tgmm`. Ranges are cut to [0, T). Groups of one batch must not overlap: a row of
+two groups is written by one of them. Bilinear without bias and init.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxmoe import _checks, _primitive
+from jaxmoe._formats import MASTER, PLAIN, Format, Tokens
+from jaxmoe._gemm import cuda, sharding, xla
+from jaxmoe._gemm.tiles import gmm_config, tgmm_cluster
+
+_OTHER_LAYOUT = {"kn": "nk", "nk": "kn"}
+
+
+class Product(NamedTuple):
+    """The operands of `gmm`; None for those that are absent.
+
+    Attributes:
+      x: [B, T, K].
+      w: [W, E, K, N], or [W, E, N, K].
+      starts, sizes: [B, G] int32.
+      bias: [W, E, N].
+      x_scales: [B, ...], for each batch those of tokens [T, K].
+      w_scales: [W, E, ...], those of weights [E, N, K].
+    """
+
+    x: Any
+    w: Any
+    starts: Any
+    sizes: Any
+    bias: Any = None
+    x_scales: Any = None
+    w_scales: Any = None
+
+
+def gmm(
+    *operands: Any,
+    weight_layout: str,
+    out_dtype: Any,
+    dtype: Any = None,
+    format: Format = PLAIN,
+    precision: Any = None,
+    promoted: bool | None = None,
+    config: Any = None,
+) -> tuple[jax.Array]:
+    """Binds the primitive to the operands of a `Product`.
+
+    `dtype` is that of the bias, and of the result unless it is float32; by default that of x.
+    """
+    a = Product(*operands)
+    (out,) = gmm_p(
+        *a,
+        weight_layout=weight_layout,
+        out_dtype=jnp.dtype(out_dtype),
+        dtype=jnp.dtype(a.x.dtype if dtype is None else dtype),
+        format=format,
+        precision=precision,
+        promoted=promoted,
+        config=config,
+    )
+    return (out,)
+
+
+def multiply(
+    tokens: Tokens,
+    w: jax.Array,
+    scales: jax.Array | None,
+    bias: jax.Array | None,
+    starts: jax.Array,
+    sizes: jax.Array,
+    *,
+    format: Format = PLAIN,
+    **params: Any,
+) -> jax.Array:
+    """Multiplies rows [R, K] by weights [E, ...] of their groups, which may be float32 masters."""
+    if not format.quantized:
+        format = PLAIN if w.dtype == tokens.values.dtype else MASTER
+    given = Product(tokens.values, w, starts, sizes, bias, tokens.scales, scales)
+    (out,) = gmm(*(None if a is None else a[None] for a in given), format=format, **params)
+    return out[0]
+
+
+def refuse_derivative(op: str, format: Format, x: Any, w: Any) -> Any:
+    """Raises: products in this format have no derivative."""
+    raise NotImplementedError(_checks.message(op, format.gradient.refused or "", x=x, w=w))
+
+
+def _gmm_out(x: Any, w: Any, *_: Any, weight_layout: str, out_dtype: Any, **_params: Any) -> Any:
+    return [((*x.shape[:2], w.shape[3 if weight_layout == "kn" else 2]), out_dtype)]
+
+
+def _tgmm_out(x: Any, dy: Any, *_: Any, weight_shape: Any, out_dtype: Any, **_params: Any) -> Any:
+    return [((*weight_shape, x.shape[2], dy.shape[2]), out_dtype)]
+
+
+def _fold(a: jax.Array, dim: int | None, size: int, inner: int) -> jax.Array:
+    """[V,B,...] -> [V*B,...] in the order (B / inner, V, inner)."""
+    a = _primitive.move_batch_to_front(a, dim, size)
+    batch, rest = a.shape[1], a.shape[2:]
+    a = jnp.moveaxis(a.reshape(size, batch // inner, inner, *rest), 0, 1)
+    return a.reshape(size * batch, *rest)
+
+
+def _unfold(a: jax.Array, size: int, inner: int) -> jax.Array:
+    batch, rest = a.shape[0] // size, a.shape[1:]
+    a = jnp.moveaxis(a.reshape(batch // inner, size, inner, *rest), 1, 0)
+    return a.reshape(size, batch, *rest)
+
+
+def _gmm_xla(*operands: Any, format: Format, **params: Any) -> tuple[jax.Array]:
+    a = Product(*operands)
+    if format.master:
+        bias = None if a.bias is None else a.bias.astype(a.x.dtype)
+        return gmm(*a._replace(w=a.w.astype(a.x.dtype), bias=bias), format=PLAIN, **params)
+    return xla.gmm_xla(*a, format=format, **params)
+
+
+def _gmm_batch(args: Product, dims: Product, *, format: Format, **params: Any) -> Any:
+    size = _primitive.batch_size(args, dims)
+    front = _primitive.move_batch_to_front
+    scales_too = args.w_scales is None or (dims.w_scales is None) == (dims.w is None)
+    if dims.w is None and dims.bias is None and scales_too:
+        inner = _lead(args.starts, dims.starts)[0]  # any w serves all: examples are more batches
+        w, bias, w_scales = args.w, args.bias, args.w_scales
+    elif (
+        dims.w is not None
+        and scales_too
+        and _lead(args.starts, dims.starts)[1] == _lead(args.w, dims.w)[1]
+    ):
+        inner = _lead(args.w, dims.w)[0]
+        w = _merge(front(args.w, dims.w))
+        bias, w_scales = (
+            None if a is None else _merge(front(a, d, size))
+            for a, d in ((args.bias, dims.bias), (args.w_scales, dims.w_scales))
+        )
+    else:  # a fold would have to copy weights
+        return _primitive.one_by_one(gmm_p, args, dims, format=format, **params)
+    folded = {
+        name: _fold(getattr(args, name), getattr(dims, name), size, inner)
+        for name in ("x", "starts", "sizes", "x_scales")
+        if getattr(args, name) is not None
+    }
+    a = args._replace(w=w, bias=bias, w_scales=w_scales, **folded)
+    (out,) = gmm_p(*_by_row(a, format), format=_of_rows(a, format), **params)
+    return (_unfold(out, size, inner),), (0,)
+
+
+def _by_row(a: Product, format: Format) -> Product:
+    """The same product in the format of `_of_rows`: several batches may differ in their scale."""
+    if not format.one_token_scale:
+        return a
+    values = a.w.reshape(-1, *a.w.shape[2:])
+    _, scales = format.by_row(values, a.w_scales.reshape(-1))
+    return a._replace(
+        x_scales=jnp.broadcast_to(a.x_scales[:, None], a.x.shape[:2]),
+        w_scales=scales.reshape(*a.w.shape[:2], *scales.shape[1:]),
+    )
+
+
+def _of_rows(a: Product, format: Format) -> Format:
+    if not format.one_token_scale:
+        return format
+    return format.by_row(a.w[0], a.w_scales[0])[0]
+
+
+def _tgmm_batch(args: Any, dims: Any, *, weight_shape: tuple[int, int], **params: Any) -> Any:
+    size = _primitive.batch_size(args, dims)
+    inner, num_experts = weight_shape
+    if _lead(args.starts, dims.starts)[1] != num_experts:
+        return _primitive.one_by_one(tgmm, args, dims, weight_shape=weight_shape, **params)
+    *factors, init = args
+    *factor_dims, init_dim = dims
+    folded = (_fold(a, d, size, inner) for a, d in zip(factors, factor_dims, strict=True))
+    if init is not None:
+        init = _merge(_primitive.move_batch_to_front(init, init_dim, size))
+    (dw,) = tgmm(*folded, init, weight_shape=(size * inner, num_experts), **params)
+    return (dw.reshape(size, inner, *dw.shape[1:]),), (0,)
+
+
+def _merge(a: jax.Array) -> jax.Array:
+    return a.reshape(a.shape[0] * a.shape[1], *a.shape[2:])
+
+
+def _lead(a: Any, dim: int | None) -> tuple[int, int]:
+    """The first two sizes of `a` without its batch dimension."""
+    first, second, *_ = (s for i, s in enumerate(a.shape) if i != dim)
+    return first, second
+
+
+def _gmm_jvp(primals: Product, tangents: Product, *, format: Format, **params: Any) -> Any:
+    if format.gradient.refused is not None:
+        refuse_derivative("grouped_gemm", format, primals.x, primals.w)
+    x, w, starts, sizes, *_ = primals
+    product = functools.partial(gmm, format=format, **params)
+    terms = []
+    if tangents.x is not None:
+        terms += product(tangents.x, w, starts, sizes)
+    if tangents.w is not None:
+        terms += product(x, tangents.w, starts, sizes)
+    if tangents.bias is not None:
+        # bias[e] as a product: one K of ones, padded to a row length that the kernels take.
+        k = cuda.ROW_BYTES // x.dtype.itemsize
+        ones = jnp.zeros((*x.shape[:2], k), x.dtype).at[..., 0].set(1)
+        rows = jnp.pad(tangents.bias[:, :, None, :], ((0, 0), (0, 0), (0, k - 1), (0, 0)))
+        of_bias = params | {"weight_layout": "kn", "config": None}
+        terms += gmm(ones, rows, starts, sizes, format=format, **of_bias)
+    return product(*primals), (functools.reduce(jnp.add, terms) if terms else None,)
+
+
+def _gmm_transpose(
+    cts: Any, args: Product, *, weight_layout: str, precision: Any, **_of_this: Any
+) -> Any:
+    x, w, starts, sizes, *_ = args
+    (ct,) = cts
+    nothing = Product(*[None] * len(args))
+    if _primitive.is_linear(x):
+        dtype = x.aval.dtype
+        (dx,) = gmm(
+            *(ct, w.astype(dtype), starts, sizes),
+            weight_layout=_OTHER_LAYOUT[weight_layout],
+            out_dtype=dtype,
+            precision=precision,
+        )
+        return nothing._replace(x=dx)
+    factors = (x, ct) if weight_layout == "kn" else (ct, x)
+    (dw,) = tgmm(
+        *factors,
+        starts,
+        sizes,
+        None,
+        weight_shape=w.aval.shape[:2],
+        out_dtype=w.aval.dtype,
+        precision=precision,
+    )
+    return nothing._replace(w=dw)
+
+
+def _tgmm_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+    x, dy, starts, sizes, _ = primals
+    terms = [] if tangents.init is None else [tangents.init]
+    if tangents.x is not None:
+        terms += tgmm(tangents.x, dy, starts, sizes, None, **params)
+    if tangents.dy is not None:
+        terms += tgmm(x, tangents.dy, starts, sizes, None, **params)
+    return tgmm(*primals, **params), (functools.reduce(jnp.add, terms) if terms else None,)
+
+
+def _tgmm_transpose(
+    cts: Any, args: Any, *, weight_shape: Any, out_dtype: Any, precision: Any
+) -> Any:
+    del weight_shape, out_dtype
+    x, dy, starts, sizes, _ = args
+    x_is_linear = _primitive.is_linear(x)
+    other, linear = (dy, x) if x_is_linear else (x, dy)
+    dtype = linear.aval.dtype
+    (ct,) = gmm(
+        *(other, cts[0], starts, sizes),
+        weight_layout="nk" if x_is_linear else "kn",
+        out_dtype=dtype,
+        precision=precision,
+    )
+    nothing = (None, None, None)
+    return (ct, None, *nothing) if x_is_linear else (None, ct, *nothing)
+
+
+def _gmm_attrs(
+    a: Product,
+    *,
+    weight_layout: str,
+    out_dtype: Any,
+    format: Format,
+    promoted: bool | None,
+    config: Any,
+    **_params: Any,
+) -> dict[str, Any]:
+    if config is None:
+        config = gmm_config(
+            *(a.x.shape[0] * a.x.shape[1], a.starts.size, a.x.shape[2]),
+            a.w.shape[3 if weight_layout == "kn" else 2],
+            promoted=promoted,
+            float_out=out_dtype == jnp.float32,
+        )
+    return cuda.attrs(config, layout=weight_layout, format=format, promoted=promoted)
+
+
+def _gmm_reason(
+    a: Product, *, format: Format, dtype: Any, out_dtype: Any, **_params: Any
+) -> str | None:
+    op = "grouped_gemm"
+    # Messages show shapes as the caller of grouped_gemm knows them, without batch axis.
+    one = lambda v: jax.ShapeDtypeStruct(v.shape[1:], v.dtype)  # noqa: E731
+    x, w = one(a.x), one(a.w)
+    if format.quantized:
+        reason = cuda.kernel_reason(op, format, dtype, lhs=x)
+        name, itemsize = "rhs.values", jnp.dtype(dtype).itemsize
+    elif x.dtype != w.dtype:  # never so in a public call, only in a transpose
+        return cuda.mixed_reason(x, w)
+    else:
+        of_bias = {} if a.bias is None else {"bias": one(a.bias)}
+        reason = cuda.dtype_reason(op, **{"lhs": x, "rhs": w} | of_bias)
+        name, itemsize = "rhs", None
+    reason = (
+        reason
+        or cuda.result_reason(dtype, out_dtype, x)
+        or cuda.count_reason(op, a.x.shape[0] * x.shape[0], lhs=x)
+    )
+    if not format.quantized:
+        reason = reason or cuda.row_reason(op, "lhs", x, 1)
+    return (
+        reason
+        or cuda.row_reason(op, name, w, 2)
+        or cuda.row_reason(op, name, w, 1, itemsize=itemsize)
+    )
+
+
+def _tgmm_reason(avals: Any, *, out_dtype: Any, **_params: Any) -> str | None:
+    op = "grouped_gemm"
+    # Messages show shapes as the caller of grouped_gemm knows them, without batch axis.
+    x, dy = (jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for a in (avals.x, avals.dy))
+    if x.dtype != dy.dtype:
+        return cuda.mixed_reason(x, dy)
+    reason = cuda.dtype_reason(op, x=x, dy=dy)
+    if reason is None and out_dtype not in (x.dtype, jnp.float32):
+        rule = f"the gradient of rhs must be {_checks.dtype_name(x.dtype)} or f32 on CUDA"
+        reason = _checks.message(op, rule, x=x, dy=dy)
+    return (
+        reason
+        or cuda.count_reason(op, avals.x.shape[0] * x.shape[0], x=x)
+        or cuda.row_reason(op, "x", x, 1)
+        or cuda.row_reason(op, "dy", dy, 1)
+    )
+
+
+gmm_p = _primitive.define(
+    "jaxmoe_gmm",
+    operands=Product,
+    out=_gmm_out,
+    xla=_gmm_xla,
+    batch=_gmm_batch,
+    jvp=_gmm_jvp,
+    transpose=_gmm_transpose,
+    cuda=cuda.target(
+        "row_index",
+        "dtype",
+        attrs=_gmm_attrs,
+        scratch=lambda _a, *, dtype, **_: cuda.scratch(dtype),
+        reason=_gmm_reason,
+    ),
+    rule=sharding.gmm_rule(lambda *arrays, **params: gmm_p(*arrays, **params)),
+    composed=lambda *, format, **_: format.master,
+    expands=lambda *, format, **_: format.master,
+)
+tgmm = _primitive.define(
+    "jaxmoe_tgmm",
+    out=_tgmm_out,
+    xla=xla.tgmm_xla,
+    batch=_tgmm_batch,
+    jvp=_tgmm_jvp,
+    transpose=_tgmm_transpose,
+    cuda=_primitive.CudaTarget(
+        "jaxmoe_weight_grad_v1",
+        attrs=lambda avals, **_: {"cluster": tgmm_cluster(avals.x.shape[2])},
+        scratch=lambda _avals, **_: cuda.scratch(),
+        reason=_tgmm_reason,
+        absent={"init": (4, "out_dtype")},
+        aliases=lambda avals, **_: {} if avals.init is None else {"init": 0},
+    ),
+    rule=sharding.tgmm_rule(lambda *arrays, **params: tgmm(*arrays, **params)),
+)
