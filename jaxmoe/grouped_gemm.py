@@ -129,7 +129,8 @@ def grouped_gemm(
         _checks.check_same_dim(op, "bias", bias, 0, "rhs", rhs, 0, "num_groups")
         _checks.check_same_dim(op, "bias", bias, 1, "rhs", rhs, 3 - k_axis, "N")
     starts, sizes = _groups(lhs, rhs, group_sizes, group_offset)
-    dtype, w, scales = lhs.dtype, rhs, None
+    w: Any = rhs
+    dtype, scales = lhs.dtype, None
     if isinstance(rhs, QuantizedArray):
         w, scales, weight_layout = rhs.values, rhs.scales, "nk"
         if format.quantizes_tokens and not isinstance(lhs, QuantizedArray):

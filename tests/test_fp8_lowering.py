@@ -228,6 +228,21 @@ def test_grouped_gemm_quantizes_its_rows_first():
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("format", FORMATS)
+def test_vmap_of_grouped_gemm_is_one_call(format):
+    """Examples whose tokens have one scale each become rows that have it each."""
+    rhs = quantized(E, 40, H, format=format, layout="kn")
+    args = (struct(3, 10, H), rhs, struct(3, E, dtype=I32))
+    text = cuda_text(jax.vmap(lambda *a: grouped_gemm(*a), (0, None, 0)), *args)
+    (call,) = [c for c in calls(text) if c[0] == "jaxmoe_grouped_gemm_v1"]
+    _, attrs, operands, results = call
+    by_block = format == "fp8_block"
+    assert attrs["format"] == ("3:i64" if by_block else "2:i64")  # a scale a channel
+    assert operands[:2] == ["3x10x144xf8E4M3FN", "3x10x2xf32" if by_block else "3x10xf32"]
+    assert operands[3:5] == ["1x4x40x144xf8E4M3FN", "1x4x1x2xf32" if by_block else "1x4x40xf32"]
+    assert results[0] == "3x10x40xbf16" and "stablehlo.while" not in text
+
+
 def test_explain_shows_the_layer_and_its_bytes():
     args = (struct(T, H), ROUTING, *weights("fp8_channel"))
     (op,) = explain(lambda *a: moe_mlp(*a, weight_layout="nk"), *args).ops

@@ -60,7 +60,7 @@ Work WorkOf(Op op, const Workload& load) {
 // Every tile that has a kernel but those of up to 32 tokens where the experts hit have more than 4
 // times as many rows in the mean (each weight would be read more than 4 times), and the wider ones
 // where they have fewer than 4; for gemm1 and the layer with gather and without. Raster 8 is tried
-// beside 1 from 2048 rows an expert on, as jaxmoe/_heuristics.py has it.
+// beside 1 from 2048 rows an expert on, as jaxmoe/_gemm/tiles.py has it.
 std::vector<TileConfig> TilesThatMakeSense(WeightLayout layout, const Workload& load) {
   const double mean_rows = load.num_rows() / load.experts_hit();
   std::vector<TileConfig> tiles;

@@ -7,13 +7,13 @@
 
 namespace jaxmoe {
 
-// int32 scratch: the tile counter. gmm_scratch_size in jaxmoe/_heuristics.py.
+// int32 scratch: the tile counter. gmm_scratch_size in jaxmoe/_gemm/tiles.py.
 inline constexpr int64_t kGemmScratchInts = 4;
 
 // Most elements of a weight's rows or columns.
 inline constexpr int64_t kMaxColumns = kMaxInt / 4;
 
-// GemmConfig of jaxmoe/_heuristics.py.
+// GemmConfig of jaxmoe/_gemm/tiles.py.
 struct TileAttrs {
   int64_t weight_tile;
   int64_t token_tile;

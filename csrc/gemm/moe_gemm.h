@@ -45,7 +45,7 @@ struct EnumNames<ActivationParams::Kind> {
   static constexpr const char* kAll[] = {"sigmoid", "erf", "relu", "relu2", "identity"};
 };
 
-// Tile of a kernel, chosen by jaxmoe/_heuristics.py among those of sm90/kernel.cuh.
+// Tile of a kernel, chosen by jaxmoe/_gemm/tiles.py among those of sm90/kernel.cuh.
 struct TileConfig {
   int weight_tile = 128;  // weight rows per CTA tile
   int token_tile = 8;     // rows per CTA tile

@@ -224,7 +224,7 @@ def _gmm_jvp(primals: Product, tangents: Product, *, format: Format, **params: A
         k = cuda.ROW_BYTES // x.dtype.itemsize
         ones = jnp.zeros((*x.shape[:2], k), x.dtype).at[..., 0].set(1)
         rows = jnp.pad(tangents.bias[:, :, None, :], ((0, 0), (0, 0), (0, k - 1), (0, 0)))
-        of_bias = params | {"weight_layout": "kn", "config": None}
+        of_bias: dict[str, Any] = params | {"weight_layout": "kn", "config": None}
         terms += gmm(ones, rows, starts, sizes, format=format, **of_bias)
     return product(*primals), (functools.reduce(jnp.add, terms) if terms else None,)
 

@@ -52,7 +52,8 @@ def gmm_xla(
     out = jnp.zeros((num_rows, n), out_dtype)
     if out.size and starts.size:
         x, out = with_a_block(x.reshape(num_rows, k)), with_a_block(out)
-        w, w_scales = (None if a is None else a.reshape(-1, *a.shape[2:]) for a in (w, w_scales))
+        w = w.reshape(-1, *w.shape[2:])
+        w_scales = None if w_scales is None else w_scales.reshape(-1, *w_scales.shape[2:])
         bias = None if bias is None else bias.reshape(-1, n)
         if x_scales is not None:
             if format.one_token_scale:
@@ -61,21 +62,16 @@ def gmm_xla(
 
         def step(out: jax.Array, first: jax.Array, mask: jax.Array, group: jax.Array) -> jax.Array:
             weight = jax.lax.rem(group, jnp.int32(w.shape[0]))
-            rows, row_scales, old = (
-                None if a is None else jax.lax.dynamic_slice_in_dim(a, first, mask.shape[0])
-                for a in (x, x_scales, out)
-            )
-            matrix, scale, shift = (
-                None if a is None else jax.lax.dynamic_index_in_dim(a, weight, keepdims=False)
-                for a in (w, w_scales, bias)
-            )
+            part: Any = lambda a: jax.lax.dynamic_slice_in_dim(a, first, mask.shape[0])  # noqa: E731
+            own: Any = lambda a: jax.lax.dynamic_index_in_dim(a, weight, keepdims=False)  # noqa: E731
             if format.quantized:
-                y = format.multiply(rows, row_scales, matrix, scale)
+                scales = None if x_scales is None else part(x_scales)
+                y = format.multiply(part(x), scales, own(w), own(w_scales))
             else:
-                y = _dot(rows, matrix, 1, 0 if weight_layout == "kn" else 1, precision)
-            if shift is not None:
-                y += shift[None].astype(jnp.float32)
-            new = jnp.where(mask[:, None], y.astype(out_dtype), old)
+                y = _dot(part(x), own(w), 1, 0 if weight_layout == "kn" else 1, precision)
+            if bias is not None:
+                y += own(bias)[None].astype(jnp.float32)
+            new = jnp.where(mask[:, None], y.astype(out_dtype), part(out))
             return jax.lax.dynamic_update_slice_in_dim(out, new, first, 0)
 
         out = for_each_block(rows_per_batch, starts, sizes, step, out)[:num_rows]
