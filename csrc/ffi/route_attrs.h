@@ -51,8 +51,8 @@ inline RouteRule TakeRule(const RuleAttrs& rule,
   return taken;
 }
 
-// What routing reads: logits, whose last dimension is E, and bias [E] or absent. The results, and
-// how many tokens and choices there are, is left to the caller.
+// Operands that routing reads: logits, whose last dimension is E, and bias [E] or absent. The
+// results, and the numbers of tokens and choices, are left to the caller.
 inline RouteParams TakeRoute(const In& logits,
                              const Shape& shape,
                              const In& bias,
