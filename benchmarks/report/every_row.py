@@ -13,15 +13,16 @@ _HEAD = [
     *("model", "tokens", "skew", "impl", "regime", "us", "p10", "p90", "TFLOP/s", "TB/s"),
     *("TFLOP/J", "floor", "of floor", "vs dense", "error", "run", "note"),
 ]
-_RUNS_NOTE = (
-    "A number in a column *run* is one of these; † behind it says that another commit has newer "
-    "rows of the same suite."
+_INTRODUCTION = (
+    "Tables of whole layers, the [runs](#runs) with card, commit and command, then every row by "
+    "suite. A number in a column *run* counts these runs; † behind it says that another commit has "
+    "newer rows of the same suite."
 )
 
 
 def page(found: Measurements) -> str:
     """Everything: runs, tables, rows by suite and op."""
-    parts = ["# Results", _RUNS_NOTE, runs_text(found.runs)]
+    parts = ["# Results", _INTRODUCTION]
     sections = {
         "The layer in bf16": layer.summary(found) if found.points() else "",
         "The layer with FP8 weights": fp8.summary(found),
@@ -29,6 +30,7 @@ def page(found: Measurements) -> str:
         "tiles: the heuristics and the best tile": _section(_TILES, _tile_rows(found), _TILES_NOTE),
         "stack: 48 layers in one program": _section(_STACK, _stack_rows(found), _STACK_NOTE),
         "ep: experts over devices": ep.summary(found),
+        "Runs": runs_text(found.runs),
     }
     for title, text in sections.items():
         parts += [f"## {title}", text] if text else []
