@@ -216,7 +216,7 @@ def _varying(value: Any) -> frozenset[str]:
 
 
 def _tracked(axes: Any) -> list[str]:
-    """Those of some mesh axes of which types say what differs along them (check_vma=True)."""
+    """Mesh axes among `axes` whose varying values JAX tracks in types (check_vma=True)."""
     several = (name for name in _names(axes) if jax.lax.axis_size(name) > 1)
     return [name for name in several if name in _varying(jax.lax.axis_index(name))]
 

@@ -170,7 +170,7 @@ class Op:
 
     @property
     def public_name(self) -> str:
-        """What messages call the op: the public function's name, if one binds it."""
+        """Name of the op in messages: that of the public function, if one binds it."""
         return self.name.removeprefix("jaxmoe_") if self.rule is None else self.rule.names[0]
 
     def named(self, values: Sequence[Any], absent: tuple[str, ...]) -> Any:

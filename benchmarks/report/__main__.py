@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def sections(found: Measurements) -> dict[str, dict[str, str]]:
-    """What each page has between its markers, by their names; "" where nothing was measured."""
+    """Text between the markers of each page, by their names; "" where nothing was measured."""
     return {
         "README.md": {"ratios": readme.ratios(found), "numbers": readme.numbers(found)},
         "docs/performance.md": {"fp8": fp8.details(found)},

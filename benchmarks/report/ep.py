@@ -33,7 +33,7 @@ _DAGGER_NOTE = f" {_DAGGER}: the host takes as long to launch it, so the GPUs ma
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """What was measured of a model with `tokens` on each of `devices`.
+    """Rows of a model with `tokens` on each of `devices`.
 
     Attributes:
       model, devices, tokens: as said.

@@ -55,7 +55,7 @@ def _losses(found: Measurements) -> dict[str, list[Point]]:
         ours, loaded = found.find(*point, "jaxmoe"), found.loaded(*point, "jaxmoe")
         others = {name: found.find(*point, impl) for name, impl in _MEASURED}
         pairs = [(name, row and row.us, ours) for name, row in others.items()]
-        # They ran under load.
+        # Peers ran under load.
         pairs += [(f"{name}*", found.peer_us(*point, name), loaded) for name in _PEERS]
         for name, theirs, row in pairs:
             if theirs and row and row.us and theirs < row.us:

@@ -36,7 +36,7 @@ def table(head: list[str], body: list[list[str]]) -> str:
 
 
 def filled(head: list[str], body: list[list[str]]) -> str:
-    """The same table without the columns that hold nothing but "-"."""
+    """A table without the columns that hold nothing but "-"."""
     kept = [i for i in range(len(head)) if any(cells[i] != "-" for cells in body)]
     return table([head[i] for i in kept], [[cells[i] for i in kept] for cells in body])
 

@@ -12,7 +12,7 @@ from jaxmoe._formats.base import repeat_blocks
 BLOCK = 128  # elements of a block along each axis that has blocks
 MIN_SCALE, MAX_SCALE = 2.0**-126, 2.0**126  # both, and what 1 / scale gives, are normal float32
 ELEMENT_DTYPES = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
-# NOTE: csrc has the same numbers: Shared in common/types.h, kMaxQuantPartials in kernels/quantize.h.
+# NOTE: csrc has the same: Shared in common/types.h, kMaxQuantPartials in kernels/quantize.h.
 MAX_PARTIALS = 1024
 
 _BLOCK_AXES = {"tensor": (), "row": (), "group": (-1,), "block": (-2, -1)}

@@ -168,7 +168,7 @@ def _gmm_batch(args: Product, dims: Product, *, format: Format, **params: Any) -
 
 
 def _by_row(a: Product, format: Format) -> Product:
-    """The same product in the format of `_of_rows`: several batches may differ in their scale."""
+    """The product in the format of `_of_rows`: batches may differ in the one scale of each."""
     if not format.one_token_scale:
         return a
     values = a.w.reshape(-1, *a.w.shape[2:])
