@@ -15,7 +15,7 @@
 //   is what L2 still has; each block of it reduces the parts by itself, so nothing must be zeroed.
 // Every read is from L2: a kernel that began early must not see what an SM has kept in L1.
 // Bytes: R C (s + 1) + scales; kTensor R C s more, from L2 where x fits (about 40 MB). At 4.2 TB/s:
-//   see docs/notes.md. Shared memory: 128 bytes.
+//   see docs/notes.md#fp8-arrays. Shared memory: 128 bytes.
 // Why these shapes: two loops over a row through L2 cost no HBM but twice the L2 traffic; atomics
 //   for the tensor's maximum would need a kernel that zeroes it.
 #pragma once

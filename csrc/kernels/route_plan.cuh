@@ -8,7 +8,7 @@
 //   memory. No id is read back, no slot is counted twice.
 // Threads: a warp a token, at most 16 warps a block.
 // Shared memory: at most 172 KiB (E = 512, K > 16); 20 KiB for 64 tokens by logit at E = 256, K
-// = 8. Time and reason, and why not for more tokens: see docs/notes.md.
+// = 8. Time and reason, and why not for more tokens: docs/notes.md#route-and-plan-in-one-call.
 #pragma once
 
 #include <cstdint>

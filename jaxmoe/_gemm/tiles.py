@@ -2,7 +2,7 @@
 
 A pure function of the problem, so that every process lowers the same program. The host knows only
 the mean number of rows a group gets; ragged tails and skew are absorbed on the device, where tiles
-are drawn from a counter. Measurements behind the rules are in docs/notes.md.
+are drawn from a counter. Measurements behind the rules are in docs/notes.md#what-holds-now.
 """
 
 import dataclasses

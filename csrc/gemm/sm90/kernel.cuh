@@ -7,7 +7,7 @@
 // X, and one or two of consumers. Weights sit on wgmma's M side and tokens on N, for decode and
 // prefill alike, so the token tile goes down to 8 (the other way round in the wide tiles of
 // promoted sums, see promoted.cuh). One tensor map serves all experts: the expert is a coordinate.
-// Measurements behind the tile shapes are in docs/notes.md.
+// Measurements behind the tile shapes are in docs/notes.md#what-holds-now.
 #pragma once
 
 #include "csrc/gemm/sm90/epilogue.cuh"
