@@ -421,24 +421,68 @@ def test_three_devices_bring_gates_and_ups_together():
     assert collectives(text) == "1 all-reduce, 2 collective-permute"
 
 
-def test_devices_that_split_a_row_quantize_it_with_one_scale():
-    """fp8_channel with I split: a row of the activations has the scale of all of its columns."""
-    narrow = dataclasses.replace(LAYER, num_experts=2, bias=False)
-    inputs = layer_inputs(narrow, 4, "uniform", np.random.default_rng(7), jnp.float32, "nk")
-    inputs |= {
-        n: jaxmoe.quantize(inputs[n], "fp8_channel", weight_layout="nk")
-        for n in ("w_gate_up", "w_down")
+# What is split, and static scales: whatever is quantized has the scale that one device gives it.
+ONE_SCALE = {
+    "columns of a row": ("fp8_channel", Row("", "", i="a"), ()),
+    "columns of all rows": (
+        "fp8_tensor",
+        Row("", "", experts="b", i="a", i_down=None, h_out="a"),
+        (),
+    ),
+    "tokens": ("fp8_tensor", Row("", "", tokens="a"), ()),
+    "experts": ("fp8_tensor", Row("", "", experts="a"), ()),
+    "tokens and experts": ("fp8_tensor", Row("", "", tokens="a", experts="a"), ("h_scale",)),
+    "static": ("fp8_tensor", Row("", "", tokens="a", experts="b"), ("x_scale", "h_scale")),
+}
+
+
+@pytest.mark.parametrize("name", ONE_SCALE)
+def test_devices_quantize_with_the_scales_of_one(name):
+    """float32 parts of the same FP8 numbers: only the order of the sum over devices differs."""
+    format, row, static = ONE_SCALE[name]
+    narrow = dataclasses.replace(LAYER, bias=False)
+    inputs = layer_inputs(narrow, 8, "uniform", np.random.default_rng(7), jnp.float32, "nk")
+    specs = {n: P(row.tokens) for n in ("x", "expert_ids", "weights")}
+    i_down = row.i if row.i_down == "" else row.i_down
+    stored = {
+        "w_gate_up": P(row.experts, row.i, row.h_in),
+        "w_down": P(row.experts, row.h_out, i_down),
     }
-    split = {"w_gate_up": P(None, "a"), "w_down": P(None, None, "a")}  # [E,N,K]
-    specs = dict.fromkeys(inputs, P()) | {
-        n: dataclasses.replace(inputs[n], values=spec, scales=P(*spec[:2]))
-        for n, spec in split.items()
+    for n, spec in stored.items():  # [E,N,K]
+        inputs[n] = q = jaxmoe.quantize(inputs[n], format, weight_layout="nk")
+        specs[n] = dataclasses.replace(q, values=spec, scales=P(*spec[: q.scales.ndim]))
+    given = {
+        "x_scale": ("x_scale", jnp.float32(0.01), P()),
+        "h_scale": ("intermediate_scale", jnp.linspace(0.001, 0.004, 8), P(row.experts)),
     }
-    mesh = make_mesh(AUTO, "a")
+    for n, value, spec in (given[n] for n in static):
+        inputs[n], specs[n] = value, spec
+    mesh = row_mesh(row, AUTO)
     put = jax.tree.map(lambda a, s: jax.device_put(a, NamedSharding(mesh, s)), inputs, specs)
-    # float32 parts of exact products: nothing but another order of the sum over devices.
     got, want = (np.asarray(jax.jit(fp8_layer)(a)) for a in (put, inputs))
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_windows_and_maps_of_divided_experts():
+    """Local ids are those of all devices together, whichever of them has an expert."""
+    table = jnp.array([7, -1, 3, 0, 8, 5, -2, 6, 1, 2, 4, 7], jnp.int32)
+    names = ("x", "expert_ids", "weights", "w_gate_up", "w_down")
+
+    def all_ways(a):
+        ids = a["expert_ids"] + 2  # 2 .. 9 and what is none
+
+        def run(**options):
+            w = a["w_gate_up"], a["w_down"]
+            return moe_mlp(a["x"], Routing(ids, a["weights"]), *w, **options)
+
+        rows = run(expert_map=table, do_finalize=False).rows
+        return run(expert_offset=3, num_experts=12), run(expert_map=table), rows
+
+    arrays = {n: arguments()[n] for n in names}
+    row = Row("", "", experts="a")
+    got, text = compiled(all_ways, row_mesh(row, AUTO), arrays, {n: row.specs()[n] for n in names})
+    close(got, jax.jit(all_ways)(arrays))
+    check_no_weights_are_gathered(text)
 
 
 @pytest.mark.parametrize("split, kept", [("experts", True), ("i", False), ("h_in", False)])

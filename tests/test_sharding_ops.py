@@ -1,5 +1,6 @@
 """The ops outside of the layer, divided over Auto and Explicit mesh axes."""
 
+import dataclasses
 import functools
 import re
 
@@ -58,6 +59,48 @@ def test_grouped_gemm(kind, name):
     assert collectives(text) == wanted
     check_spec(y, out)
     assert documented(name, spec_text(rhs), spec_text(lhs), spec_text(out), wanted)
+
+
+# Format of both factors, kind of mesh, spec of the stored values [E,N,K] -> collectives.
+QUANTIZED = (
+    ("fp8_block", AUTO, P("a", None, "b"), "1 all-reduce"),
+    ("fp8_channel", EXPLICIT, P("a", "b"), "1 all-reduce"),
+    ("fp8_tensor", AUTO, P(None, None, "b"), "1 all-reduce"),
+    ("fp8_block", AUTO, P("a", "b"), "1 all-gather, 1 all-reduce"),  # no block is divided
+)
+
+
+@pytest.mark.parametrize("format, kind, spec, wanted", QUANTIZED)
+def test_quantized_grouped_gemm(format, kind, spec, wanted):
+    """Scales lie with their values, and the bias is added once."""
+    rng = np.random.default_rng(9)
+    x, w = normal(rng, (24, 256)), normal(rng, (8, 256, 16))
+    arrays = {
+        "x": jaxmoe.quantize_tokens(x, format),
+        "w": jaxmoe.quantize(w, format, weight_layout="kn"),
+        "bias": normal(rng, (8, 16), scale=10),
+        "sizes": product_arguments()["sizes"],
+    }
+
+    def fn(a):
+        return grouped_gemm(a["x"], a["w"], a["sizes"], bias=a["bias"])
+
+    axes = (*spec, None, None)[:3]
+    in_format = {
+        "fp8_block": (axes[0], None, axes[2]),
+        "fp8_channel": axes[:2],
+        "fp8_tensor": axes[:1],
+    }
+    specs = {n: P() for n in arrays}
+    specs["w"] = dataclasses.replace(arrays["w"], values=spec, scales=P(*in_format[format]))
+    specs["x"] = dataclasses.replace(arrays["x"], values=P(), scales=P())
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(kind,) * 2)
+    with entered(mesh):
+        put = jax.tree.map(lambda a, s: jax.device_put(a, NamedSharding(mesh, s)), arrays, specs)
+        program = jax.jit(fn).lower(put).compile()
+        y = program(put)
+    close(y, jax.jit(fn)(arrays))
+    assert collectives(program.as_text()) == wanted
 
 
 def test_a_step_of_training_of_grouped_gemm():
