@@ -122,8 +122,8 @@ def test_an_axis_left_to_xla_is_refused():
                 jax.jit(fn)(*args)
             assert str(error.value) == (
                 "jaxmoe.moe_mlp: examples of a vmap are split over the mesh axis 'data', which "
-                "must come after 'expert' in the mesh ('data', 'seq', 'expert'): the call is divided "
-                "over 'expert' already, and XLA nests manual axes in the order of the mesh only. "
+                "must come after 'expert' in the mesh ('data', 'seq', 'expert'): the call is "
+                "divided over 'expert' already, and XLA nests manual axes in the order of the mesh only. "
                 "Make the mesh with the axes ('seq', 'expert', 'data'), or call jax.shard_map over "
                 "'data' around the whole."
             )
