@@ -123,9 +123,9 @@ def test_an_axis_left_to_xla_is_refused():
             assert str(error.value) == (
                 "jaxmoe.moe_mlp: examples of a vmap are split over the mesh axis 'data', which "
                 "must come after 'expert' in the mesh ('data', 'seq', 'expert'): the call is "
-                "divided over 'expert' already, and XLA nests manual axes in the order of the mesh only. "
-                "Make the mesh with the axes ('seq', 'expert', 'data'), or call jax.shard_map over "
-                "'data' around the whole."
+                "divided over 'expert' already, and XLA nests manual axes in the order of the mesh "
+                "only. Make the mesh with the axes ('seq', 'expert', 'data'), or call "
+                "jax.shard_map over 'data' around the whole."
             )
 
 
