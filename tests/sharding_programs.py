@@ -48,7 +48,18 @@ def compiled(fn, mesh, arrays, specs, *static):
         put = {n: jax.device_put(a, NamedSharding(mesh, specs[n])) for n, a in arrays.items()}
         jitted = jax.jit(fn, static_argnums=tuple(range(1, 1 + len(static))))
         program = jitted.lower(put, *static).compile()
-        return program(put), program.as_text()
+        result = program(put)
+        check_replicas(result)
+        return result, program.as_text()
+
+
+def check_replicas(result):
+    """Checks that devices which hold the same part of an array hold the same bits."""
+    for a in jax.tree.leaves(result):
+        first = {}
+        for shard in a.addressable_shards:
+            own = np.asarray(shard.data).tobytes()
+            assert first.setdefault(str(shard.index), own) == own, (a.aval, shard.index)
 
 
 def collectives(text):
