@@ -185,6 +185,13 @@ def explicit_axes(aval: Any) -> frozenset[str]:
     return frozenset(axis for axes in used for axis in axes if axis in explicit)
 
 
+def explicit_dims(aval: Any) -> Dims:
+    """The Explicit mesh axes over which each dimension of an array is split."""
+    explicit = _explicit(aval.sharding.mesh)
+    of_aval = axes_of(aval.sharding.spec, aval.ndim)
+    return tuple(tuple(axis for axis in axes if axis in explicit) for axes in of_aval)
+
+
 def is_auto(mesh: Any) -> bool:
     """Whether XLA alone divides work among the devices of `mesh` (or of none that is known)."""
     return mesh.empty or all(kind == AxisType.Auto for kind in mesh.axis_types)
@@ -218,13 +225,7 @@ def on_explicit_axes(
     """Runs a call with arguments, a NamedTuple, that are split over Explicit axes of `mesh`."""
     make = type(arrays)
     avals = make(*(None if a is None else jax.typeof(a) for a in arrays))
-    explicit = _explicit(mesh)
-
-    def explicit_of(aval: Any) -> Dims:
-        of_aval = axes_of(aval.sharding.spec, aval.ndim)
-        return tuple(tuple(axis for axis in axes if axis in explicit) for axes in of_aval)
-
-    given = make(*(None if a is None else explicit_of(a) for a in avals))
+    given = make(*(None if a is None else explicit_dims(a) for a in avals))
     split = rule.split(Call(avals, given, (), dict(mesh.shape), explicit=True), **params)
     for i in rule.weights:
         if avals[i] is None:
@@ -254,7 +255,7 @@ def on_explicit_axes(
     ins = [split.ins[i] for i in there]
     used = {axis for dims in (*ins, *split.outs) for axes in dims for axis in axes}
     whole = [jax.typeof(a) for a in parts.values()]
-    used = _nested_in(rule.names[0], mesh, used, whole, "arguments are")
+    used = nested_axes(rule.names[0], mesh, used, whole, "arguments are")
     divided = jax.shard_map(
         _nestable(filled, mesh),
         mesh=None if mesh == jax.sharding.get_abstract_mesh() else mesh,
@@ -293,7 +294,7 @@ def over_examples(
     there = [i for i, a in enumerate(arrays) if a.size]  # see the note in on_explicit_axes
     mesh = mesh_of([jax.typeof(a) for a in arrays])
     avals = [jax.typeof(a) for a in arrays]
-    manual = _nested_in(op, mesh, axes, avals, "examples of a vmap are")
+    manual = nested_axes(op, mesh, axes, avals, "examples of a vmap are")
     count = math.prod(mesh.shape[axis] for axis in axes)
 
     def empty(a: jax.Array, dim: int | None) -> jax.Array:
@@ -317,24 +318,26 @@ def over_examples(
     return divided(*(arrays[i] for i in there))
 
 
-def _nested_in(op: str, mesh: Any, axes: Iterable[str], avals: Sequence[Any], what: str) -> Any:
+def nested_axes(op: str, mesh: Any, axes: Iterable[str], avals: Sequence[Any], what: str) -> Any:
     """The mesh axes of a `jax.shard_map` over `axes`, which may be inside another one.
 
-    NOTE: XLA ends the process ("Manual axes must be sorted by mesh axis index") if the inner one
-    has an earlier axis of the mesh than the outer one, unless no axis is left to it. So the inner
-    one takes all Explicit axes then, over which nothing is split.
+    Those over which nothing is split are among them if no axis of the mesh is left then.
+
+    NOTE: with an axis left to it, XLA ends the process ("Manual axes must be sorted by mesh axis
+    index") if the inner of two nested ones has an earlier axis of the mesh than the outer one, and
+    JAX cannot lower psum_scatter where that axis is Explicit.
     """
     names, axes = mesh.axis_names, set(axes)
     manual = _of_kind(mesh, AxisType.Manual)
-    first = min(axes, key=names.index, default=None)
-    outer = next((m for m in manual if first and names.index(m) > names.index(first)), None)
-    if outer is None:
-        return axes
     split = {axis for aval in avals for axis in explicit_axes(aval)}
     mapped = get_axis_env().explicit_mesh_axis_names  # by a vmap around this one
     free = set(_of_kind(mesh, AxisType.Explicit)) - split - mapped
     if axes | free | set(manual) >= set(names):
         return axes | free
+    first = min(axes, key=names.index, default=None)
+    outer = next((m for m in manual if first and names.index(m) > names.index(first)), None)
+    if outer is None:
+        return axes
     order = (*(name for name in names if name != first), first)
     text = (
         f"{what} split over the mesh axis {first!r}, which must come after {outer!r} in the mesh "

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmoe import _checks
+from jaxmoe import _checks, _leading
 from jaxmoe._formats.checks import check_accum
 from jaxmoe._gemm.tiles import GemmConfig, mlp_configs, odd_blocks
 from jaxmoe._mlp import checks
@@ -45,7 +45,8 @@ def moe_mlp(
 
     Args:
       x: [T, H] bfloat16, float16 or float32, the dtype that the experts compute in; with quantized
-        experts any of these, or a `QuantizedArray` in their format.
+        experts any of these, or a `QuantizedArray` in their format. T stands for one axis or, if x
+        is no `QuantizedArray`, several, such as [B, S, H] with a routing of [B, S, K].
       routing: from `jaxmoe.route`, or your own expert_ids [T, K] int32 and weights [T, K] float32.
       experts: the weights, see `jaxmoe.Experts`.
       residual: [T, H] in the dtype of `x`, added last.
@@ -202,6 +203,10 @@ def _layer(
     config: Any,
 ) -> tuple[Any, ...]:
     """Checks the arguments of the public functions and computes y, or rows, weights and slots."""
+    lead = _leading.of_tokens(op, x)
+    if lead is not None:
+        x, routing = lead.flat("x", x), _flat_routing(lead, routing)
+        residual = lead.flat("residual", residual)
     checks.check_tokens(op, x, routing, residual)
     flags = {"apply_weight_on_input": apply_weight_on_input, "batch_invariant": batch_invariant}
     for name, value in flags.items():
@@ -238,7 +243,19 @@ def _layer(
         policy = jax.checkpoint_policies.save_only_these_names("jaxmoe_plan")
         run = jax.checkpoint(run, policy=policy)
     outs = run(a)
-    return outs if finalize else (outs[0], weights, outs[1])
+    if finalize:
+        return outs if lead is None else (lead.unflat(outs[0]),)
+    per_slot = (weights, outs[1])
+    return outs[0], *(per_slot if lead is None else map(lead.unflat, per_slot))
+
+
+def _flat_routing(lead: Any, routing: Any) -> Any:
+    """The routing of flat tokens; what is no routing is refused later."""
+    if not isinstance(routing, Routing):
+        return routing
+    ids = lead.flat("routing.expert_ids", routing.expert_ids)
+    weights = lead.flat("routing.weights", routing.weights)
+    return Routing(ids, weights, routing.num_experts)
 
 
 def _window(

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmoe import _checks, _sizes
+from jaxmoe import _checks, _leading, _sizes
 from jaxmoe._route import Rule, completed, route_p, weights_xla
 
 
@@ -99,7 +99,7 @@ def route(
     remaining places. -inf is the lowest logit there is.
 
     Args:
-      logits: [T, E] bfloat16, float16 or float32.
+      logits: [T, E] bfloat16, float16 or float32. T stands for one axis or several, [B, S, E].
       top_k: experts for each token, 1 to E; 1 for "llama4".
       method: a key of `METHODS`, such as "renormalize" (Mixtral, Qwen3), "softmax" (OLMoE) or
         "deepseek_v3".
@@ -116,7 +116,7 @@ def route(
       expert_scale: [E], a factor of each expert's weight.
       num_shared_experts: S experts that every token takes: S more columns with ids E to E + S - 1
         and weight 1.
-      num_valid_tokens: rows from there on are padding: id -1, weight 0.
+      num_valid_tokens: rows from there on are padding: id -1, weight 0. For one axis of tokens.
       expert_ids: [T, top_k] int16 or int32, experts chosen elsewhere (a replay, or a table looked
         up by token id): only the weights are computed. Ids of no expert, or of one whose logit is
         NaN, become -1. To record a choice in half the bytes, keep the first top_k columns of
@@ -143,6 +143,15 @@ def route(
       >>> routing.expert_ids.tolist(), routing.weights.tolist()
       ([[1, 2]], [[0.5, 0.5]])
     """
+    lead = _leading.of_tokens("route", logits)
+    if lead is not None:
+        if num_valid_tokens is not None:
+            rule = (
+                "num_valid_tokens must be None with several axes of tokens, which have no last "
+                "one; set the expert_ids of padding to -1"
+            )
+            raise ValueError(_checks.message("route", rule, logits=logits))
+        logits, expert_ids = lead.flat("logits", logits), lead.flat("expert_ids", expert_ids)
     given = check_options(
         "route",
         logits,
@@ -160,7 +169,8 @@ def route(
         num_valid_tokens=num_valid_tokens,
         expert_ids=expert_ids,
     )
-    return routing_of(given)
+    routing = routing_of(given)
+    return routing if lead is None else jax.tree.map(lead.unflat, routing)
 
 
 @dataclasses.dataclass(frozen=True)

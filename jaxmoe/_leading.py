@@ -1,0 +1,86 @@
+"""Arrays with several axes of tokens, such as batch and sequence, as arrays with one.
+
+Over Explicit mesh axes the tokens of each device stay together: the flat order is then that of the
+devices, the same for every array of a call. So it is for ops in which each token is on its own.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from jaxmoe import _checks, _sharding
+
+
+@dataclasses.dataclass(frozen=True)
+class Leading:
+    """The axes of tokens that the arrays of one call have.
+
+    Attributes:
+      op: public name of the function, for messages.
+      shape: their sizes.
+      axes: the Explicit mesh axes over which each is split.
+      mesh: the mesh of these.
+    """
+
+    op: str
+    shape: tuple[int, ...]
+    axes: _sharding.Dims
+    mesh: Any
+
+    @property
+    def split(self) -> tuple[str, ...]:
+        """The mesh axes over which tokens are split, the slowest first."""
+        return tuple(axis for axes in self.axes for axis in axes)
+
+    def flat(self, name: str, a: Any) -> Any:
+        """Makes [T,n] of [...,n], where `name` is what messages call it; None stays None."""
+        if a is None:
+            return None
+        _checks.check_array(self.op, name, a)
+        if tuple(a.shape[:-1]) != self.shape:
+            wanted, got = (f"[{','.join(map(str, s))}]" for s in (self.shape, a.shape[:-1]))
+            rule = f"{name}.shape[:-1]={got} must be {wanted}, the axes of tokens of this call"
+            raise ValueError(_checks.message(self.op, rule, **{name: a}))
+        return self._reshaped(a, self.axes, (self.split,), (-1,))
+
+    def unflat(self, a: jax.Array) -> jax.Array:
+        """Makes [...,n] of [T,n], split as the arguments were."""
+        if not self.split:
+            return a.reshape(*self.shape, a.shape[-1])
+        counts = [math.prod(self.mesh.shape[axis] for axis in axes) for axes in self.axes]
+        local = tuple(size // count for size, count in zip(self.shape, counts, strict=True))
+        return self._reshaped(a, (self.split,), self.axes, local)
+
+    def _reshaped(
+        self, a: Any, given: _sharding.Dims, wanted: _sharding.Dims, local: tuple[int, ...]
+    ) -> jax.Array:
+        """Replaces the axes but the last by `local` ones, on each device for itself."""
+        if not self.split:
+            return jax.numpy.reshape(a, (*local, a.shape[-1]))
+        rest = _sharding.explicit_dims(jax.typeof(a))[-1]
+        rest = tuple(axis for axis in rest if axis not in self.split)
+        whole = NamedSharding(self.mesh, _sharding.to_spec((*given, rest)))
+        call = self.op, self.mesh, self.split, [jax.typeof(a)]
+        divided = jax.shard_map(
+            lambda a: a.reshape(*local, a.shape[-1]),
+            mesh=None if self.mesh == jax.sharding.get_abstract_mesh() else self.mesh,
+            in_specs=_sharding.to_spec(given),
+            out_specs=_sharding.to_spec(wanted),
+            axis_names=_sharding.nested_axes(*call, "tokens are"),
+        )
+        return divided(jax.sharding.reshard(a, whole))
+
+
+def of_tokens(op: str, a: Any) -> Leading | None:
+    """The axes of tokens of [...,n], None if there is one, or if `a` is refused anyway."""
+    if not hasattr(a, "ndim") or a.ndim < 3 or _checks.is_quantized(a):
+        return None
+    if not isinstance(a, jax.Array) or not a.size:
+        return Leading(op, tuple(a.shape[:-1]), ((),) * (a.ndim - 1), None)
+    aval = jax.typeof(a)
+    return Leading(
+        op, aval.shape[:-1], _sharding.explicit_dims(aval)[:-1], _sharding.mesh_of([aval])
+    )

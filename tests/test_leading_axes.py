@@ -1,0 +1,114 @@
+"""Tokens along several axes: the results of the flat call, wherever the axes are split."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxmoe
+from tests.sharding_programs import AUTO, EXPLICIT, check_spec, close, entered
+
+B, S, H, WIDTH, E, K = 4, 6, 16, 8, 4, 2
+
+
+def drawn(shape, seed):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+ARRAYS = {
+    "x": drawn((B, S, H), 0),
+    "logits": drawn((B, S, E), 1),
+    "residual": drawn((B, S, H), 2),
+    "gate_up": drawn((E, H, 2 * WIDTH), 3) / 4,
+    "down": drawn((E, WIDTH, H), 4) / 3,
+}
+TOKENS = ("x", "logits", "residual")
+
+
+def layer(a):
+    routing = jaxmoe.route(a["logits"], top_k=K)
+    experts = jaxmoe.Experts(gate_up=a["gate_up"], down=a["down"])
+    return jaxmoe.moe_mlp(a["x"], routing, experts, residual=a["residual"])
+
+
+def with_gradients(a):
+    def loss(a):
+        y = layer(a)
+        return jnp.sum(jnp.sin(y)), y
+
+    (_, y), grads = jax.value_and_grad(loss, has_aux=True)(a)
+    return y, grads
+
+
+def flat(arrays):
+    return {n: a.reshape(-1, a.shape[-1]) if n in TOKENS else a for n, a in arrays.items()}
+
+
+def test_one_device():
+    y, grads = jax.jit(with_gradients)(ARRAYS)
+    want_y, want = jax.jit(with_gradients)(flat(ARRAYS))
+    np.testing.assert_array_equal(y, want_y.reshape(B, S, H))
+    for name, grad in grads.items():
+        np.testing.assert_array_equal(grad, want[name].reshape(grad.shape))
+    more = {n: a.reshape(2, 2, *a.shape[1:]) if n in TOKENS else a for n, a in ARRAYS.items()}
+    np.testing.assert_array_equal(layer(more), layer(flat(ARRAYS)).reshape(2, 2, S, H))
+
+
+def test_no_tokens():
+    none = {n: a[:0] if n in TOKENS else a for n, a in ARRAYS.items()}
+    assert layer(none).shape == (0, S, H)
+
+
+# Where B, S and the experts lie.
+SPLITS = [("b", "s", "e"), ("b", "s", None), (None, "s", "e"), (("b", "e"), "s", None)]
+SPLITS += [("b", "s", "b"), ("s", "b", "e"), ("b", None, "s")]
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+def test_split_axes(split, kind):
+    batch, sequence, experts = split
+    mesh = jax.make_mesh((2, 2, 2), ("b", "s", "e"), axis_types=(kind,) * 3)
+    specs = {n: P(batch, sequence) if n in TOKENS else P(experts) for n in ARRAYS}
+    with entered(mesh):
+        put = {n: jax.device_put(a, NamedSharding(mesh, specs[n])) for n, a in ARRAYS.items()}
+        y, grads = jax.jit(with_gradients)(put)
+    want_y, want = with_gradients(flat(ARRAYS))
+    close(y, want_y.reshape(B, S, H))
+    close(grads, {n: a.reshape(ARRAYS[n].shape) for n, a in want.items()})
+    if kind == EXPLICIT:
+        check_spec(y, P(batch, sequence))
+        check_spec(grads["x"], P(batch, sequence))
+
+
+def test_route_of_a_choice_made_elsewhere():
+    ids = jaxmoe.route(ARRAYS["logits"], top_k=K).expert_ids
+    again = jaxmoe.route(ARRAYS["logits"], top_k=K, expert_ids=ids)
+    assert again.expert_ids.shape == again.weights.shape == (B, S, K)
+    np.testing.assert_array_equal(again.expert_ids, ids)
+
+
+def test_rows():
+    routing = jaxmoe.route(ARRAYS["logits"], top_k=K)
+    experts = jaxmoe.Experts(gate_up=ARRAYS["gate_up"], down=ARRAYS["down"])
+    out = jaxmoe.expert_rows(ARRAYS["x"], routing, experts)
+    assert out.rows.shape == (B * S * K, H)
+    assert out.weights.shape == out.slot_to_row.shape == (B, S, K)
+
+
+def test_arguments_that_disagree():
+    routing = jaxmoe.route(ARRAYS["logits"].reshape(-1, E), top_k=K)
+    experts = jaxmoe.Experts(gate_up=ARRAYS["gate_up"], down=ARRAYS["down"])
+    with pytest.raises(ValueError) as error:
+        jaxmoe.moe_mlp(ARRAYS["x"], routing, experts)
+    assert str(error.value) == (
+        "jaxmoe.moe_mlp: routing.expert_ids.shape[:-1]=[24] must be [4,6], the axes of tokens of "
+        "this call. Got routing.expert_ids: i32[24,2]."
+    )
+
+
+def test_padding_has_one_axis():
+    with pytest.raises(ValueError, match="num_valid_tokens must be None with several axes"):
+        jaxmoe.route(ARRAYS["logits"], top_k=K, num_valid_tokens=3)
