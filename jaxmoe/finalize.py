@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmoe import _checks, _primitive, _sharding
+from jaxmoe import _checks, _leading, _primitive, _sharding
 from jaxmoe.permute import check_plan, permute_p, permute_xla, shift_indices
 from jaxmoe.plan import Plan
 
@@ -46,7 +46,7 @@ def finalize(
     Args:
       rows: [R, H] bfloat16, float16 or float32, in expert order.
       plan: the order, from `jaxmoe.plan`, or the `ExpertRows` that `rows` are from; R = T * K.
-      weights: [T, K] float32.
+      weights: [T, K] float32. T stands for one axis of tokens or, as in `ExpertRows`, several.
       residual: [T, H] in the dtype of `rows`, added last; None for nothing.
 
     Returns:
@@ -69,12 +69,15 @@ def finalize(
     """
     _checks.check_rank("finalize", "rows", rows, "R,H")
     _checks.check_dtype("finalize", "rows", rows, _checks.FLOATS)
-    if isinstance(plan, ExpertRows):
-        _checks.check_rank("finalize", "plan.slot_to_row", plan.slot_to_row, "T,K")
-        _checks.check_dtype("finalize", "plan.slot_to_row", plan.slot_to_row, ("int32",))
-    else:
+    if not isinstance(plan, ExpertRows):
         check_plan("finalize", plan)
     slots = plan.slot_to_row
+    lead = _leading.of_tokens("finalize", weights)
+    if lead is not None:
+        slots, weights = lead.flat("plan.slot_to_row", slots), lead.flat("weights", weights)
+        residual = lead.flat("residual", residual)
+    _checks.check_rank("finalize", "plan.slot_to_row", slots, "T,K")
+    _checks.check_dtype("finalize", "plan.slot_to_row", slots, ("int32",))
     if rows.shape[0] != slots.size:
         rule = f"rows.shape[0]={rows.shape[0]} must equal T * K of plan.slot_to_row, {slots.size}"
         raise ValueError(_checks.message("finalize", rule, rows=rows, slot_to_row=slots))
@@ -92,7 +95,7 @@ def finalize(
         )
         _checks.check_same_dim("finalize", "residual", residual, 1, "rows", rows, 1, "hidden")
     (y,) = _finalize(rows, slots, weights, residual, shared=False)
-    return y
+    return y if lead is None else lead.unflat(y)
 
 
 def sum_rows(

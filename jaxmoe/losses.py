@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import max_dim
 
-from jaxmoe import _checks
+from jaxmoe import _checks, _leading
 
 
 def load_balancing_loss(
@@ -29,7 +29,8 @@ def load_balancing_loss(
     there. For K = 1 both are Switch's.
 
     Args:
-      scores: [T, E] bfloat16, float16 or float32, usually softmax(logits).
+      scores: [T, E] bfloat16, float16 or float32, usually softmax(logits). T stands for one axis or
+        several, such as [B, S, E], here and below.
       expert_ids: [T, K] int32. Ids below 0 or from E on count for no expert; N stays.
       mask: [T] bool, True for valid tokens; None if all are. Others have no influence, NaN or not.
 
@@ -54,6 +55,10 @@ def load_balancing_loss(
       1.5
     """
     op = "load_balancing_loss"
+    lead = _leading.of_tokens(op, scores)
+    if lead is not None:
+        scores, expert_ids = lead.flat("scores", scores), lead.flat("expert_ids", expert_ids)
+        mask = _flat_mask(lead, mask)
     _check_scores(op, scores, expert_ids, mask, "T", ("num_tokens",))
     return scores.shape[-1] * _load_times_score(_masked(scores, mask), expert_ids, mask)
 
@@ -110,7 +115,8 @@ def router_z_loss(logits: jax.Array, mask: jax.Array | None = None) -> jax.Array
     loss = mean over valid tokens t of log(sum over e of exp(logits[t, e]))^2
 
     Args:
-      logits: [T, E] bfloat16, float16 or float32. -inf leaves an expert out.
+      logits: [T, E] bfloat16, float16 or float32. -inf leaves an expert out. T stands for one axis
+        or several.
       mask: [T] bool, True for valid tokens; None if all are. Others have no influence, NaN or not.
 
     Returns:
@@ -132,6 +138,9 @@ def router_z_loss(logits: jax.Array, mask: jax.Array | None = None) -> jax.Array
       5.0
     """
     op = "router_z_loss"
+    lead = _leading.of_tokens(op, logits)
+    if lead is not None:
+        logits, mask = lead.flat("logits", logits), _flat_mask(lead, mask)
     _check_rows(op, "logits", logits, "T", mask, ("num_tokens",))
     z = jax.nn.logsumexp(_masked(logits, mask), axis=-1)
     squares = jnp.square(z) if mask is None else jnp.where(mask, jnp.square(z), 0.0)
@@ -144,8 +153,8 @@ def expert_load(expert_ids: jax.Array, num_experts: int) -> jax.Array:
     load[e] = number of (t, k) with expert_ids[t, k] = e
 
     Args:
-      expert_ids: [T, K] int32. Ids below 0 or from num_experts on count for no expert: set those of
-        padding tokens to -1.
+      expert_ids: [T, K] int32, T one axis or several. Ids below 0 or from num_experts on count for
+        no expert: set those of padding tokens to -1.
       num_experts: number of experts, E, at least 1.
 
     Returns:
@@ -165,6 +174,9 @@ def expert_load(expert_ids: jax.Array, num_experts: int) -> jax.Array:
       [1, 2, 0]
     """
     op = "expert_load"
+    lead = _leading.of_tokens(op, expert_ids)
+    if lead is not None:
+        expert_ids = lead.flat("expert_ids", expert_ids)
     _check_ids(op, expert_ids, "T,K")
     return _load(expert_ids, _checks.check_int(op, "num_experts", num_experts, 1))
 
@@ -218,6 +230,13 @@ def update_selection_bias(
     ceil = floor + (total % load.size != 0).astype(jnp.int32)
     sign = (load < ceil).astype(jnp.float32) - (load > floor).astype(jnp.float32)
     return bias + step * sign
+
+
+def _flat_mask(lead: Any, mask: Any) -> Any:
+    """[T] of a mask [...] with the axes of tokens of the call."""
+    if mask is None or not hasattr(mask, "ndim"):
+        return mask
+    return lead.flat("mask", mask[..., None])[:, 0]
 
 
 def _load_times_score(x: jax.Array, expert_ids: jax.Array, mask: jax.Array | None) -> jax.Array:

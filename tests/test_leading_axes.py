@@ -96,6 +96,28 @@ def test_rows():
     out = jaxmoe.expert_rows(ARRAYS["x"], routing, experts)
     assert out.rows.shape == (B * S * K, H)
     assert out.weights.shape == out.slot_to_row.shape == (B, S, K)
+    y = jaxmoe.finalize(out.rows, out, out.weights, residual=ARRAYS["residual"])
+    np.testing.assert_array_equal(y, layer(ARRAYS))
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+def test_losses(kind):
+    mesh = jax.make_mesh((2, 2), ("b", "s"), axis_types=(kind,) * 2)
+
+    def losses(logits, mask):
+        ids = jaxmoe.route(logits, top_k=K).expert_ids
+        scores = jax.nn.softmax(logits)
+        return {
+            "balance": jaxmoe.load_balancing_loss(scores, ids, mask),
+            "z": jaxmoe.router_z_loss(logits, mask),
+            "load": jaxmoe.expert_load(ids, E),
+        }
+
+    logits, mask = ARRAYS["logits"], drawn((B, S), 5) > 0
+    with entered(mesh):
+        put = [jax.device_put(a, NamedSharding(mesh, P("b", "s"))) for a in (logits, mask)]
+        got = jax.jit(losses)(*put)
+    close(got, losses(logits.reshape(-1, E), mask.reshape(-1)))
 
 
 def test_arguments_that_disagree():
