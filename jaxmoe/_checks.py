@@ -6,16 +6,22 @@
 that nothing here can run. Every helper takes the op's public name first and raises at trace time.
 """
 
+import dataclasses
+import functools
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.export
 import numpy as np
+from jax.core import ShapedArray
 
 # (regular expression on numpy's name, short form); the first that matches is used.
 _SHORT = (("^bfloat", "bf"), ("^float", "f"), ("^uint", "u"), ("^int", "i"), ("^complex", "c"))
+
+_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, ShapedArray)
 
 FLOATS = ("bfloat16", "float16", "float32")
 
@@ -33,11 +39,45 @@ def describe(x: Any) -> str:
     """Short text for `x`: `bf16[512,2048]` for an array, else its value or type."""
     if is_quantized(x):
         return f"a QuantizedArray ({x.format}, values {describe(x.values)})"
-    if hasattr(x, "shape") and hasattr(x, "dtype"):
+    if isinstance(x, _ARRAYS):
         return f"{dtype_name(x.dtype)}[{','.join(map(str, x.shape))}]"
     if x is None or isinstance(x, bool | int | float | str):
         return repr(x)
+    if hasattr(x, "shape") and hasattr(x, "dtype"):  # an array, but of another package
+        return f"a {type(x).__module__.split('.')[0]}.{type(x).__name__}"
     return f"a {type(x).__name__}"
+
+
+def array_likes[**P, R](fn: Callable[P, R]) -> Callable[P, R]:
+    """Makes `fn` take objects that stand for an array (`__jax_array__`), as parameters of flax do.
+
+    They may be arguments, or fields of arguments that are dataclasses, such as `jaxmoe.Experts`.
+    """
+
+    @functools.wraps(fn)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        function: Callable[..., R] = fn
+        return function(*map(as_arrays, args), **{n: as_arrays(a) for n, a in kwargs.items()})
+
+    return call
+
+
+def as_arrays(value: Any) -> Any:
+    """Returns `value` with arrays in the place of what stands for one."""
+    if isinstance(value, _ARRAYS) or jax.export.is_symbolic_dim(value):
+        return value
+    if hasattr(type(value), "__jax_array__"):
+        return value.__jax_array__()
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return value
+    fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    arrays = {name: as_arrays(field) for name, field in fields.items()}
+    if all(arrays[name] is field for name, field in fields.items()):
+        return value
+    same = object.__new__(type(value))  # unchecked: the function checks it
+    for name, array in arrays.items():
+        object.__setattr__(same, name, array)
+    return same
 
 
 def message(op: str, rule: str, **got: Any) -> str:

@@ -17,6 +17,7 @@ from jaxmoe.quantize import QuantizedArray
 from jaxmoe.routing import Routing
 
 
+@_checks.array_likes
 def moe_mlp(
     x: jax.Array | QuantizedArray,
     routing: Routing,
@@ -153,6 +154,7 @@ def moe_mlp(
     return y if capacity_factor is None else (y, lost)
 
 
+@_checks.array_likes
 def sharded_moe_mlp(
     x: jax.Array | QuantizedArray,
     routing: Routing,

@@ -88,7 +88,7 @@ class Experts:
     def __post_init__(self) -> None:
         """Checks the static fields, and shapes where they are known."""
         _check_static(self)
-        check_parts(self)
+        check_parts(_checks.as_arrays(self))
 
     @property
     def num_experts(self) -> int:

@@ -30,6 +30,7 @@ class ExpertRows:
     slot_to_row: jax.Array
 
 
+@_checks.array_likes
 def finalize(
     rows: jax.Array,
     plan: Plan | ExpertRows,

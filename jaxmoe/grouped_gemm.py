@@ -23,6 +23,7 @@ from jaxmoe._gemm.tiles import NOT_PROMOTED, ONLY_PROMOTED, STEP_K, GemmConfig, 
 from jaxmoe.quantize import WEIGHT_LAYOUTS, QuantizedArray, quantize_tokens
 
 
+@_checks.array_likes
 def grouped_gemm(
     lhs: jax.Array | QuantizedArray,
     rhs: jax.Array | QuantizedArray,

@@ -14,6 +14,7 @@ from jax.core import max_dim
 from jaxmoe import _checks, _leading
 
 
+@_checks.array_likes
 def load_balancing_loss(
     scores: jax.Array, expert_ids: jax.Array, mask: jax.Array | None = None
 ) -> jax.Array:
@@ -63,6 +64,7 @@ def load_balancing_loss(
     return scores.shape[-1] * _load_times_score(_masked(scores, mask), expert_ids, mask)
 
 
+@_checks.array_likes
 def sequence_balance_loss(
     scores: jax.Array, expert_ids: jax.Array, mask: jax.Array | None = None
 ) -> jax.Array:
@@ -109,6 +111,7 @@ def sequence_balance_loss(
     return scores.shape[-1] / expert_ids.shape[-1] * _load_times_score(x, expert_ids, mask)
 
 
+@_checks.array_likes
 def router_z_loss(logits: jax.Array, mask: jax.Array | None = None) -> jax.Array:
     """Measures how far the router's logits have grown: ST-MoE's z-loss.
 
@@ -147,6 +150,7 @@ def router_z_loss(logits: jax.Array, mask: jax.Array | None = None) -> jax.Array
     return squares.sum() / _num_valid(mask, logits.shape[0])
 
 
+@_checks.array_likes
 def expert_load(expert_ids: jax.Array, num_experts: int) -> jax.Array:
     """Counts the slots of each expert.
 
@@ -181,6 +185,7 @@ def expert_load(expert_ids: jax.Array, num_experts: int) -> jax.Array:
     return _load(expert_ids, _checks.check_int(op, "num_experts", num_experts, 1))
 
 
+@_checks.array_likes
 def update_selection_bias(
     bias: jax.Array, load: jax.Array, *, rate: float | jax.Array
 ) -> jax.Array:

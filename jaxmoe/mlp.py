@@ -21,6 +21,7 @@ from jaxmoe.quantize import QuantizedArray
 from jaxmoe.routing import Routing
 
 
+@_checks.array_likes
 def moe_mlp(
     x: jax.Array | QuantizedArray,
     routing: Routing,
@@ -118,6 +119,7 @@ def moe_mlp(
     return out[0]
 
 
+@_checks.array_likes
 def expert_rows(
     x: jax.Array | QuantizedArray,
     routing: Routing,

@@ -9,6 +9,7 @@ from jaxmoe import _checks, _primitive, _sharding, _sizes
 from jaxmoe.plan import Plan
 
 
+@_checks.array_likes
 def permute(x: jax.Array, plan: Plan) -> jax.Array:
     """Copies each token into the rows of its experts.
 

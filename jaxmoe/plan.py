@@ -33,6 +33,7 @@ class Plan:
         return self.expert_offsets[..., 1:] - self.expert_offsets[..., :-1]
 
 
+@_checks.array_likes
 def plan(
     expert_ids: jax.Array,
     num_experts: int,

@@ -60,6 +60,7 @@ class QuantizedArray:
         return len(self.shape)
 
 
+@_checks.array_likes
 def quantize(
     w: jax.Array,
     format: str,
@@ -121,6 +122,7 @@ def quantize(
     return _quantized(op, stored, format, weight_layout, element_type, scale, scale_format)
 
 
+@_checks.array_likes
 def quantize_tokens(
     x: jax.Array,
     format: str,
@@ -169,6 +171,7 @@ def quantize_tokens(
     return _quantized(op, jnp.asarray(x), format, "tokens", element_type, scale, scale_format)
 
 
+@_checks.array_likes
 def dequantize(q: QuantizedArray, *, dtype: Any = None) -> jax.Array:
     """Returns the array that a quantized array stands for.
 

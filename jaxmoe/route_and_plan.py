@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmoe import _primitive, _sharding
+from jaxmoe import _checks, _primitive, _sharding
 from jaxmoe._route import (
     MAX_CUDA_EXPERTS,
     completed,
@@ -28,6 +28,7 @@ from jaxmoe.routing import Routing, check_options, routing_of, scaled
 _OP = "route_and_plan"
 
 
+@_checks.array_likes
 def route_and_plan(
     logits: jax.Array,
     *,

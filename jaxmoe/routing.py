@@ -71,6 +71,7 @@ METHODS: dict[str, Method] = {
 _EPSILON = 1e-20
 
 
+@_checks.array_likes
 def route(
     logits: jax.Array,
     *,

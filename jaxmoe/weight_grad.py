@@ -21,6 +21,7 @@ from jaxmoe.quantize import WEIGHT_LAYOUTS
 _OP = "grouped_gemm_weight_grad"
 
 
+@_checks.array_likes
 def grouped_gemm_weight_grad(
     lhs: jax.Array,
     dy: jax.Array,
