@@ -268,18 +268,26 @@ def _wanted_shape(e: Experts, name: str) -> tuple[int, ...]:
 
 def _shape_message(e: Experts, name: str, weights: dict[str, Any], wanted: Any) -> str:
     w = weights[name]
-    shape = tuple(w.shape[-3:])
     act = resolve(e.activation, _OP)
     kind = "gated" if act.gated else "not gated"
     rule = (
         f"{name}.shape={list(w.shape)} must be {list(wanted)} = {_axes(e, name)} with the E, H and "
         f"I of down {_axes(e, 'down')}, because {act.name} is {kind}"
     )
-    if (shape[0], shape[2], shape[1]) == wanted:
-        index = 1 if name == "down" else 0
-        other = "nk" if e.layouts[index] == "kn" else "kn"
-        rule += f"; it fits layout={other!r}"
+    for layout in ("kn", "nk", ("kn", "nk"), ("nk", "kn")):
+        if _fits(e, weights, layout):
+            rule += f"; these shapes fit layout={layout!r}"
+            break
     return _checks.message(_OP, rule, **weights)
+
+
+def _fits(e: Experts, weights: dict[str, Any], layout: str | tuple[str, str]) -> bool:
+    """Whether the weights are those of one layer if they are read in `layout`."""
+    other = object.__new__(Experts)  # unchecked
+    for field in dataclasses.fields(Experts):
+        object.__setattr__(other, field.name, getattr(e, field.name))
+    object.__setattr__(other, "layout", layout)
+    return all(tuple(w.shape[-3:]) == _wanted_shape(other, n) for n, w in weights.items())
 
 
 def _check_dtypes(e: Experts, weights: dict[str, Any]) -> None:

@@ -354,9 +354,15 @@ def test_errors(name):
         Experts(**{"gate_up": GATE_UP, "down": DOWN} | changes)
 
 
-def test_a_transposed_weight_names_its_layout():
-    message = "it fits layout='nk'"
-    with pytest.raises(ValueError, match=message):
-        Experts(gate_up=zeros(E, 2 * INTER, 6), down=zeros(E, INTER, 6))
-    with pytest.raises(ValueError, match="it fits layout='kn'"):
-        Experts(gate_up=zeros(E, 6, 2 * INTER), down=zeros(E, INTER, 6), layout=("nk", "kn"))
+def test_transposed_weights_name_their_layout():
+    """The layout that the message names is one that these arrays are taken with."""
+    kn, nk = (E, 6, 2 * INTER), (E, 2 * INTER, 6)
+    for gate_up, down, given, layout in (
+        (nk, (E, INTER, 6), "kn", ("nk", "kn")),
+        (kn, (E, INTER, 6), ("nk", "kn"), "kn"),
+        (nk, (E, 6, INTER), "kn", "nk"),
+    ):
+        weights = {"gate_up": zeros(*gate_up), "down": zeros(*down)}
+        with pytest.raises(ValueError, match=re.escape(f"these shapes fit layout={layout!r}")):
+            Experts(**weights, layout=given)
+        assert Experts(**weights, layout=layout).hidden == 6
