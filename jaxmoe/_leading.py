@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from jaxmoe import _checks, _sharding
+from jaxmoe import _checks, _mesh, _sharding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Leading:
 
     op: str
     shape: tuple[int, ...]
-    axes: _sharding.Dims
+    axes: _mesh.Dims
     mesh: Any
 
     @property
@@ -55,20 +55,20 @@ class Leading:
         return self._reshaped(a, (self.split,), self.axes, local)
 
     def _reshaped(
-        self, a: Any, given: _sharding.Dims, wanted: _sharding.Dims, local: tuple[int, ...]
+        self, a: Any, given: _mesh.Dims, wanted: _mesh.Dims, local: tuple[int, ...]
     ) -> jax.Array:
         """Replaces the axes but the last by `local` ones, on each device for itself."""
         if not self.split:
             return jax.numpy.reshape(a, (*local, a.shape[-1]))
-        rest = _sharding.explicit_dims(jax.typeof(a))[-1]
+        rest = _mesh.explicit_dims(jax.typeof(a))[-1]
         rest = tuple(axis for axis in rest if axis not in self.split)
-        whole = NamedSharding(self.mesh, _sharding.to_spec((*given, rest)))
+        whole = NamedSharding(self.mesh, _mesh.to_spec((*given, rest)))
         call = self.op, self.mesh, self.split, [jax.typeof(a)]
         divided = jax.shard_map(
             lambda a: a.reshape(*local, a.shape[-1]),
             mesh=None if self.mesh == jax.sharding.get_abstract_mesh() else self.mesh,
-            in_specs=_sharding.to_spec(given),
-            out_specs=_sharding.to_spec(wanted),
+            in_specs=_mesh.to_spec(given),
+            out_specs=_mesh.to_spec(wanted),
             axis_names=_sharding.nested_axes(*call, "tokens are"),
         )
         return divided(jax.sharding.reshard(a, whole))
@@ -81,6 +81,4 @@ def of_tokens(op: str, a: Any) -> Leading | None:
     if not isinstance(a, jax.Array) or not a.size:
         return Leading(op, tuple(a.shape[:-1]), ((),) * (a.ndim - 1), None)
     aval = jax.typeof(a)
-    return Leading(
-        op, aval.shape[:-1], _sharding.explicit_dims(aval)[:-1], _sharding.mesh_of([aval])
-    )
+    return Leading(op, aval.shape[:-1], _mesh.explicit_dims(aval)[:-1], _mesh.mesh_of([aval]))

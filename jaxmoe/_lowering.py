@@ -11,7 +11,7 @@ import numpy as np
 from jax.core import ShapedArray
 from jax.interpreters import mlir
 
-from jaxmoe import _sharding, _targets
+from jaxmoe import _mesh, _sharding, _targets
 
 if TYPE_CHECKING:
     from jaxmoe._primitive import Op
@@ -121,7 +121,7 @@ def lower_divided(
         return xla_rule(ctx, *operands, **params)
     # Without a mesh that all of the program shares, a sharding has no names to be told by.
     mesh = getattr(axes, "abstract_mesh", None)
-    if op.rule is None or mesh is None or axes.num_devices == 1 or not _sharding.is_auto(mesh):
+    if op.rule is None or mesh is None or axes.num_devices == 1 or not _mesh.is_auto(mesh):
         return lower(ctx, *operands, **params)
     if any(a.size == 0 for a in ctx.avals_out):
         return lower(ctx, *operands, **params)

@@ -60,7 +60,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.interpreters.xla import apply_primitive
 from jax.sharding import ManualAxisType, NamedSharding, PartitionSpec
 
-from jaxmoe import _lowering, _sharding
+from jaxmoe import _lowering, _mesh, _sharding
 from jaxmoe._lowering import CudaTarget as CudaTarget
 from jaxmoe._lowering import Spec as Spec
 from jaxmoe._lowering import lowers_to_cuda as lowers_to_cuda
@@ -100,11 +100,11 @@ class Op:
         given = self.operands(*arrays)
         matched = _match_varying([a for a in given if a is not None])
         avals = [jax.typeof(a) for a in matched]
-        mesh = _sharding.mesh_of(avals)
+        mesh = _mesh.mesh_of(avals)
         absent = tuple(n for n, a in zip(given._fields, given, strict=True) if a is None)
-        if self.rule is not None and any(_sharding.explicit_axes(a) for a in avals):
+        if self.rule is not None and any(_mesh.explicit_axes(a) for a in avals):
             return _sharding.on_explicit_axes(self.rule, mesh, self.named(matched, absent), params)
-        primitive = self.primitive if _sharding.is_auto(mesh) else self.local
+        primitive = self.primitive if _mesh.is_auto(mesh) else self.local
         return tuple(primitive.bind(*matched, absent=absent, **params))
 
     def alone(self, *arrays: Any, **params: Any) -> tuple[jax.Array, ...]:
@@ -251,7 +251,7 @@ def _match_varying(arrays: Sequence[Any]) -> list[Any]:
 
 def _check_replicated(name: str, operand: str, aval: Any) -> None:
     """Refuses an argument sharded over Explicit mesh axes: a per-device op would be wrong."""
-    if used := _sharding.explicit_axes(aval):
+    if used := _mesh.explicit_axes(aval):
         axes = ", ".join(sorted(used))
         raise NotImplementedError(
             f"{name}: argument {operand} is sharded over the Explicit mesh axes ({axes}). Got "

@@ -6,10 +6,9 @@ while it partitions a program, after Shardy has propagated the shardings of Auto
 axes it is asked while tracing, and its answer runs in `jax.shard_map`.
 """
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,11 +18,18 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxmoe import _checks
-
-_one_device = jax.make_user_context(False)  # part of JAX's trace context
-
-Axes = tuple[str, ...]  # mesh axes over which one dimension is split, the slowest first
-Dims = tuple[Axes, ...]  # those of each dimension of an array
+from jaxmoe._mesh import (
+    Axes,
+    Dims,
+    axes_of,
+    explicit_axes,
+    explicit_dims,
+    explicit_of,
+    mesh_of,
+    of_kind,
+    one_device,
+    to_spec,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,81 +150,6 @@ def independent(
     return rule
 
 
-def index(axes: Axes) -> jax.Array:
-    """Index of this device's part of an array that is split over `axes`."""
-    return jax.lax.axis_index(axes)
-
-
-def own(a: jax.Array, dim: int, axes: Axes, count: int) -> jax.Array:
-    """This device's part of `a` along `dim`, of `count` parts."""
-    if not axes:
-        return a
-    size = a.shape[dim] // count
-    return jax.lax.dynamic_slice_in_dim(a, index(axes) * size, size, dim)
-
-
-def once(a: Any, axes: Axes) -> Any:
-    """`a` on the first device along `axes` and 0 on the others, so that their sum has it once."""
-    return jnp.where(index(axes) == 0, a, jnp.zeros_like(a)) if axes and a is not None else a
-
-
-def total(a: jax.Array, axes: Axes) -> jax.Array:
-    """The sum of `a` over the devices along `axes`."""
-    return jax.lax.psum(a, axes) if axes else a
-
-
-def axes_of(spec: Any, ndim: int) -> Dims:
-    """Mesh axes of each dimension of a PartitionSpec."""
-    parts = (*spec, *(None,) * (ndim - len(spec)))
-    return tuple(() if p is None else p if isinstance(p, tuple) else (p,) for p in parts)
-
-
-def to_spec(dims: Dims) -> PartitionSpec:
-    """The PartitionSpec of the mesh axes of each dimension."""
-    return PartitionSpec(*((axes[0] if len(axes) == 1 else axes or None) for axes in dims))
-
-
-def explicit_axes(aval: Any) -> frozenset[str]:
-    """The Explicit mesh axes over which an array is split."""
-    explicit = _explicit(aval.sharding.mesh)
-    used = axes_of(aval.sharding.spec, aval.ndim)
-    return frozenset(axis for axes in used for axis in axes if axis in explicit)
-
-
-def explicit_dims(aval: Any) -> Dims:
-    """The Explicit mesh axes over which each dimension of an array is split."""
-    explicit = _explicit(aval.sharding.mesh)
-    of_aval = axes_of(aval.sharding.spec, aval.ndim)
-    return tuple(tuple(axis for axis in axes if axis in explicit) for axes in of_aval)
-
-
-def is_auto(mesh: Any) -> bool:
-    """Whether XLA alone divides work among the devices of `mesh` (or of none that is known)."""
-    return mesh.empty or all(kind == AxisType.Auto for kind in mesh.axis_types)
-
-
-def mesh_of(avals: Sequence[Any]) -> Any:
-    """The mesh that a call is traced for: the context's, or the one its arguments' types name."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        mesh = next((a.sharding.mesh for a in avals if not a.sharding.mesh.empty), mesh)
-    return mesh
-
-
-def divided_by_xla(arrays: Sequence[jax.Array]) -> bool:
-    """Whether a call is traced for several devices of a mesh among which XLA divides the work."""
-    mesh = mesh_of([jax.typeof(a) for a in arrays])
-    return not _one_device.value and not mesh.empty and mesh.size > 1 and is_auto(mesh)
-
-
-@contextlib.contextmanager
-def one_device() -> Generator[None]:
-    """Traces for one device inside, whatever mesh the context and types of arguments name."""
-    nowhere = jax.sharding.AbstractMesh((), ())
-    with _one_device(True), jax.sharding.use_abstract_mesh(nowhere):
-        yield
-
-
 def on_explicit_axes(
     rule: Rule, mesh: Any, arrays: Any, params: dict[str, Any]
 ) -> tuple[jax.Array, ...]:
@@ -269,7 +200,7 @@ def on_explicit_axes(
 def examples_axes(arrays: Sequence[jax.Array], dims: Sequence[int | None]) -> Axes:
     """Explicit mesh axes that split the dimensions `dims` of a batch's examples."""
     for a, dim in zip(map(jax.typeof, arrays), dims, strict=True):
-        if dim is not None and (explicit := _explicit(a.sharding.mesh)):
+        if dim is not None and (explicit := explicit_of(a.sharding.mesh)):
             axes = axes_of(a.sharding.spec, a.ndim)[dim]
             if own := tuple(axis for axis in axes if axis in explicit):
                 return own
@@ -328,10 +259,10 @@ def nested_axes(op: str, mesh: Any, axes: Iterable[str], avals: Sequence[Any], w
     JAX cannot lower psum_scatter where that axis is Explicit.
     """
     names, axes = mesh.axis_names, set(axes)
-    manual = _of_kind(mesh, AxisType.Manual)
+    manual = of_kind(mesh, AxisType.Manual)
     split = {axis for aval in avals for axis in explicit_axes(aval)}
     mapped = get_axis_env().explicit_mesh_axis_names  # by a vmap around this one
-    free = set(_of_kind(mesh, AxisType.Explicit)) - split - mapped
+    free = set(of_kind(mesh, AxisType.Explicit)) - split - mapped
     if axes | free | set(manual) >= set(names):
         return axes | free
     first = min(axes, key=names.index, default=None)
@@ -354,7 +285,7 @@ def _nestable(fn: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
     NOTE: JAX splits what such a body keeps for its backward pass over the axes of the outer one as
     well, and then fails to lower it. A body that keeps its arguments alone escapes that.
     """
-    return jax.checkpoint(fn) if _of_kind(mesh, AxisType.Manual) else fn
+    return jax.checkpoint(fn) if of_kind(mesh, AxisType.Manual) else fn
 
 
 def refuse_tokens(rule: Rule, call: Call, i: int, dim: int) -> None:
@@ -435,13 +366,3 @@ def on_auto_axes(
     partitioned = custom_partitioning(call)
     partitioned.def_partition(partition=partition, sharding_rule=f"{names}->{results}")
     return lambda *arrays: partitioned(*(arrays[given_at.index(i)] for i in there))
-
-
-def _explicit(mesh: Any) -> frozenset[str]:
-    return frozenset(_of_kind(mesh, AxisType.Explicit))
-
-
-def _of_kind(mesh: Any, wanted: Any) -> tuple[str, ...]:
-    """The axes of a mesh that are of one kind, in its order."""
-    kinds = () if mesh.empty else zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return tuple(axis for axis, kind in kinds if kind == wanted)

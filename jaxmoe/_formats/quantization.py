@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmoe import _primitive, _sharding, _sizes, _targets
+from jaxmoe import _mesh, _primitive, _sizes, _targets
 from jaxmoe._codes import choice
 from jaxmoe._formats.base import repeat_blocks
 
@@ -58,7 +58,7 @@ def quantize(
     """Returns the values and scales of x, [B, R, C] or [R, C], on CUDA by the kernel."""
     params: dict[str, Any] = {"shared": shared, "element_type": element_type, "e8m0": e8m0}
     given = [x] if scale is None else [x, scale]
-    if any(_sharding.explicit_axes(jax.typeof(a)) for a in given):
+    if any(_mesh.explicit_axes(jax.typeof(a)) for a in given):
         return quantize_xla(x, scale, **params)  # XLA splits it as its arguments are
     if x.ndim == 3:
         values, scales = quantize_p(x, scale, **params)

@@ -20,7 +20,8 @@ import jax
 
 from jaxmoe._formats import Format
 from jaxmoe._formats.base import letters
-from jaxmoe._sharding import Axes, Call, Dims, Rule, Split, once, own, refuse_tokens, total
+from jaxmoe._mesh import Axes, Dims, once, own, total
+from jaxmoe._sharding import Call, Rule, Split, refuse_tokens
 
 
 def gmm_rule(gmm: Callable[..., Any]) -> Rule:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from jaxmoe import _primitive, _sharding
+from jaxmoe import _mesh, _primitive
 from jaxmoe._codes import Choice, choice
 from jaxmoe._formats import PLAIN, Forward
 from jaxmoe._formats.base import scratch_floats
@@ -30,7 +30,7 @@ _OP = "moe_mlp"
 def layer_op(a: Operands, layer: Layer) -> tuple[jax.Array, ...]:
     """Binds the primitive, or the value and the tangent apart where a format divides them so."""
     arrays = [x for x in a if x is not None]
-    split = any(_sharding.explicit_axes(jax.typeof(x)) for x in arrays)
+    split = any(_mesh.explicit_axes(jax.typeof(x)) for x in arrays)
     if layer.format.expands and split:
         return _value_and_tangent_apart(a, layer)
     return moe_mlp_p(*a, layer=layer)
@@ -117,7 +117,7 @@ def _jvp(primals: Operands, tangents: Operands, *, layer: Layer) -> Any:
     if gradient.straight_through:
         _, moved = _jvp(primals, tangents, layer=layer.replace(format=PLAIN))
         return moe_mlp_p(*primals, layer=layer), moved
-    if layer.finalize and _sharding.divided_by_xla([x for x in primals if x is not None]):
+    if layer.finalize and _mesh.divided_by_xla([x for x in primals if x is not None]):
         return moe_mlp_p(*primals, layer=layer), (_tangent(primals, tangents, layer=layer),)
     if not is_joined(primals):
         tangents = _joined_tangents(primals, tangents, layer)

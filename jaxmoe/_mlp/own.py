@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxmoe._mesh import Axes, index, own
 from jaxmoe._mlp.operands import Layer
-from jaxmoe._sharding import Axes, index, own
 
 
 def own_experts(layer: Layer, axes: Axes, count: Callable[[Axes], int]) -> Layer:

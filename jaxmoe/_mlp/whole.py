@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmoe import _primitive, _sharding
+from jaxmoe import _mesh, _primitive, _sharding
 from jaxmoe._gemm.gate_up import of_moving
 from jaxmoe._mlp import sharding
 from jaxmoe._mlp.operands import Layer, Operands
@@ -47,13 +47,13 @@ def derivative(name: str, op: LayerOp) -> Callable[..., jax.Array | None]:
         wrt = tuple(n for n in VARIABLES if getattr(given, f"t_{n}") is not None)
         a = Operands(*args[:_COUNT])
         tangents = [getattr(given, f"t_{n}") for n in wrt]
-        with _sharding.one_device():
+        with _mesh.one_device():
             _, tangent = jax.jvp(_of_names(op, a, wrt, layer), _values(a, wrt), tuple(tangents))
         return (tangent,)
 
     def backward_xla(*args: Any, wrt: tuple[str, ...], layer: Layer) -> tuple[Any, ...]:
         a, dy = Operands(*args[:_COUNT]), args[_COUNT]
-        with _sharding.one_device():
+        with _mesh.one_device():
             _, pull = jax.vjp(_of_names(op, a, wrt, layer), *_values(a, wrt))
             return pull(dy)
 
