@@ -15,7 +15,7 @@ from benchmarks import card, cases, rows, runner
 from benchmarks.baselines import dense, tokamax_gmm, torch_grouped_mm, xla_ragged_dot
 from benchmarks.models import DEFAULT_MODELS, DEFAULT_SKEWS, DEFAULT_TOKENS, MODELS, SKEWS
 from benchmarks.suites import GRIDS, SUITES, ep, layer_fp8, routing, stack, train
-from jaxmoe import _targets
+from jaxmoe._jax import targets as _targets
 
 _PEERS = (xla_ragged_dot, tokamax_gmm, torch_grouped_mm, dense)
 _PEER_NAMES = (routing.XLA, *(peer.NAME for peer in _PEERS))

@@ -7,8 +7,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmoe import _checks, _primitive, _targets
 from jaxmoe._codes import Choice
+from jaxmoe._jax import checks as _checks
+from jaxmoe._jax import primitive as _primitive
+from jaxmoe._jax import targets as _targets
 
 # Names of JAX's collectives, by those of their primitives in programs.
 _COLLECTIVES = {

@@ -2,7 +2,7 @@
 
 import jax
 
-from jaxmoe import _primitive
+from jaxmoe._jax import primitive as _primitive
 
 
 def export_checks() -> list[jax.export.DisabledSafetyCheck]:

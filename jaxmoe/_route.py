@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmoe import _primitive, _sharding, _sizes
 from jaxmoe._codes import choice
+from jaxmoe._jax import primitive as _primitive
+from jaxmoe._jax import sharding as _sharding
+from jaxmoe._jax import sizes as _sizes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,11 +2,12 @@
 
 from typing import Any
 
-from jaxmoe import _formats, _targets
+from jaxmoe import _formats
 from jaxmoe._codes import CODES
 from jaxmoe._formats import quantization
 from jaxmoe._formats.base import scratch_floats
 from jaxmoe._gemm import tiles
+from jaxmoe._jax import targets as _targets
 from jaxmoe._route import MAX_CUDA_EXPERTS
 from jaxmoe.plan import plan_scratch_size
 

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmoe import _checks
 from jaxmoe._codes import CODES, Choice
+from jaxmoe._jax import checks as _checks
 
 # Formulas. A kernel has a branch for each; all other differences are constants.
 SIGMOID, ERF, RELU, RELU2, IDENTITY = range(len(CODES["activation"]))

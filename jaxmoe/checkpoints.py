@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmoe import _checks
 from jaxmoe._formats.quantization import BLOCK
+from jaxmoe._jax import checks as _checks
 from jaxmoe.quantize import QuantizedArray, check_quantized, check_scales
 
 _SCALES = ("float32", "bfloat16", "float16", "float8_e8m0fnu")

@@ -8,10 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jaxmoe import _checks, _ep_checks, _ep_layer, _ep_mesh
-from jaxmoe._ep_cost import DispatchChoice as DispatchChoice
-from jaxmoe._ep_cost import Links as Links
-from jaxmoe._ep_cost import choose_dispatch as choose_dispatch
+from jaxmoe._ep import checks as _ep_checks
+from jaxmoe._ep import layer as _ep_layer
+from jaxmoe._ep import mesh as _ep_mesh
+from jaxmoe._ep.cost import DispatchChoice as DispatchChoice
+from jaxmoe._ep.cost import Links as Links
+from jaxmoe._ep.cost import choose_dispatch as choose_dispatch
+from jaxmoe._jax import checks as _checks
 from jaxmoe.experts import Experts
 from jaxmoe.quantize import QuantizedArray
 from jaxmoe.routing import Routing

@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmoe import _checks
 from jaxmoe._formats import FORWARD, MASTER, PLAIN, QUANTIZED, Format
+from jaxmoe._jax import checks as _checks
 from jaxmoe.activation import GATE_UP_ORDERS, Activation, resolve
 from jaxmoe.quantize import WEIGHT_LAYOUTS, QuantizedArray
 

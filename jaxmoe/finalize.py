@@ -6,7 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmoe import _checks, _leading, _primitive, _sharding
+from jaxmoe._jax import checks as _checks
+from jaxmoe._jax import leading as _leading
+from jaxmoe._jax import primitive as _primitive
+from jaxmoe._jax import sharding as _sharding
 from jaxmoe.permute import check_plan, permute_p, permute_xla, shift_indices
 from jaxmoe.plan import Plan
 

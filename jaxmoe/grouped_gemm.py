@@ -7,8 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmoe import _checks, _sizes
-from jaxmoe._checks import check_float
 from jaxmoe._formats import PLAIN, QUANTIZED, Format, Tokens
 from jaxmoe._formats.checks import (
     check_accum,
@@ -20,6 +18,9 @@ from jaxmoe._formats.checks import (
 from jaxmoe._gemm.cuda import MAX_ROWS
 from jaxmoe._gemm.op import multiply
 from jaxmoe._gemm.tiles import NOT_PROMOTED, ONLY_PROMOTED, STEP_K, GemmConfig, gmm_config
+from jaxmoe._jax import checks as _checks
+from jaxmoe._jax import sizes as _sizes
+from jaxmoe._jax.checks import check_float
 from jaxmoe.quantize import WEIGHT_LAYOUTS, QuantizedArray, quantize_tokens
 
 

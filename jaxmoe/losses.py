@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import max_dim
 
-from jaxmoe import _checks, _leading
+from jaxmoe._jax import checks as _checks
+from jaxmoe._jax import leading as _leading
 
 
 @_checks.array_likes

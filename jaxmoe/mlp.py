@@ -6,9 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmoe import _checks, _leading
 from jaxmoe._formats.checks import check_accum
 from jaxmoe._gemm.tiles import GemmConfig, mlp_configs, odd_blocks
+from jaxmoe._jax import checks as _checks
+from jaxmoe._jax import leading as _leading
 from jaxmoe._mlp import checks
 from jaxmoe._mlp.op import layer_op
 from jaxmoe._mlp.operands import Layer, Operands

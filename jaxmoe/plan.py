@@ -8,7 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax.core import max_dim, min_dim
 
-from jaxmoe import _checks, _primitive, _sharding, _sizes
+from jaxmoe._jax import checks as _checks
+from jaxmoe._jax import primitive as _primitive
+from jaxmoe._jax import sharding as _sharding
+from jaxmoe._jax import sizes as _sizes
 
 
 @jax.tree_util.register_dataclass

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmoe import _checks, _formats
+from jaxmoe import _formats
 from jaxmoe._codes import CODES
+from jaxmoe._jax import checks as _checks
 
 FORMATS = tuple(_formats.QUANTIZED)
 WEIGHT_LAYOUTS = CODES["layout"]

@@ -6,7 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmoe import _checks, _primitive, _sharding
+from jaxmoe._jax import checks as _checks
+from jaxmoe._jax import primitive as _primitive
+from jaxmoe._jax import sharding as _sharding
 from jaxmoe._route import (
     MAX_CUDA_EXPERTS,
     completed,

@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmoe import _checks, _leading, _sizes
+from jaxmoe._jax import checks as _checks
+from jaxmoe._jax import leading as _leading
+from jaxmoe._jax import sizes as _sizes
 from jaxmoe._route import Rule, completed, route_p, weights_xla
 
 

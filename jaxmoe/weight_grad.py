@@ -5,10 +5,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmoe import _checks
-from jaxmoe._checks import check_float
 from jaxmoe._formats import PLAIN
 from jaxmoe._gemm.op import tgmm
+from jaxmoe._jax import checks as _checks
+from jaxmoe._jax.checks import check_float
 from jaxmoe.grouped_gemm import (
     check_group_sizes,
     check_num_rows,

@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxmoe import _targets
+from jaxmoe._jax import targets as _targets
 
 
 def _wants_gpu(config: pytest.Config) -> bool:

@@ -4,7 +4,7 @@ import re
 
 import jax
 
-from jaxmoe import _targets
+from jaxmoe._jax import targets as _targets
 from jaxmoe._mlp.op import moe_mlp_p
 
 # The results of the layer's call; those before `act` are public.

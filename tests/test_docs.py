@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import pytest
 
 import jaxmoe
-from jaxmoe import _primitive, _targets
+from jaxmoe._jax import primitive as _primitive
+from jaxmoe._jax import targets as _targets
 from jaxmoe.activation import ACTIVATIONS, GATE_UP_ORDERS
 from jaxmoe.grouped_gemm import WEIGHT_LAYOUTS
 from jaxmoe.routing import METHODS

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh
 
-from jaxmoe import _primitive, explain, grouped_gemm
+from jaxmoe import explain, grouped_gemm
+from jaxmoe._jax import primitive as _primitive
 
 BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
 R, K, N, E = 6, 8, 16, 3

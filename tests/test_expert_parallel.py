@@ -11,8 +11,9 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxmoe
-from jaxmoe import Routing, _targets, expert_parallel, quantize, reference
-from jaxmoe._ep_slots import slots_of
+from jaxmoe import Routing, expert_parallel, quantize, reference
+from jaxmoe._ep.slots import slots_of
+from jaxmoe._jax import targets as _targets
 from jaxmoe._testing import (
     INVALID_IDS,
     Layer,

@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxmoe import GemmConfig, Routing, _targets, explain, grouped_gemm, route
+from jaxmoe import GemmConfig, Routing, explain, grouped_gemm, route
+from jaxmoe._jax import targets as _targets
 from tests.layers import moe_mlp
 
 BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32

@@ -6,8 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe import Routing, _primitive, _targets, reference
+from jaxmoe import Routing, reference
 from jaxmoe._export import export_checks
+from jaxmoe._jax import primitive as _primitive
+from jaxmoe._jax import targets as _targets
 from jaxmoe._testing import SMALL, layer_inputs
 from tests.layers import moe_mlp
 

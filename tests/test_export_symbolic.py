@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import jaxmoe
-from jaxmoe import _targets
 from jaxmoe._export import export_checks
 from jaxmoe._formats import QUANTIZED
+from jaxmoe._jax import targets as _targets
 from jaxmoe.plan import plan_scratch_size
 
 E, H, WIDTH, K = 8, 16, 16, 2

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
-from jaxmoe import _targets, reference
+from jaxmoe import reference
+from jaxmoe._jax import targets as _targets
 from jaxmoe._testing import (
     INVALID_IDS,
     ROUTINGS,

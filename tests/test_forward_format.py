@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxmoe import Experts, _targets, explain, quantize
+from jaxmoe import Experts, explain, quantize
+from jaxmoe._jax import targets as _targets
 from jaxmoe._testing import assert_equal
 from tests.layers import moe_mlp
 from tests.lowered import cuda_text

@@ -7,16 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 import jaxmoe
-from jaxmoe import (
-    GemmConfig,
-    QuantizedArray,
-    Routing,
-    Swiglu,
-    _gemm,
-    _targets,
-    explain,
-    grouped_gemm,
-)
+from jaxmoe import GemmConfig, QuantizedArray, Routing, Swiglu, _gemm, explain, grouped_gemm
+from jaxmoe._jax import targets as _targets
 from jaxmoe.quantize import FORMATS, scales_shape
 from tests.layers import moe_mlp
 from tests.lowered import NO_ACTIVATION, calls, cuda_text, layer_call

@@ -9,16 +9,8 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxmoe import (
-    ExpertRows,
-    GemmConfig,
-    Routing,
-    _targets,
-    explain,
-    finalize,
-    plan,
-    quantize_tokens,
-)
+from jaxmoe import ExpertRows, GemmConfig, Routing, explain, finalize, plan, quantize_tokens
+from jaxmoe._jax import targets as _targets
 from jaxmoe._testing import Layer, assert_equal, assert_vmap_is_loop, quantized_inputs
 from jaxmoe.quantize import FORMATS
 from tests.layers import moe_mlp

@@ -8,16 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe import (
-    GemmConfig,
-    Routing,
-    _gemm,
-    _targets,
-    grouped_gemm,
-    quantize,
-    quantize_tokens,
-    reference,
-)
+from jaxmoe import GemmConfig, Routing, _gemm, grouped_gemm, quantize, quantize_tokens, reference
+from jaxmoe._jax import targets as _targets
 from jaxmoe._testing import (
     GPT_OSS,
     Layer,

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe import GemmConfig, Routing, _gemm, _targets, reference, route
+from jaxmoe import GemmConfig, Routing, _gemm, reference, route
+from jaxmoe._jax import targets as _targets
 from jaxmoe._testing import (
     GPT_OSS,
     MODELS,

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe import GemmConfig, _gemm, _targets, finalize, quantize_tokens
+from jaxmoe import GemmConfig, _gemm, finalize, quantize_tokens
+from jaxmoe._jax import targets as _targets
 from jaxmoe._testing import SMALL, Layer, assert_equal, layer_inputs, poison, quantized_inputs
 from jaxmoe.quantize import FORMATS
 from tests.test_fp8_mlp import local

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import jaxmoe
-from jaxmoe import _targets, reference
+from jaxmoe import reference
+from jaxmoe._jax import targets as _targets
 from jaxmoe._testing import (
     assert_close,
     assert_equal,

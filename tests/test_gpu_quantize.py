@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxmoe
-from jaxmoe import _targets
+from jaxmoe._jax import targets as _targets
 from jaxmoe._testing import assert_equal, poison
 
 pytestmark = pytest.mark.gpu

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe import _targets, plan, route
+from jaxmoe import plan, route
+from jaxmoe._jax import targets as _targets
 from jaxmoe._testing import assert_equal, poison
 from jaxmoe.routing import METHODS
 from tests import routing_oracle as oracle

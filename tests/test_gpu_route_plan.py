@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe import _targets, route, route_and_plan
+from jaxmoe import route, route_and_plan
+from jaxmoe._jax import targets as _targets
 from jaxmoe._testing import assert_equal, poison
 from jaxmoe.routing import METHODS
 from tests import routing_oracle as oracle

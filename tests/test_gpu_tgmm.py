@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe import _gemm, _targets, grouped_gemm, grouped_gemm_weight_grad, reference
+from jaxmoe import _gemm, grouped_gemm, grouped_gemm_weight_grad, reference
+from jaxmoe._jax import targets as _targets
 from jaxmoe._testing import assert_close, assert_equal, normal, poison
 
 pytestmark = pytest.mark.gpu

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe import Routing, _targets, finalize, quantize, reference
+from jaxmoe import Routing, finalize, quantize, reference
+from jaxmoe._jax import targets as _targets
 from jaxmoe._testing import (
     GPT_OSS,
     Layer,

@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import pytest
 
 import jaxmoe
-from jaxmoe import GemmConfig, Plan, Routing, _gemm, _primitive, _targets, grouped_gemm
+from jaxmoe import GemmConfig, Plan, Routing, _gemm, grouped_gemm
+from jaxmoe._jax import primitive as _primitive
+from jaxmoe._jax import targets as _targets
 from jaxmoe.activation import ACTIVATIONS
 from tests.layers import moe_mlp
 from tests.lowered import NO_ACTIVATION, calls, cuda_text, layer_call

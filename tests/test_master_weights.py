@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxmoe import Experts, QuantizedArray, _targets, explain, quantize
+from jaxmoe import Experts, QuantizedArray, explain, quantize
+from jaxmoe._jax import targets as _targets
 from jaxmoe._testing import Layer, assert_equal, layer_inputs
 from tests.arguments import zeros_of
 from tests.layers import moe_mlp

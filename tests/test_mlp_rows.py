@@ -10,7 +10,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxmoe
-from jaxmoe import ExpertRows, Routing, _targets, explain, finalize, reference
+from jaxmoe import ExpertRows, Routing, explain, finalize, reference
+from jaxmoe._jax import targets as _targets
 from jaxmoe._testing import (
     SMALL,
     Layer,

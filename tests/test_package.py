@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import pytest
 
 import jaxmoe
-from jaxmoe import _primitive, _targets
+from jaxmoe._jax import primitive as _primitive
+from jaxmoe._jax import targets as _targets
 
 ROOT = Path(__file__).resolve().parent.parent
 PUBLIC_NAMES = {
@@ -214,7 +215,8 @@ if sys.argv[1] == "newer":
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     import jaxmoe
-    from jaxmoe import _primitive, _targets
+    from jaxmoe._jax import primitive as _primitive
+    from jaxmoe._jax import targets as _targets
 import jax
 import jax.numpy as jnp
 print(json.dumps({

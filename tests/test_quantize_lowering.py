@@ -11,8 +11,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmoe
-from jaxmoe import _targets
 from jaxmoe._formats import quantization
+from jaxmoe._jax import targets as _targets
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe import _targets, plan, route, route_and_plan
+from jaxmoe import plan, route, route_and_plan
+from jaxmoe._jax import targets as _targets
 from jaxmoe._testing import assert_equal, assert_vmap_is_loop
 from tests import routing_oracle as oracle
 from tests.lowered import calls, cuda_text

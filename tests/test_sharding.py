@@ -13,7 +13,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmoe
-from jaxmoe import Routing, _targets
+from jaxmoe import Routing
+from jaxmoe._jax import targets as _targets
 from jaxmoe._testing import Layer, layer_inputs, normal
 from tests.layers import moe_mlp
 from tests.sharding_programs import (

@@ -12,7 +12,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmoe
-from jaxmoe import _targets, grouped_gemm, grouped_gemm_weight_grad
+from jaxmoe import grouped_gemm, grouped_gemm_weight_grad
+from jaxmoe._jax import targets as _targets
 from jaxmoe._testing import normal
 from tests import layers
 from tests.sharding_programs import (

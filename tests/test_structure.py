@@ -119,7 +119,7 @@ def test_operands_have_names() -> None:
 
 
 def test_only_the_lowering_makes_an_array_for_an_absent_operand() -> None:
-    assert found(package("/_lowering.py"), empty_arrays) == []
+    assert found(package("/_jax/lowering.py"), empty_arrays) == []
 
 
 def test_only_the_gemm_knows_its_architecture() -> None:

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe import _targets, explain, finalize, quantize, reference
+from jaxmoe import explain, finalize, quantize, reference
+from jaxmoe._jax import targets as _targets
 from jaxmoe._testing import SMALL, Layer, assert_close, assert_equal, layer_inputs, normal
 from jaxmoe.activation import ACTIVATIONS, GATE_UP_ORDERS, split_gate_up
 from tests.layers import moe_mlp

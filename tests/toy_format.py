@@ -12,8 +12,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmoe
-from jaxmoe import _targets
 from jaxmoe._formats import QUANTIZED
+from jaxmoe._jax import targets as _targets
 
 NAME = sys.argv[1]
 E, H, INTER, T, K = 4, 16, 8, 12, 2

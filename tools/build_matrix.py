@@ -20,7 +20,7 @@ OLDEST_JAX = "0.10.0"
 _CHECK = """
 import sys
 import jax, jaxmoe
-from jaxmoe import _targets
+from jaxmoe._jax import targets as _targets
 assert "site-packages" in jaxmoe.__file__, jaxmoe.__file__
 assert _targets.cuda_available() == (sys.argv[1] == "True"), _targets.why_not()
 ids = jax.numpy.array([[1, 0], [1, 2]], dtype=jax.numpy.int32)

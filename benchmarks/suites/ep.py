@@ -30,7 +30,7 @@ from benchmarks.models import BYTES
 from benchmarks.suites.entry import Entry, chain_length
 from benchmarks.suites.layer import moe_mlp
 from jaxmoe import expert_parallel
-from jaxmoe._ep_cost import DISPATCHES, share_per_device
+from jaxmoe._ep.cost import DISPATCHES, share_per_device
 
 LOCAL, ALONE = "jaxmoe[ep_local]", "jaxmoe[one_device]"
 CHUNKS = (1, 2, 4)

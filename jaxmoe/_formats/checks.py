@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from jaxmoe import _checks
 from jaxmoe._formats.base import Format
+from jaxmoe._jax import checks as _checks
 from jaxmoe.quantize import QuantizedArray, check_quantized
 
 

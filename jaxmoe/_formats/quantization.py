@@ -5,9 +5,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmoe import _mesh, _primitive, _sizes, _targets
 from jaxmoe._codes import choice
 from jaxmoe._formats.base import repeat_blocks
+from jaxmoe._jax import mesh as _mesh
+from jaxmoe._jax import primitive as _primitive
+from jaxmoe._jax import sizes as _sizes
+from jaxmoe._jax import targets as _targets
 
 BLOCK = 128  # elements of a block along each axis that has blocks
 MIN_SCALE, MAX_SCALE = 2.0**-126, 2.0**126  # both, and what 1 / scale gives, are normal float32

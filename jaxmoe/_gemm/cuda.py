@@ -5,10 +5,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmoe import _checks, _primitive, _sizes
 from jaxmoe._codes import Choice, choice
 from jaxmoe._formats import PLAIN, Format
 from jaxmoe._gemm.tiles import gmm_scratch_size
+from jaxmoe._jax import checks as _checks
+from jaxmoe._jax import primitive as _primitive
+from jaxmoe._jax import sizes as _sizes
 from jaxmoe.activation import ACTIVATIONS, GATE_UP_ORDERS, Activation
 
 MAX_ROWS = 2**31 - 1  # of all batches: rows are counted in int32

@@ -17,11 +17,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmoe import _primitive
 from jaxmoe._formats import Tokens
 from jaxmoe._gemm import cuda
 from jaxmoe._gemm.op import multiply
 from jaxmoe._gemm.tiles import GemmConfig
+from jaxmoe._jax import primitive as _primitive
 from jaxmoe.activation import Activation, split_gate_up
 from jaxmoe.permute import permute_p
 

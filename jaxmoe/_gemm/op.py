@@ -26,10 +26,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxmoe import _checks, _primitive
 from jaxmoe._formats import MASTER, PLAIN, Format, Tokens
 from jaxmoe._gemm import cuda, sharding, xla
 from jaxmoe._gemm.tiles import gmm_config, tgmm_cluster
+from jaxmoe._jax import checks as _checks
+from jaxmoe._jax import primitive as _primitive
 
 _OTHER_LAYOUT = {"kn": "nk", "nk": "kn"}
 

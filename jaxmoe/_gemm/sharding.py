@@ -20,8 +20,8 @@ import jax
 
 from jaxmoe._formats import Format
 from jaxmoe._formats.base import letters
-from jaxmoe._mesh import Axes, Dims, once, own, total
-from jaxmoe._sharding import Call, Rule, Split, refuse_tokens
+from jaxmoe._jax.mesh import Axes, Dims, once, own, total
+from jaxmoe._jax.sharding import Call, Rule, Split, refuse_tokens
 
 
 def gmm_rule(gmm: Callable[..., Any]) -> Rule:

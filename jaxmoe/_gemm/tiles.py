@@ -8,7 +8,8 @@ are drawn from a counter. Measurements behind the rules are in docs/notes.md#wha
 import dataclasses
 import math
 
-from jaxmoe import _checks, _sizes
+from jaxmoe._jax import checks as _checks
+from jaxmoe._jax import sizes as _sizes
 from jaxmoe.plan import plan_scratch_size
 
 # (weight_tile, token_tile, cluster, split_k) of each kernel in csrc/gemm/sm90/kernel.cuh, with the

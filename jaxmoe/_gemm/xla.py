@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmoe import _sizes
 from jaxmoe._formats import PLAIN, Format
+from jaxmoe._jax import sizes as _sizes
 
 _BLOCKS = (16, 32, 64, 128)
 

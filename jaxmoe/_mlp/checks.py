@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmoe import _checks
 from jaxmoe._formats import QUANTIZED, Format
 from jaxmoe._formats import checks as _formats_checks
 from jaxmoe._gemm.tiles import BLOCK_ROWS, MAX_FP8_GATHER, WHOLE_BLOCKS
+from jaxmoe._jax import checks as _checks
 from jaxmoe.experts import Experts, check_parts, format_of
 from jaxmoe.grouped_gemm import check_config
 from jaxmoe.quantize import QuantizedArray, check_quantized

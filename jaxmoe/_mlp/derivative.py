@@ -26,10 +26,11 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxmoe import _primitive, _sizes
 from jaxmoe._formats import PLAIN, Tokens
 from jaxmoe._gemm.gate_up import activate, gate_up_p, of_moving
 from jaxmoe._gemm.op import tgmm
+from jaxmoe._jax import primitive as _primitive
+from jaxmoe._jax import sizes as _sizes
 from jaxmoe._mlp.operands import Layer, Operands, halves
 from jaxmoe._mlp.stages import order_of, product, result
 from jaxmoe.finalize import sum_rows

@@ -3,9 +3,9 @@
 from typing import Any, NamedTuple
 
 from jaxmoe._gemm.sharding import parts_of, token_scale_axes, weight_scale_axes
-from jaxmoe._mesh import Axes
+from jaxmoe._jax.mesh import Axes
+from jaxmoe._jax.sharding import Call
 from jaxmoe._mlp.operands import Layer, Operands
-from jaxmoe._sharding import Call
 
 
 class Division(NamedTuple):

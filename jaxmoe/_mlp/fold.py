@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmoe import _primitive
+from jaxmoe._jax import primitive as _primitive
 from jaxmoe._mlp.operands import Layer, Operands, is_joined, join
 from jaxmoe.permute import permute_p
 from jaxmoe.plan import local_ids_xla

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from jaxmoe import _mesh, _primitive
 from jaxmoe._codes import Choice, choice
 from jaxmoe._formats import PLAIN, Forward
 from jaxmoe._formats.base import scratch_floats
@@ -19,6 +18,8 @@ from jaxmoe._gemm import cuda
 from jaxmoe._gemm.gate_up import of_moving
 from jaxmoe._gemm.op import refuse_derivative
 from jaxmoe._gemm.tiles import mlp_configs, mlp_index_size, odd_blocks
+from jaxmoe._jax import mesh as _mesh
+from jaxmoe._jax import primitive as _primitive
 from jaxmoe._mlp import derivative, fold, sharding, whole
 from jaxmoe._mlp.operands import Layer, Operands, is_joined, join
 from jaxmoe._mlp.stages import result, rows_of

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmoe._mesh import Axes, index, own
+from jaxmoe._jax.mesh import Axes, index, own
 from jaxmoe._mlp.operands import Layer
 
 

@@ -19,16 +19,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmoe._collectives import PLAIN as PLAIN_COLLECTIVES
-from jaxmoe._collectives import TYPED
 from jaxmoe._formats import Tokens
 from jaxmoe._gemm.sharding import own_groups
-from jaxmoe._mesh import Axes, once, own
+from jaxmoe._jax.collectives import PLAIN as PLAIN_COLLECTIVES
+from jaxmoe._jax.collectives import TYPED
+from jaxmoe._jax.mesh import Axes, once, own
+from jaxmoe._jax.sharding import Call, Rule, Split, refuse_tokens
 from jaxmoe._mlp.division import Division, dims, divide, places
 from jaxmoe._mlp.operands import Layer, Operands, join
 from jaxmoe._mlp.own import join_pairs, own_experts, own_map, own_pairs
 from jaxmoe._mlp.stages import Exchange, in_parts
-from jaxmoe._sharding import Call, Rule, Split, refuse_tokens
 
 LayerOp = Callable[[Operands, Layer], tuple[jax.Array, ...]]
 

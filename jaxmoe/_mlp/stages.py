@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxmoe import _sizes
 from jaxmoe._formats import Format, Tokens
 from jaxmoe._gemm.gate_up import activate
 from jaxmoe._gemm.op import multiply
 from jaxmoe._gemm.tiles import NOT_PROMOTED, GemmConfig
+from jaxmoe._jax import sizes as _sizes
 from jaxmoe._mlp.operands import Layer, Operands, halves
 from jaxmoe.finalize import finalize
 from jaxmoe.permute import permute

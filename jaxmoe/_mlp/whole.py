@@ -17,8 +17,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmoe import _mesh, _primitive, _sharding
 from jaxmoe._gemm.gate_up import of_moving
+from jaxmoe._jax import mesh as _mesh
+from jaxmoe._jax import primitive as _primitive
+from jaxmoe._jax import sharding as _sharding
 from jaxmoe._mlp import sharding
 from jaxmoe._mlp.operands import Layer, Operands
 

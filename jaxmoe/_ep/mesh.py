@@ -7,7 +7,7 @@ import jax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxmoe import _checks
+from jaxmoe._jax import checks as _checks
 from jaxmoe.activation import resolve
 from jaxmoe.experts import Experts, format_of
 from jaxmoe.quantize import QuantizedArray

@@ -11,7 +11,9 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from jaxmoe import _checks, _mesh, _sharding
+from jaxmoe._jax import checks as _checks
+from jaxmoe._jax import mesh as _mesh
+from jaxmoe._jax import sharding as _sharding
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jaxmoe._mesh import Axes, own
+from jaxmoe._jax.mesh import Axes, own
 
 
 def _gather(a: jax.Array, axes: Axes, dim: int) -> jax.Array:

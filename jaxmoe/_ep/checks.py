@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmoe import _checks
-from jaxmoe._ep_cost import DISPATCHES, TOKENS, capacity_of, choose_dispatch
-from jaxmoe._ep_exchange import Axis
+from jaxmoe._ep.cost import DISPATCHES, TOKENS, capacity_of, choose_dispatch
+from jaxmoe._ep.exchange import Axis
 from jaxmoe._formats import Format
+from jaxmoe._jax import checks as _checks
 from jaxmoe._mlp.checks import check_experts, check_tokens
 from jaxmoe.experts import Experts
 from jaxmoe.quantize import FORMATS, QuantizedArray

@@ -7,7 +7,7 @@ An op is a per-device function of arrays with hashable static parameters. `defin
 * a lowering: the FFI call described by `cuda` on CUDA, the pure JAX function `xla` elsewhere, and
   `xla` on CUDA too when the extension is not loaded (decided while lowering);
 * batching (`batch`), forward mode (`jvp`) and transposition (`transpose`) rules;
-* a rule (`rule`, see _sharding.py) by which it is divided over the axes of a mesh. On Explicit axes
+* a rule (`rule`, see _jax/sharding.py) by which it is divided over a mesh. On Explicit axes
   that happens when the op is called. On Auto axes XLA asks while it partitions the program; a
   program for one device does not know of it. Inside `jax.shard_map` an op is one device's.
 
@@ -60,11 +60,13 @@ from jax.interpreters import ad, batching, mlir
 from jax.interpreters.xla import apply_primitive
 from jax.sharding import ManualAxisType, NamedSharding, PartitionSpec
 
-from jaxmoe import _lowering, _mesh, _sharding
-from jaxmoe._lowering import CudaTarget as CudaTarget
-from jaxmoe._lowering import Spec as Spec
-from jaxmoe._lowering import lowers_to_cuda as lowers_to_cuda
-from jaxmoe._lowering import scratch_bytes as scratch_bytes
+from jaxmoe._jax import lowering as _lowering
+from jaxmoe._jax import mesh as _mesh
+from jaxmoe._jax import sharding as _sharding
+from jaxmoe._jax.lowering import CudaTarget as CudaTarget
+from jaxmoe._jax.lowering import Spec as Spec
+from jaxmoe._jax.lowering import lowers_to_cuda as lowers_to_cuda
+from jaxmoe._jax.lowering import scratch_bytes as scratch_bytes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,9 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmoe import _ep_exchange, mlp
-from jaxmoe._ep_checks import Setup
-from jaxmoe._ep_slots import local_ids, slots_of
+from jaxmoe import mlp
+from jaxmoe._ep import exchange as _ep_exchange
+from jaxmoe._ep.checks import Setup
+from jaxmoe._ep.slots import local_ids, slots_of
 from jaxmoe.experts import Experts
 from jaxmoe.quantize import QuantizedArray, quantize_tokens
 from jaxmoe.routing import Routing

@@ -11,10 +11,12 @@ import numpy as np
 from jax.core import ShapedArray
 from jax.interpreters import mlir
 
-from jaxmoe import _mesh, _sharding, _targets
+from jaxmoe._jax import mesh as _mesh
+from jaxmoe._jax import sharding as _sharding
+from jaxmoe._jax import targets as _targets
 
 if TYPE_CHECKING:
-    from jaxmoe._primitive import Op
+    from jaxmoe._jax.primitive import Op
 
 Spec = tuple[tuple[int, ...], Any]
 

@@ -17,8 +17,8 @@ from jax._src.core import get_axis_env
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxmoe import _checks
-from jaxmoe._mesh import (
+from jaxmoe._jax import checks as _checks
+from jaxmoe._jax.mesh import (
     Axes,
     Dims,
     axes_of,

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-from jaxmoe import _checks
+from jaxmoe._jax import checks as _checks
 
 OP = "expert_parallel.choose_dispatch"
 DISPATCHES = ("all_gather", "all_to_all", "ragged")

@@ -1,0 +1,1 @@
+"""Experts over devices: what `jaxmoe.expert_parallel` is made of."""
