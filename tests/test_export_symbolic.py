@@ -86,14 +86,20 @@ PROGRAMS = {
     "plan": (planned, {"route", "plan"}),
     "route_and_plan": (lambda x: jaxmoe.route_and_plan(x[:, :E], top_k=K), {"route_plan"}),
     "back_and_forth": (back_and_forth, {"route", "plan", "permute", "finalize"}),
-    "grouped_gemm": (lambda x: jaxmoe.grouped_gemm(x, experts().gate_up, groups()), {"gmm"}),
-    "weight_grad": (lambda x: jaxmoe.grouped_gemm_weight_grad(x, x, groups()), {"tgmm_rows"}),
+    "grouped_gemm": (
+        lambda x: jaxmoe.grouped_gemm(x, experts().gate_up, groups()),
+        {"grouped_gemm"},
+    ),
+    "weight_grad": (lambda x: jaxmoe.grouped_gemm_weight_grad(x, x, groups()), {"weight_grad"}),
     "layer": (lambda x: layer(x, residual=x), {"route", "moe_mlp"}),
     "whole_k": (lambda x: layer(x, batch_invariant=True), {"route", "moe_mlp"}),
     "rows": (lambda x: jaxmoe.expert_rows(x, route(x), experts()), {"route", "moe_mlp"}),
     "master": (lambda x: layer(x, "master"), {"route", "moe_mlp"}),
     "forward": (lambda x: layer(x, "forward"), {"route", "moe_mlp", "quantize"}),
-    "gradients": (gradients, {"route", "plan", "permute", "finalize", "gate_up", "gmm", "tgmm"}),
+    "gradients": (
+        gradients,
+        {"route", "plan", "permute", "finalize", "grouped_gemm", "weight_grad"},
+    ),
     "losses": (losses, {"route"}),
 } | {
     f"{kind}_{name}": (functools.partial(fn, name=name), calls)
@@ -104,7 +110,7 @@ PROGRAMS = {
         (
             "product",
             lambda x, name: jaxmoe.grouped_gemm(x, experts(name).gate_up, groups()),
-            {"quantize", "gmm_fp8"},
+            {"quantize", "grouped_gemm"},
         ),
     )
 }

@@ -569,9 +569,9 @@ BIAS, LOAD = np.zeros(4, np.float32), np.zeros(4, np.int32)
             "Got expert_ids: i32[1,3,0].",
         ),
         (
-            lambda: router_z_loss(SCORES[None]),
+            lambda: router_z_loss(SCORES[0]),
             ValueError,
-            "router_z_loss: logits must have 2 axes [T,E], not 3. Got logits: f32[1,3,4].",
+            "router_z_loss: logits must have 2 axes [T,E], not 1. Got logits: f32[4].",
         ),
         (
             lambda: router_z_loss(SCORES, MASK[:1]),

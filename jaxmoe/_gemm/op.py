@@ -212,7 +212,9 @@ def _lead(a: Any, dim: int | None) -> tuple[int, int]:
 
 def _gmm_jvp(primals: Product, tangents: Product, *, format: Format, **params: Any) -> Any:
     if format.gradient.refused is not None:
-        refuse_derivative("grouped_gemm", format, primals.x, primals.w)
+        # The public function has no batches.
+        x, w = (jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for a in (primals.x, primals.w))
+        refuse_derivative("grouped_gemm", format, x, w)
     x, w, starts, sizes, *_ = primals
     product = functools.partial(gmm, format=format, **params)
     terms = []
