@@ -23,12 +23,14 @@ def test_the_steps_of_the_page_add_a_format(tmp_path):
     # Step 2: its row.
     registry = package / "_formats" / "__init__.py"
     registry.write_text(applied(registry.read_text(encoding="utf-8"), diff), encoding="utf-8")
+    # Without `site` no hook of an editable installation comes before the copy.
+    installed = [path for path in sys.path if path.endswith("site-packages")]
     environment = os.environ | {
-        "PYTHONPATH": str(tmp_path),
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), *installed]),
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
     }
-    program = [sys.executable, "-P", str(ROOT / "tests" / "toy_format.py"), NAME]
+    program = [sys.executable, "-P", "-S", str(ROOT / "tests" / "toy_format.py"), NAME]
     done = subprocess.run(program, env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"done {NAME} {package}")
