@@ -1,7 +1,7 @@
-"""FP8 weights of checkpoints and other libraries as quantized arrays, in both directions."""
+"""FP8 weights of checkpoints and other libraries as quantized arrays or experts, and back."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,25 +9,11 @@ import numpy as np
 
 from jaxmoe._formats.quantization import BLOCK
 from jaxmoe._jax import checks as _checks
+from jaxmoe.activation import Activation, resolve
+from jaxmoe.experts import Experts
 from jaxmoe.quantize import QuantizedArray, check_quantized, check_scales
 
 _SCALES = ("float32", "bfloat16", "float16", "float8_e8m0fnu")
-
-
-class FlashInferWeights(NamedTuple):
-    """The experts of one FlashInfer call.
-
-    Attributes:
-      w_gate_up: [E, 2I, H], layout "nk"; the up half first: `gate_up="up_gate"`.
-      w_down: [E, H, I], layout "nk".
-      x_scale: [] float32, static scale of the layer's input; None for fp8_block.
-      h_scale: [] or [E] float32, static scale of what the activation gives; None for fp8_block.
-    """
-
-    w_gate_up: QuantizedArray
-    w_down: QuantizedArray
-    x_scale: jax.Array | None
-    h_scale: jax.Array | None
 
 
 def from_block(
@@ -212,8 +198,9 @@ def from_flashinfer(
     fc2_expert_weights: jax.Array,
     quant_scales: Sequence[jax.Array],
     *,
+    activation: str | Activation = "swiglu",
     dtype: Any = "bfloat16",
-) -> FlashInferWeights:
+) -> Experts:
     """Reads the FP8 arguments of FlashInfer's `cutlass_fused_moe`.
 
     Four scales, fp8_tensor: [s_w1 * s_x, 1 / s_h, s_w2 * s_h, s_x]: the second multiplies before
@@ -225,10 +212,12 @@ def from_flashinfer(
       fc2_expert_weights: [E, H, I] float8_e4m3fn.
       quant_scales: float32; four of them [E], [] or [E], [E] and [] (scalars may be [1]), or two:
         [E, ceil(2I / 128), ceil(H / 128)] and [E, ceil(H / 128), ceil(I / 128)].
+      activation: that of the experts, see `jaxmoe.Experts`.
       dtype: bfloat16, float16 or float32, which `jaxmoe.dequantize` shall return.
 
     Returns:
-      `FlashInferWeights`; give `gate_up="up_gate"` with its w_gate_up.
+      Experts of layout "nk", the up half first, whose `x_scale` and `h_scale` are set for
+      fp8_tensor. No bias: add it with `dataclasses.replace`, in FlashInfer's own order.
 
     Raises:
       TypeError, ValueError: a wrong dtype, shape or number of scales.
@@ -242,9 +231,11 @@ def from_flashinfer(
       >>> from jaxmoe import checkpoints
       >>> fc1, fc2 = (jnp.ones(s, jnp.float8_e4m3fn) for s in ((1, 6, 4), (1, 4, 3)))
       >>> scales = [jnp.array([0.5]), jnp.float32(8), jnp.array([0.25]), jnp.float32(0.25)]
-      >>> w = checkpoints.from_flashinfer(fc1, fc2, [jnp.asarray(s) for s in scales])
-      >>> w.w_gate_up.scales.tolist(), w.w_down.scales.tolist(), float(w.x_scale), float(w.h_scale)
-      ([2.0], [2.0], 0.25, 0.125)
+      >>> experts = checkpoints.from_flashinfer(fc1, fc2, scales)
+      >>> experts.gate_up.scales.tolist(), experts.down.scales.tolist()
+      ([2.0], [2.0])
+      >>> float(experts.x_scale), float(experts.h_scale), experts.order
+      (0.25, 0.125, 'up_gate')
     """
     op = "checkpoints.from_flashinfer"
     scales = list(quant_scales)
@@ -266,65 +257,78 @@ def from_flashinfer(
     format = "fp8_tensor" if len(scales) == 4 else "fp8_block"
     fc1 = ("fc1_expert_weights", fc1_expert_weights, names[first], scales[first])
     fc2 = ("fc2_expert_weights", fc2_expert_weights, names[last], scales[last])
-    return FlashInferWeights(
-        _weights(op, *fc1, format, dtype), _weights(op, *fc2, format, dtype), x_scale, h_scale
+    return Experts(
+        gate_up=_weights(op, *fc1, format, dtype),
+        down=_weights(op, *fc2, format, dtype),
+        x_scale=x_scale,
+        h_scale=h_scale,
+        activation=activation,
+        order="up_gate" if resolve(activation, op).gated else "gate_up",
+        layout="nk",
     )
 
 
-def to_flashinfer(
-    w_gate_up: QuantizedArray,
-    w_down: QuantizedArray,
-    *,
-    gate_up: str,
-    x_scale: jax.Array | None = None,
-    h_scale: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
+def to_flashinfer(experts: Experts) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
     """Returns the FP8 arguments of FlashInfer's `cutlass_fused_moe`, see `from_flashinfer`.
 
     Args:
-      w_gate_up: fp8_tensor or fp8_block weights [E, 2I, H] ("nk") or [E, H, 2I] ("kn").
-      w_down: weights of the same format.
-      gate_up: "gate_up" if the gate comes first in `w_gate_up`, which is then copied to swap the
-        halves, or "up_gate". For weights without gate: "up_gate", nothing is swapped.
-      x_scale: fp8_tensor: [] float32, static scale of the layer's input.
-      h_scale: fp8_tensor: [] or [E] float32, static scale of what the activation gives.
+      experts: fp8_tensor or fp8_block experts without biases, which are arguments of their own
+        there. Experts of fp8_tensor have both static scales. A gate half that is not behind the up
+        half is copied there.
 
     Returns:
       (fc1_expert_weights, fc2_expert_weights, quant_scales).
 
     Raises:
-      TypeError, ValueError: a wrong format, dtype or shape, a static scale that is missing or of
-        no use, or a swap of halves that are no multiple of 128 in fp8_block.
+      TypeError, ValueError: a wrong format or dtype, a static scale that is missing or of no use, a
+        bias, halves that alternate, or halves to be moved that are no multiple of 128 in fp8_block.
+
+    Numerics: exact, but for the products of scales, and `join_gate_up` of two fp8_tensor arrays.
 
     Example:
       >>> import jax.numpy as jnp, jaxmoe
-      >>> w1 = jaxmoe.quantize(jnp.ones((2, 4, 6)), "fp8_block", weight_layout="kn")
-      >>> w2 = jaxmoe.quantize(jnp.ones((2, 3, 4)), "fp8_block", weight_layout="kn")
-      >>> fc1, fc2, scales = jaxmoe.checkpoints.to_flashinfer(w1, w2, gate_up="up_gate")
+      >>> w = [jaxmoe.quantize(jnp.ones(s), "fp8_block", weight_layout="kn")
+      ...      for s in ((2, 4, 6), (2, 3, 4))]
+      >>> experts = jaxmoe.Experts(gate_up=w[0], down=w[1], order="up_gate")
+      >>> fc1, fc2, scales = jaxmoe.checkpoints.to_flashinfer(experts)
       >>> fc1.shape, fc2.shape, len(scales)
       ((2, 6, 4), (2, 4, 3), 2)
     """
     op = "checkpoints.to_flashinfer"
-    for name, q in (("w_gate_up", w_gate_up), ("w_down", w_down)):
-        _check_weights(op, name, q, ("fp8_tensor", "fp8_block"))
-    if w_down.format != w_gate_up.format:
-        rule = f"w_down.format={w_down.format} must equal w_gate_up.format={w_gate_up.format}"
-        raise ValueError(_checks.message(op, rule, w_gate_up=w_gate_up, w_down=w_down))
-    _checks.check_choice(op, "gate_up", gate_up, ("gate_up", "up_gate"))
-    per_tensor = w_gate_up.format == "fp8_tensor"
-    if gate_up == "gate_up":
-        w_gate_up = _swap_halves(op, w_gate_up)
-    static = {"x_scale": x_scale, "h_scale": h_scale}
+    if not isinstance(experts, Experts):
+        raise TypeError(_checks.message(op, "experts must be a jaxmoe.Experts", experts=experts))
+    for name in ("gate_up_bias", "gate_bias", "up_bias", "down_bias"):
+        if getattr(experts, name) is not None:
+            rule = f"{name} must be None: FlashInfer takes biases apart from the weights"
+            raise ValueError(_checks.message(op, rule, **{name: getattr(experts, name)}))
+    for name in ("gate_up", "gate", "up", "down"):
+        if (q := getattr(experts, name)) is not None:
+            _check_weights(op, name, q, ("fp8_tensor", "fp8_block"))
+    first, down = _up_first(op, experts), experts.down
+    per_tensor = down.format == "fp8_tensor"
+    static = {"x_scale": experts.x_scale, "h_scale": experts.h_scale}
     for name, scale in static.items():
         if (scale is not None) != per_tensor:
-            rule = f"{name} must be {'given' if per_tensor else 'None'} for {w_gate_up.format}"
+            rule = f"{name} must be {'given' if per_tensor else 'None'} for {down.format}"
             raise ValueError(_checks.message(op, rule, **{name: scale}))
-    scales = [w_gate_up.scales, w_down.scales]
+    scales = [first.scales, down.scales]
     if per_tensor:
-        s_x = _static_scale(op, "x_scale", x_scale, 1, True)
-        s_h = _static_scale(op, "h_scale", h_scale, w_gate_up.shape[0], True)
+        s_x = _static_scale(op, "x_scale", experts.x_scale, 1, True)
+        s_h = _static_scale(op, "h_scale", experts.h_scale, experts.num_experts, True)
         scales = [scales[0] * s_x, 1 / s_h, scales[1] * s_h, s_x]
-    return w_gate_up.values, w_down.values, scales
+    return first.values, down.values, scales
+
+
+def _up_first(op: str, e: Experts) -> QuantizedArray:
+    """The first weight as one array, the up half first."""
+    if e.gate is not None:
+        return join_gate_up(e.up, e.gate)
+    if not resolve(e.activation, op).gated or e.order == "up_gate":
+        return e.first
+    if e.order == "interleaved":
+        rule = "order='interleaved' must be 'up_gate' or 'gate_up': FlashInfer has halves"
+        raise ValueError(_checks.message(op, rule, gate_up=e.gate_up))
+    return _swap_halves(op, e.gate_up)
 
 
 def _weights(
@@ -357,15 +361,12 @@ def _check_whole_blocks(op: str, name: str, q: QuantizedArray, outputs: int) -> 
 
 
 def _swap_halves(op: str, q: QuantizedArray) -> QuantizedArray:
-    outputs = q.values.shape[1]
-    if outputs % 2:
-        rule = f"w_gate_up has {outputs} outputs, which must be even: gate and up"
-        raise ValueError(_checks.message(op, rule, w_gate_up=q))
+    half = q.values.shape[1] // 2
     scales = q.scales
     if q.format == "fp8_block":
-        _check_whole_blocks(op, "w_gate_up", q, outputs // 2)
+        _check_whole_blocks(op, "gate_up", q, half)
         scales = jnp.roll(scales, scales.shape[1] // 2, axis=1)
-    values = jnp.roll(q.values, outputs // 2, axis=1)
+    values = jnp.roll(q.values, half, axis=1)
     return QuantizedArray(values, scales, q.format, q.layout, q.dtype)
 
 

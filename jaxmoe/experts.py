@@ -1,6 +1,7 @@
 """Experts: the weights of one layer as a value, with everything that says how to read them."""
 
 import dataclasses
+import operator
 from typing import Any
 
 import jax
@@ -116,28 +117,27 @@ class Experts:
         return next((w for w in (self.gate_up, self.gate, self.up) if w is not None), None)
 
 
-def _flatten(experts: Experts, with_keys: bool) -> Any:
-    names = [f.name for f in dataclasses.fields(Experts) if f.name not in _STATIC]
-    leaves = [getattr(experts, name) for name in names]
-    if with_keys:
-        leaves = [(jax.tree_util.GetAttrKey(n), v) for n, v in zip(names, leaves, strict=True)]
-    return leaves, tuple(getattr(experts, name) for name in _STATIC)
+_LEAVES = tuple(f.name for f in dataclasses.fields(Experts) if f.name not in _STATIC)
+_KEYS = tuple(map(jax.tree_util.GetAttrKey, _LEAVES))
+# Without a loop in Python: JAX flattens the arguments of a jitted function at every call.
+_leaves_of = operator.attrgetter(*_LEAVES)
+_static_of = operator.attrgetter(*_STATIC)
+
+
+def _flatten_with_keys(experts: Experts) -> Any:
+    return tuple(zip(_KEYS, _leaves_of(experts), strict=True)), _static_of(experts)
 
 
 def _unflatten(static: Any, leaves: Any) -> Experts:
     """Rebuilds experts without a check: leaves may be anything while a pytree is rebuilt."""
     experts = object.__new__(Experts)
-    names = [f.name for f in dataclasses.fields(Experts) if f.name not in _STATIC]
-    for name, value in (*zip(names, leaves, strict=True), *zip(_STATIC, static, strict=True)):
-        object.__setattr__(experts, name, value)
+    experts.__dict__.update(zip(_LEAVES, leaves, strict=True))
+    experts.__dict__.update(zip(_STATIC, static, strict=True))
     return experts
 
 
 jax.tree_util.register_pytree_with_keys(
-    Experts,
-    lambda experts: _flatten(experts, True),
-    _unflatten,
-    lambda experts: _flatten(experts, False),
+    Experts, _flatten_with_keys, _unflatten, lambda e: (_leaves_of(e), _static_of(e))
 )
 
 

@@ -157,72 +157,84 @@ def layer_per_tensor(w, x):
     return f64(fc2_dequant)[0] * (f64(fc2)[0] @ f64(h.astype(ml_dtypes.float8_e4m3fn)))
 
 
-@pytest.mark.parametrize("gate_up", ["gate_up", "up_gate"])
-def test_flashinfer_per_tensor(gate_up) -> None:
+@pytest.mark.parametrize("order", ["gate_up", "up_gate", "two arrays"])
+def test_flashinfer_per_tensor(order) -> None:
     """The list means what the formulas say: its layer is that of the dequantized weights."""
-    halves = [weights((2, 16, 32), "fp8_tensor", seed=seed, scale=0.3) for seed in (0, 1)]
-    gate, up = halves
-    order = halves if gate_up == "gate_up" else halves[::-1]
-    w_gate_up = checkpoints.join_gate_up(*order)
-    w_down = weights((2, 32, 16), "fp8_tensor", seed=3)
-    x_scale, h_scale = jnp.float32(0.01), jnp.float32(0.03)
-    out = checkpoints.to_flashinfer(
-        w_gate_up, w_down, gate_up=gate_up, x_scale=x_scale, h_scale=h_scale
-    )
+    gate, up = (weights((2, 16, 32), "fp8_tensor", seed=seed, scale=0.3) for seed in (0, 1))
+    down = weights((2, 32, 16), "fp8_tensor", seed=3)
+    static = {"x_scale": jnp.float32(0.01), "h_scale": jnp.float32(0.03)}
+    if order == "two arrays":
+        experts = jaxmoe.Experts(gate=gate, up=up, down=down, layout="nk", **static)
+        joined = checkpoints.join_gate_up(up, gate)
+    else:
+        one = checkpoints.join_gate_up(*((gate, up) if order == "gate_up" else (up, gate)))
+        experts = jaxmoe.Experts(gate_up=one, down=down, order=order, layout="nk", **static)
+        joined = one
+    out = checkpoints.to_flashinfer(experts)
     fc1, fc2, scales = out
     assert fc1.shape == (2, 32, 32) and [s.shape for s in scales] == [(2,), (), (2,), ()]
     x = np.random.default_rng(5).standard_normal(32).astype(np.float32)
     y = layer_per_tensor(out, x)
     z_gate, z_up = f64(exact(gate))[0] @ x, f64(exact(up))[0] @ x
-    expected = f64(exact(w_down))[0] @ (z_gate / (1 + np.exp(-z_gate)) * z_up)
+    expected = f64(exact(down))[0] @ (z_gate / (1 + np.exp(-z_gate)) * z_up)
     assert np.abs(y - expected).max() < 0.15 * np.abs(expected).max()
 
     back = checkpoints.from_flashinfer(fc1, fc2, scales)
-    assert same_bits(back.w_down.values, w_down.values)
-    first = (
-        back.w_gate_up.values if gate_up == "up_gate" else jnp.roll(back.w_gate_up.values, 16, 1)
-    )
-    assert same_bits(first, w_gate_up.values)
+    assert (back.order, back.layout, back.activation) == ("up_gate", "nk", "swiglu")
+    assert same_bits(back.down.values, down.values)
+    first = back.gate_up.values
+    first = jnp.roll(first, 16, 1) if order == "gate_up" else first
+    assert same_bits(first, joined.values)
     for a, b in (
-        (back.w_gate_up.scales, w_gate_up.scales),
-        (back.w_down.scales, w_down.scales),
-        (back.x_scale, x_scale),
-        (back.h_scale, h_scale),
+        (back.gate_up.scales, joined.scales),
+        (back.down.scales, down.scales),
+        (back.x_scale, static["x_scale"]),
+        (back.h_scale, static["h_scale"]),
     ):
         np.testing.assert_allclose(a, b, rtol=2.0**-21)
 
 
 def test_flashinfer_scale_of_each_expert() -> None:
-    w1, w2 = weights((2, 8, 4), "fp8_tensor"), weights((2, 4, 4), "fp8_tensor")
+    w1, w2 = weights((2, 8, 4), "fp8_tensor"), weights((2, 4, 8), "fp8_tensor")
     h_scale = np.float32([0.5, 0.25])
-    fc1, fc2, scales = checkpoints.to_flashinfer(
-        w1, w2, gate_up="up_gate", x_scale=jnp.array([2.0]), h_scale=h_scale
+    experts = jaxmoe.Experts(
+        up=w1, down=w2, layout="nk", activation="relu2", x_scale=jnp.float32(2), h_scale=h_scale
     )
+    fc1, fc2, scales = checkpoints.to_flashinfer(experts)
     assert same_bits(scales[0], 2 * w1.scales) and scales[1].tolist() == [2.0, 4.0]
     assert same_bits(scales[2], w2.scales * h_scale) and scales[3].tolist() == 2.0
-    back = checkpoints.from_flashinfer(fc1, fc2, scales, dtype=F32)
-    assert same_bits(back.h_scale, h_scale) and back.w_down.dtype == F32
-    assert same_bits(back.w_down.scales, w2.scales)
+    scales[3] = scales[3].reshape(1)
+    back = checkpoints.from_flashinfer(fc1, fc2, scales, activation="relu2", dtype=F32)
+    assert same_bits(back.h_scale, h_scale) and back.down.dtype == F32 and back.x_scale.shape == ()
+    assert same_bits(back.down.scales, w2.scales) and same_bits(back.gate_up.values, w1.values)
 
 
-@pytest.mark.parametrize("gate_up", ["gate_up", "up_gate"])
-def test_flashinfer_blocks(gate_up) -> None:
+@pytest.mark.parametrize("order", ["gate_up", "up_gate"])
+def test_flashinfer_blocks(order) -> None:
     w1, w2 = weights((2, 256, 130), "fp8_block"), weights((2, 130, 128), "fp8_block")
-    fc1, fc2, scales = checkpoints.to_flashinfer(w1, w2, gate_up=gate_up)
+    experts = jaxmoe.Experts(gate_up=w1, down=w2, order=order, layout="nk")
+    fc1, fc2, scales = checkpoints.to_flashinfer(experts)
     w = checkpoints.from_flashinfer(fc1, fc2, scales)
     assert w.x_scale is None and w.h_scale is None and len(scales) == 2
     halves = np.split(exact(w1), 2, axis=1)
-    up_first = np.concatenate(halves[::-1] if gate_up == "gate_up" else halves, 1)
-    assert same_bits(exact(w.w_gate_up), up_first) and same_bits(exact(w.w_down), exact(w2))
+    up_first = np.concatenate(halves[::-1] if order == "gate_up" else halves, 1)
+    assert same_bits(exact(w.gate_up), up_first) and same_bits(exact(w.down), exact(w2))
 
 
 def quantized(shape, format):
     return zeros_of(jaxmoe.quantize, ones(shape), format=format, weight_layout="nk")
 
 
+def experts(gate_up, down, **fields):
+    return jaxmoe.Experts(gate_up=gate_up, down=down, layout="nk", **fields)
+
+
 FC1, FC2 = np.zeros((2, 8, 4), F8), np.zeros((2, 4, 4), F8)
 TENSOR, CHANNEL = quantized((2, 8, 4), "fp8_tensor"), quantized((2, 8, 4), "fp8_channel")
 BLOCK = quantized((2, 8, 4), "fp8_block")
+TENSOR_DOWN, CHANNEL_DOWN, BLOCK_DOWN = (
+    quantized((2, 4, 4), format) for format in ("fp8_tensor", "fp8_channel", "fp8_block")
+)
 TOKENS = zeros_of(jaxmoe.quantize_tokens, ones((2, 4)), format="fp8_tensor")
 ONES = ones(2)
 S = np.float32(1)
@@ -293,54 +305,48 @@ ERRORS = (
         ValueError,
         "quant_scales[0].shape=[] must be [2] (num_experts).",
     ),
+    ("to_flashinfer", (TENSOR,), {}, TypeError, "experts must be a jaxmoe.Experts."),
     (
         "to_flashinfer",
-        (CHANNEL, CHANNEL),
-        {"gate_up": "up_gate"},
+        (experts(CHANNEL, CHANNEL_DOWN),),
+        {},
         ValueError,
-        "w_gate_up must be weights in fp8_tensor or fp8_block, not fp8_channel of layout nk.",
+        "gate_up must be weights in fp8_tensor or fp8_block, not fp8_channel of layout nk.",
     ),
     (
         "to_flashinfer",
-        (TENSOR, BLOCK),
-        {"gate_up": "up_gate"},
-        ValueError,
-        "w_down.format=fp8_block must equal w_gate_up.format=fp8_tensor.",
-    ),
-    (
-        "to_flashinfer",
-        (TENSOR, TENSOR),
-        {"gate_up": "up_gate", "x_scale": S},
+        (experts(TENSOR, TENSOR_DOWN, x_scale=S),),
+        {},
         ValueError,
         "h_scale must be given for fp8_tensor.",
     ),
     (
         "to_flashinfer",
-        (BLOCK, BLOCK),
-        {"gate_up": "up_gate", "x_scale": S},
+        (experts(BLOCK, BLOCK_DOWN, order="up_gate", h_scale=S),),
+        {},
         ValueError,
-        "x_scale must be None for fp8_block.",
+        "h_scale must be None for fp8_block.",
     ),
     (
         "to_flashinfer",
-        (BLOCK, BLOCK),
-        {"gate_up": "gate_up"},
+        (experts(BLOCK, BLOCK_DOWN),),
+        {},
         ValueError,
-        "w_gate_up has halves of 4 outputs, no multiple of 128: the block between them needs",
+        "gate_up has halves of 4 outputs, no multiple of 128: the block between them needs",
     ),
     (
         "to_flashinfer",
-        (quantized((2, 7, 4), "fp8_tensor"), TENSOR),
-        {"gate_up": "gate_up", "x_scale": S, "h_scale": S},
+        (experts(TENSOR, TENSOR_DOWN, order="interleaved", x_scale=S, h_scale=S),),
+        {},
         ValueError,
-        "w_gate_up has 7 outputs, which must be even: gate and up.",
+        "order='interleaved' must be 'up_gate' or 'gate_up': FlashInfer has halves.",
     ),
     (
         "to_flashinfer",
-        (TENSOR, TENSOR),
-        {"gate_up": "interleaved"},
+        (experts(TENSOR, TENSOR_DOWN, down_bias=ones((2, 4), BF16)),),
+        {},
         ValueError,
-        "gate_up='interleaved' must be one of gate_up, up_gate.",
+        "down_bias must be None: FlashInfer takes biases apart from the weights.",
     ),
 )
 
