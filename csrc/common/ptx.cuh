@@ -94,6 +94,19 @@ __device__ __forceinline__ void TmaLoad3DMulticast(void* dst,
       : "memory");
 }
 
+// Copies `bytes` consecutive bytes, a multiple of 16 from and to multiples of 16.
+__device__ __forceinline__ void BulkLoad(
+    void* dst, const void* src, uint32_t bytes, uint64_t* bar, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1], %2, [%3], %4;" ::"r"(SmemAddress(dst)),
+      "l"(src),
+      "r"(bytes),
+      "r"(SmemAddress(bar)),
+      "l"(policy)
+      : "memory");
+}
+
 // ---- asynchronous copies by threads ----------------------------------------------------------
 
 // Copies 16 bytes, or writes zeros when `valid` is false.
@@ -243,6 +256,65 @@ __device__ __forceinline__ void WgmmaTokensOnM(uint64_t tokens,
                                   cute::SM90::GMMA::MMA_64x128x32_F32E4M3E5M2_SS_TN<>,
                                   cute::SM90::GMMA::MMA_64x128x32_F32E4M3E4M3_SS_TN<>>;
   WgmmaCall<Atom>(tokens, weights, acc, accumulate, std::make_integer_sequence<int, 64>{});
+}
+
+// wgmma whose A is in registers: row lane / 4 + 8 (j % 2) of a warp's 16, k 2 (lane % 4) + 8 (j / 2)
+// and the next of a[j].
+template <class Element, int kN>
+struct WgmmaRegistersAtom;
+
+#define JAXMOE_REGISTERS_ATOM(N)                                                           \
+  template <>                                                                              \
+  struct WgmmaRegistersAtom<__nv_bfloat16, N> {                                            \
+    using type = cute::SM90::GMMA::MMA_64x##N##x16_F32BF16BF16_RS<cute::SM90::GMMA::Major::K,    \
+                                                                  cute::SM90::GMMA::Major::K>;   \
+  };                                                                                       \
+  template <>                                                                              \
+  struct WgmmaRegistersAtom<__half, N> {                                                   \
+    using type = cute::SM90::GMMA::MMA_64x##N##x16_F32F16F16_RS<cute::SM90::GMMA::Major::K,      \
+                                                                cute::SM90::GMMA::Major::K>;     \
+  }
+JAXMOE_REGISTERS_ATOM(8);
+JAXMOE_REGISTERS_ATOM(32);
+JAXMOE_REGISTERS_ATOM(64);
+JAXMOE_REGISTERS_ATOM(96);
+JAXMOE_REGISTERS_ATOM(128);
+#undef JAXMOE_REGISTERS_ATOM
+
+template <class Atom, int kSize, int... kIs>
+__device__ __forceinline__ void WgmmaRegistersCall(const uint32_t (&a)[4],
+                                                   uint64_t b,
+                                                   float (&acc)[kSize],
+                                                   bool accumulate,
+                                                   std::integer_sequence<int, kIs...>) {
+  Atom::fma(a[0],
+            a[1],
+            a[2],
+            a[3],
+            b,
+            acc[kIs]...,
+            accumulate ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
+}
+
+// acc[64 x kN] (+)= A[64 x 16] * B[kN x 16]^T, A in registers, B in shared memory with k along its
+// rows.
+template <class Element, int kN, int kSize>
+__device__ __forceinline__ void WgmmaRegisters(const uint32_t (&a)[4],
+                                               uint64_t b,
+                                               float (&acc)[kSize],
+                                               bool accumulate) {
+  static_assert(kN / 2 <= kSize, "the accumulator is too small");
+  using Atom = typename WgmmaRegistersAtom<Element, kN>::type;
+  WgmmaRegistersCall<Atom>(a, b, acc, accumulate, std::make_integer_sequence<int, kN / 2>{});
+}
+
+// Keeps registers that wgmma reads from being moved across its issue or its end.
+template <int kSize>
+__device__ __forceinline__ void FenceRegisters(uint32_t (&a)[kSize]) {
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) {
+    asm volatile("" : "+r"(a[i])::"memory");
+  }
 }
 
 template <int kSize>

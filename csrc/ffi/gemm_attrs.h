@@ -58,14 +58,23 @@ inline void CheckEnums(int64_t format,
 
 // Quantized weights are stored with what they contract last.
 inline void CheckLayout(const char* name, int64_t layout, WeightFormat format, Operands* take) {
-  const bool any = !RowOf(format).scaled;
+  const bool any = RowOf(format).is_plain();
   constexpr auto kNK = static_cast<int64_t>(WeightLayout::kNK);
   take->Range(name, layout, any ? 0 : kNK, kNK);
 }
 
-// Dtypes of weights beside tokens or biases like `other`.
-inline Types WeightTypes(WeightFormat format, const In& other) {
-  return !RowOf(format).scaled ? Like(other) : kFloat8s;
+// Dtypes of weights beside tokens, biases or results of the dtypes `other`.
+inline Types WeightTypes(WeightFormat format, const Types& other) {
+  if (RowOf(format).is_packed()) return ffi::DataType::U8;
+  return RowOf(format).scaled ? kFloat8s : other;
+}
+
+// Shape of packed weights [lead, n, k], see PackedLayout. No size is negative, nor k zero.
+inline Shape PackedShape(WeightFormat format, Shape lead, int64_t n, int64_t k) {
+  const PackedLayout& packed = RowOf(format).packed;
+  lead.Add(n / 64);
+  lead.Add(k / packed.superblock_k(k) * packed.superblock_bytes(k));
+  return lead;
 }
 
 // Shape of the scales of weights [lead, n, k], or of two arrays of n / 2 rows each.

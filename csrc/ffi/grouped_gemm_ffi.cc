@@ -49,7 +49,7 @@ ffi::Error GroupedGemm(cudaStream_t stream,
   CheckEnums(attrs.format, attrs.gate_up, attrs.activation, &take);
   const auto format = static_cast<WeightFormat>(attrs.format);
   CheckLayout("layout", attrs.layout, format, &take);
-  const bool plain = !RowOf(format).scaled;
+  const bool plain = !RowOf(format).scaled, packed = RowOf(format).is_packed();
   const bool kn = attrs.layout == static_cast<int64_t>(WeightLayout::kKN);
   const bool gated = attrs.activation.gated != 0, gathers = !take.IsAbsent(row_index);
   const Types narrow = plain ? Like(x) : Like(bias);  // bias has it, absent or not
@@ -60,8 +60,13 @@ ffi::Error GroupedGemm(cudaStream_t stream,
   gemm.row_index = take.IntsOrNull("row_index", row_index, {B, R});
   gemm.out = take.Any("out", *out, {B, R, O}, gated ? narrow : narrow.Or(ffi::DataType::F32));
   const int64_t N = gated ? 2 * O : O;
-  gemm.w = kn ? take.Any("w", w, {W, E, K, N}, Like(x))
-              : take.Any("w", w, {W, E, N, K}, plain ? Like(x) : kFloat8s);
+  if (packed) take.Range("K", K, 1, kMaxColumns);
+  if (take.failed()) return take.error();
+  const Shape stored = packed ? PackedShape(format, {W, E}, N, K)
+                       : kn   ? Shape{W, E, K, N}
+                              : Shape{W, E, N, K};
+  gemm.w = take.Any("w", w, stored, WeightTypes(format, Like(x)));
+  gemm.packed = RowOf(format).packed;
   gemm.bias = take.AnyOrNull("bias", bias, {W, E, N}, narrow);
   gemm.z = take.AnyOrNull("z", *z, {B, R, N}, narrow);
   if (!plain) {
@@ -69,6 +74,8 @@ ffi::Error GroupedGemm(cudaStream_t stream,
     if (gathers) take.Refuse("row_index is for weights without scales.");
     take.Type("bias", bias, kHalfs);
     gemm.scales.x = take.Floats("x_scales", x_scales, TokenScales(format, {B}, R, K));
+  }
+  if (!RowOf(format).is_plain()) {
     gemm.scales.w = take.Floats("w_scales", w_scales, WeightScales(format, {W, E}, N, K));
   }
   gemm.group_starts = take.Ints("starts", starts, {B, G});
@@ -100,7 +107,7 @@ ffi::Error GroupedGemm(cudaStream_t stream,
   zero.num_zero_counters = kGemmScratchInts;
   if (cudaError_t status = LaunchZeroRows(zero, stream)) return take.Result(status);
 
-  gemm.dtype = TypeOf(w);
+  gemm.dtype = TypeOf(packed ? x : w);
   gemm.out_dtype = TypeOf(plain ? x : bias);
   gemm.layout = static_cast<WeightLayout>(attrs.layout);
   gemm.num_weights = static_cast<int>(W * E);

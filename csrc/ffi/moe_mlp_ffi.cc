@@ -40,7 +40,7 @@ ffi::Error MoeMlp(cudaStream_t stream,
   p.format = static_cast<WeightFormat>(attrs.format);
   CheckLayout("layout1", attrs.layout1, p.format, &take);
   CheckLayout("layout2", attrs.layout2, p.format, &take);
-  const bool plain = !RowOf(p.format).scaled;
+  const bool plain = !RowOf(p.format).scaled, packed = RowOf(p.format).is_packed();
   const bool gated = activation.gated != 0, two_arrays = !take.IsAbsent(w_up);
   const Types dtype = Like(*act), fp8 = ffi::DataType::F8E4M3FN;
   take.Type("act", *act, kHalfs);
@@ -59,10 +59,15 @@ ffi::Error MoeMlp(cudaStream_t stream,
   const auto stored = [](int64_t layout, const Size& e, const Size& n, const Size& k) {
     return layout == static_cast<int64_t>(WeightLayout::kKN) ? Shape{e, k, n} : Shape{e, n, k};
   };
-  p.gate_up.values =
-      take.Any("w_gate_up", w_gate_up, stored(attrs.layout1, E1, n1, H), plain ? dtype : kFloat8s);
-  p.gate_up.up = take.AnyOrNull("w_up", w_up, stored(attrs.layout1, E1, n1, H), Like(w_gate_up));
-  p.down.values = take.Any("w_down", w_down, stored(attrs.layout2, E2, H, I), Like(w_gate_up));
+  take.Range("hidden", H, 1, kMaxColumns);
+  take.Range("intermediate", I, 1, kMaxColumns);
+  if (take.failed()) return take.error();
+  const Shape first =
+      packed ? PackedShape(p.format, {E1}, n1, H) : stored(attrs.layout1, E1, n1, H);
+  const Shape second = packed ? PackedShape(p.format, {E2}, H, I) : stored(attrs.layout2, E2, H, I);
+  p.gate_up.values = take.Any("w_gate_up", w_gate_up, first, WeightTypes(p.format, dtype));
+  p.gate_up.up = take.AnyOrNull("w_up", w_up, first, Like(w_gate_up));
+  p.down.values = take.Any("w_down", w_down, second, Like(w_gate_up));
   p.gate_up.bias = take.AnyOrNull("b_gate_up", b_gate_up, {E1, N}, dtype);
   p.down.bias = take.AnyOrNull("b_down", b_down, {E2, H}, dtype);
   p.expert_map = take.IntsOrNull("expert_map", expert_map, {attrs.num_experts});
@@ -74,10 +79,12 @@ ffi::Error MoeMlp(cudaStream_t stream,
     p.slot_to_row = take.Ints("slot_to_row", *slot_to_row, {T, K});
   }
   const bool gathers = attrs.gemm1.gather != 0;
-  if (!plain) {
+  if (!RowOf(p.format).is_plain()) {
     p.gate_up.scales = take.Floats(
         "gate_up_scales", gate_up_scales, WeightScales(p.format, {E1}, N, H, two_arrays ? 2 : 1));
     p.down.scales = take.Floats("down_scales", down_scales, WeightScales(p.format, {E2}, H, I));
+  }
+  if (!plain) {
     if (scaled) p.x_scales = take.Floats("x_scales", x_scales, TokenScales(p.format, {}, T, H));
     p.static_x = take.FloatsOrNull("x_scale", x_scale, {1});
     p.static_act = take.FloatsOrNull("h_scale", h_scale, {static_scales});
@@ -94,8 +101,6 @@ ffi::Error MoeMlp(cudaStream_t stream,
   take.Range("num_local_experts", attrs.num_local_experts, 1, kMaxInt);
   take.Range("w_gate_up.shape[0]", E1, 1, kMaxInt);
   take.Range("w_down.shape[0]", E2, 1, kMaxInt);
-  take.Range("hidden", H, 1, kMaxColumns);
-  take.Range("intermediate", I, 1, kMaxColumns);
   const int64_t unit = plain ? 8 : 16;
   take.Range("hidden modulo 16 bytes", H % unit, 0, 0);
   take.Range("intermediate modulo 16 bytes", I % unit, 0, 0);
@@ -107,7 +112,7 @@ ffi::Error MoeMlp(cudaStream_t stream,
   if (take.failed()) return take.error();
 
   p.dtype = TypeOf(*act);
-  p.weight_dtype = TypeOf(w_gate_up);
+  p.weight_dtype = packed ? p.dtype : TypeOf(w_gate_up);
   p.num_static_act = p.static_act == nullptr ? 0 : int64_t{static_scales};
   p.num_tokens = T;
   p.top_k = K;

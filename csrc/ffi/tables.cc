@@ -28,13 +28,13 @@ nb::dict FormatCodes() {
   return codes;
 }
 
-// (weight_tile, token_tile, cluster, split_k) -> CTAs an SM of kernels whose sums are promoted, or
-// of those whose sums are not.
-nb::dict Tiles(bool promoted) {
+// (weight_tile, token_tile, cluster, split_k) -> CTAs an SM of kernels for packed weights or not,
+// whose sums are promoted or not.
+nb::dict Tiles(bool packed, bool promoted) {
   nb::dict tiles;
   for (const KernelInfo& kernel : Kernels()) {
     const TileConfig& t = kernel.tile;
-    if (kernel.promoted != promoted) continue;
+    if ((kernel.packing != Packing::kNone) != packed || kernel.promoted != promoted) continue;
     tiles[nb::make_tuple(t.weight_tile, t.token_tile, t.cluster, t.split_k)] = kernel.ctas_per_sm;
   }
   return tiles;
@@ -75,8 +75,9 @@ nb::dict Tables() {
   tables["score"] = Codes<RouteScore>();
   tables["normalize"] = Codes<RouteNormalize>();
   tables["group_value"] = Codes<RouteGroupValue>();
-  tables["tiles"] = Tiles(false);
-  tables["promoted_tiles"] = Tiles(true);
+  tables["tiles"] = Tiles(false, false);
+  tables["promoted_tiles"] = Tiles(false, true);
+  tables["packed_tiles"] = Tiles(true, false);
   tables["max_route_experts"] = kRouteMaxExperts;
   tables["quant_block"] = kQuantBlock;
   tables["max_quant_partials"] = kMaxQuantPartials;

@@ -24,6 +24,19 @@ struct ScaleArgs {
   bool half;     // bias and output are fp16, else bf16
 };
 
+// Packed weights, see PackedLayout.
+struct PackedArgs {
+  const uint8_t* w;
+  const uint8_t* w_up;       // the up half, if it is an array of its own
+  int64_t weight_bytes;      // from a weight to the next
+  int64_t block_bytes;       // from 64 rows to the next
+  int64_t superblock_bytes;  // from a superblock to the next along k
+  int superblock_steps;      // pipeline steps of a superblock
+  int strip_bytes;           // of a superblock
+  bool by_32;                // int4: two scales a step
+  bool has_zeros;            // int4
+};
+
 struct MoeGemmArgs {
   CUtensorMap w_map;  // (k, n, weight) or (n, k, weight): boxes of 128 bytes x 64 x 1
   CUtensorMap x_map;  // (k, row): boxes of 128 bytes x box_rows, or x 1 if boxes gather
@@ -56,7 +69,8 @@ struct MoeGemmArgs {
   PlanParams plan;
   ActivationParams activation;
   void* z;               // sums before the activation, to be written; or null. Not FP8
-  ScaleArgs scales;      // FP8
+  ScaleArgs scales;      // FP8; packed weights: w, num_x and half only
+  PackedArgs packed;
   CUtensorMap w_up_map;  // like w_map, for up rows in an array of their own
   int up_origin;         // weight row of the first row of that array, 0 if there is none
   int64_t x_rows;        // rows of X that row_index may name; others are zeros
@@ -66,6 +80,7 @@ struct MoeGemmArgs {
 struct Variant {
   DType dtype;
   WeightLayout layout;
+  Packing packing;
   bool promoted;
   bool gated;
   int weight_tile;
@@ -95,5 +110,15 @@ VariantTable E4M3Variants();
 VariantTable E4M3PromotedVariants();
 VariantTable E5M2Variants();
 VariantTable E5M2PromotedVariants();
+VariantTable Mxfp4Bf16Variants();
+VariantTable Mxfp4Fp16Variants();
+VariantTable Nvfp4Bf16Variants();
+VariantTable Nvfp4Fp16Variants();
+VariantTable Int4Bf16Variants();
+VariantTable Int4Fp16Variants();
+VariantTable Int8Bf16Variants();
+VariantTable Int8Fp16Variants();
+VariantTable Mxfp8Bf16Variants();
+VariantTable Mxfp8Fp16Variants();
 
 }  // namespace jaxmoe

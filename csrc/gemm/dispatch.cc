@@ -18,15 +18,25 @@ constexpr VariantTable (*kTables[])() = {&Bf16KnVariants,
                                          &E4M3Variants,
                                          &E4M3PromotedVariants,
                                          &E5M2Variants,
-                                         &E5M2PromotedVariants};
+                                         &E5M2PromotedVariants,
+                                         &Mxfp4Bf16Variants,
+                                         &Mxfp4Fp16Variants,
+                                         &Nvfp4Bf16Variants,
+                                         &Nvfp4Fp16Variants,
+                                         &Int4Bf16Variants,
+                                         &Int4Fp16Variants,
+                                         &Int8Bf16Variants,
+                                         &Int8Fp16Variants,
+                                         &Mxfp8Bf16Variants,
+                                         &Mxfp8Fp16Variants};
 
 const Variant* FindVariant(const MoeGemmProblem& p, const TileConfig& tile) {
   for (const auto& table_of : kTables) {
     const VariantTable table = table_of();
     for (int i = 0; i < table.size; ++i) {
       const Variant& v = table.rows[i];
-      if (v.dtype == p.dtype && v.layout == p.layout && v.promoted == p.scales.promoted &&
-          v.gated == p.gated && v.weight_tile == tile.weight_tile &&
+      if (v.packing == p.packed.packing && v.dtype == p.dtype && v.layout == p.layout &&
+          v.promoted == p.scales.promoted && v.gated == p.gated && v.weight_tile == tile.weight_tile &&
           v.token_tile == tile.token_tile && v.cluster == tile.cluster &&
           v.split_k == tile.split_k) {
         return &v;
@@ -34,6 +44,22 @@ const Variant* FindVariant(const MoeGemmProblem& p, const TileConfig& tile) {
     }
   }
   return nullptr;
+}
+
+// Weights of 64 rows a block; w and w_up have as many.
+PackedArgs MakePacked(const MoeGemmProblem& p, int rows) {
+  const PackedLayout& layout = p.packed;
+  PackedArgs packed{};
+  packed.w = static_cast<const uint8_t*>(p.w);
+  packed.w_up = static_cast<const uint8_t*>(p.w_up);
+  packed.superblock_bytes = layout.superblock_bytes(p.k);
+  packed.superblock_steps = layout.superblock_k(p.k) / 64;
+  packed.block_bytes = p.k / layout.superblock_k(p.k) * packed.superblock_bytes;
+  packed.weight_bytes = rows / 64 * packed.block_bytes;
+  packed.strip_bytes = layout.strip_bytes;
+  packed.by_32 = layout.groups == 2;
+  packed.has_zeros = layout.has_zeros;
+  return packed;
 }
 
 // With step scales, so promoted sums.
@@ -110,6 +136,16 @@ const char* LaunchMoeGemm(const MoeGemmProblem& p, const TileConfig& tile, cudaS
                    p.n,
                    p.gated ? " (both halves)" : "");
   }
+  const bool is_packed = p.packed.packing != Packing::kNone;
+  const bool halves = p.gated && p.gate_up != GateUp::kInterleaved;
+  if (is_packed && ((halves ? p.n / 2 : p.n) % 64 != 0 || p.k % p.packed.superblock_k(p.k) != 0 ||
+                    p.k % 64 != 0)) {
+    return Message("packed weights are whole blocks of 64 x %d, not k=%d n=%d%s",
+                   p.packed.superblock_k(p.k),
+                   p.k,
+                   p.n,
+                   halves ? " (both halves)" : "");
+  }
   if (p.z != nullptr && (!variant->stores_sums || p.out_f32)) {
     return "sums beside the activation are those of bf16 and fp16 products";
   }
@@ -129,8 +165,12 @@ const char* LaunchMoeGemm(const MoeGemmProblem& p, const TileConfig& tile, cudaS
     return EncodeMatricesMap(
         p.dtype, w, p.num_weights, k_inner ? rows : p.k, k_inner ? p.k : rows, kBoxRows, map);
   };
-  if (const char* error = encode_weight(p.w, &args.w_map)) return error;
-  if (two_arrays) {
+  if (is_packed) {
+    args.packed = MakePacked(p, p.n - args.up_origin);
+  } else if (const char* error = encode_weight(p.w, &args.w_map)) {
+    return error;
+  }
+  if (two_arrays && !is_packed) {
     if (const char* error = encode_weight(p.w_up, &args.w_up_map)) return error;
   }
   const int x_box_rows = tile.gather ? 1 : variant->box_rows;
@@ -177,7 +217,7 @@ const char* LaunchMoeGemm(const MoeGemmProblem& p, const TileConfig& tile, cudaS
   args.plans = p.plan != nullptr;
   args.writes_plan = p.writes_plan;
   if (args.plans) args.plan = *p.plan;
-  if (fp8) args.scales = MakeScales(p);
+  if (fp8 || is_packed) args.scales = MakeScales(p);
 
   // A thread takes one scale for its warpgroup's 64 gate rows and one for the up rows.
   if (ByStep(p) && p.gated && !two_arrays && !args.interleaved && args.n_out % 64 != 0 &&
@@ -215,7 +255,7 @@ std::vector<KernelInfo> Kernels() {
       tile.token_tile = v.token_tile;
       tile.cluster = v.cluster;
       tile.split_k = v.split_k;
-      kernels.push_back({v.dtype, v.layout, v.promoted, v.gated, tile, v.ctas_per_sm});
+      kernels.push_back({v.packing, v.dtype, v.layout, v.promoted, v.gated, tile, v.ctas_per_sm});
     }
   }
   return kernels;

@@ -8,6 +8,7 @@
 namespace jaxmoe {
 
 struct KernelInfo {
+  Packing packing;
   DType dtype;  // of the weights
   WeightLayout layout;
   bool promoted;

@@ -62,7 +62,7 @@ constexpr bool OverlapsPrevious(int64_t rows, int64_t groups) { return rows <= 1
 // Slots that a GEMM can plan by itself: a lane of a warp each.
 inline constexpr int64_t kMaxPlannedSlots = 32;
 
-// Scales of FP8 operands, which are values times scales. jaxmoe/quantize.py defines the formats.
+// Scales of operands that are values times scales; of packed weights those outside of them. jaxmoe/quantize.py defines the formats.
 struct Fp8Scales {
   Shared shared = Shared::kTensor;  // of weights: kTensor, kRow or kBlock
   bool promoted = false;            // float32 sums over every 128 of k; always so with blocks
@@ -85,11 +85,13 @@ constexpr bool QuantizesGroups(Shared shared, const TileConfig& tile) {
 
 // One grouped GEMM. Pointers are device pointers.
 struct MoeGemmProblem {
-  DType dtype = DType::kBFloat16;      // of x and w; of w alone if that is FP8: then x is e4m3
+  // Of x and w; of w alone if that is FP8: then x is e4m3; of x alone if w is packed.
+  DType dtype = DType::kBFloat16;
   DType out_dtype = DType::kBFloat16;  // of bias and (unless out_f32 or scales.out) out
   WeightLayout layout = WeightLayout::kKN;
   const void* x = nullptr;  // [x_rows, k]
-  const void* w = nullptr;  // [num_weights, k, n] or [num_weights, n, k]
+  const void* w = nullptr;  // [num_weights, k, n] or [num_weights, n, k], or as `packed` says
+  PackedLayout packed;
   // The up half, if w has the gate half alone: n / 2 rows each, in the order kGateUp. Bias, z and
   // scales are those of n rows, but kTensor scales are [num_weights, 2], and with kBlock each half
   // begins with a block of its own: [num_weights, 2 * ceil(n / 256), ceil(k / 128)].
@@ -112,7 +114,7 @@ struct MoeGemmProblem {
   bool out_f32 = false;  // only when not gated
   ActivationParams activation;
   void* z = nullptr;  // [batch * rows_per_batch, n] for the sums before the activation, or null
-  Fp8Scales scales;   // of FP8 operands
+  Fp8Scales scales;   // of FP8 operands; `w` of packed weights
   bool pdl = false;   // programmatic dependent launch
   bool early_groups = false;  // groups were written before the previous launch began
   // Instead of group_starts, group_sizes, row_index and tile_counter: at most kMaxPlannedSlots

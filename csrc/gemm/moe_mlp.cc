@@ -101,6 +101,7 @@ MoeGemmProblem Product(const Layer& layer, const MlpWeights& weights) {
   const MoeMlpParams& p = layer.p;
   MoeGemmProblem gemm;
   gemm.dtype = p.weight_dtype;
+  gemm.packed = RowOf(p.format).packed;
   gemm.out_dtype = p.dtype;
   gemm.layout = weights.layout;
   gemm.w = weights.values;

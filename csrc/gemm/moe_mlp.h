@@ -53,7 +53,7 @@ struct MlpFloats {
 
 // Weights of one product, and how it is computed.
 struct MlpWeights {
-  const void* values = nullptr;   // [count, k, n] or [count, n, k]
+  const void* values = nullptr;   // [count, k, n] or [count, n, k], or packed
   const void* up = nullptr;       // the up half if `values` is the gate half, n / 2 rows each
   const float* scales = nullptr;  // of both halves, see Fp8Scales and MoeGemmProblem::w_up
   const void* bias = nullptr;     // [count, n] or null
@@ -68,7 +68,7 @@ struct MlpWeights {
 struct MoeMlpParams {
   WeightFormat format = WeightFormat::kPlain;
   DType dtype = DType::kBFloat16;         // of float arrays, but for weights and quantized tokens
-  DType weight_dtype = DType::kBFloat16;  // `dtype` if they are plain
+  DType weight_dtype = DType::kBFloat16;  // `dtype` if they are plain or packed
   const void* x = nullptr;                // [T, H]
   const float* x_scales = nullptr;        // of x if that is quantized already
   const float* static_x = nullptr;        // [1] or null: the scale is made from x

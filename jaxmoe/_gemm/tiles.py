@@ -36,6 +36,9 @@ STEP_K = 64
 NOT_PROMOTED = {(256, 160, 2, 1)}
 ONLY_PROMOTED = {(128, 256, 1, 1)}
 
+# Tiles of packed weights, which are decoded in registers that more accumulators would take.
+PACKED = {(128, 8, 1, 1), (128, 8, 1, 2), (128, 32, 1, 1), (256, 128, 1, 1)}
+
 MAX_FP8_GATHER = 32  # tokens of a tile that fetches FP8 rows by index
 
 # Rows of a half of a gate-up weight whose blocks of scales these tiles can tell apart.
@@ -119,12 +122,13 @@ def gmm_config(
     local_share: float = 1.0,
     promoted: bool | None = None,
     float_out: bool = False,
+    packed: bool = False,
 ) -> GemmConfig:
     """The tile for `num_rows` rows spread over `num_groups` groups.
 
     Each group has `weight_rows` rows of `k` elements. `local_share` of the groups are here.
     `promoted` says whether the sums of an FP8 product are promoted; None: 2-byte elements.
-    `float_out`: the output is float32 and the operands are not. A symbolic `num_rows`, of
+    `float_out`: the output is float32 and the operands are not. `packed`: see `PACKED`. A symbolic `num_rows`, of
     `jax.export`, gets `ANY_ROWS`.
     """
     if not _sizes.is_known(num_rows):
@@ -139,6 +143,10 @@ def gmm_config(
     # Promoted sums multiply as many rows as a tile of this kind can have.
     if usual <= (32 if promoted else 16):
         return GemmConfig(128, 32)
+    if packed:
+        # Decoding a weight takes as long as multiplying it by about 32 tokens: wider tiles decode
+        # fewer times.
+        return GemmConfig(256, 128, raster=8 if num_rows >= 2048 * num_groups else 1)
     # With very many token tiles a group, panels of weight tiles share X in L2.
     raster = 8 if num_rows >= 2048 * num_groups else 1
     if promoted:  # blocks of 64 tokens are multiplied
@@ -169,19 +177,22 @@ def mlp_configs(
     gated: bool,
     promoted: tuple[bool, bool] | None = None,
     odd_blocks: bool = False,
+    packed: bool = False,
 ) -> tuple[GemmConfig, GemmConfig]:
     """Tiles of the gate-up and down GEMMs of the fused layer.
 
     `num_experts` is the number of experts that the rows are routed over, local or not. `promoted`
-    as in `gmm_config`, for each product. `odd_blocks`: see `odd_blocks`.
+    as in `gmm_config`, for each product. `odd_blocks`: see `odd_blocks`. `packed`: see `PACKED`.
     """
     share = num_local_experts / max(num_experts, 1)
     weight_rows = intermediate * (2 if gated else 1)
     first, second = promoted or (None, None)
-    gate_up = gmm_config(num_rows, num_experts, hidden, weight_rows, share, first)
+    gate_up = gmm_config(
+        num_rows, num_experts, hidden, weight_rows, share, first, packed=packed
+    )
     if odd_blocks and gate_up.tile in WHOLE_BLOCKS:
         gate_up = GemmConfig(128, 192)
-    down = gmm_config(num_rows, num_experts, intermediate, hidden, share, second)
+    down = gmm_config(num_rows, num_experts, intermediate, hidden, share, second, packed=packed)
     if promoted is None:
         gather = gate_up.token_tile != 192 or intermediate <= _MAX_GATHER_INTERMEDIATE
     else:  # the quantization of x can write its rows in expert order at no cost

@@ -77,10 +77,11 @@ class Epilogue {
 
   __device__ __forceinline__ void Run(Accumulators<T>& acc) {
     LoadBias();
-    if constexpr (T::kScaled) {
+    if constexpr (T::kTokenScaled) {
       scales_.Publish(token_scales_, site_.thread);
       Sync();
-    } else {
+    }
+    if constexpr (!T::kScaled) {
       if (args_.z != nullptr) StoreSums(acc);
     }
     if constexpr (T::kGated) {
@@ -136,7 +137,14 @@ class Epilogue {
   __device__ __forceinline__ float4 Values(const Accumulators<T>& acc, int block, int group) const {
     const float* a = &acc[block][4 * group];
     const float* b = bias_[block];
-    if constexpr (T::kScaled) {
+    if constexpr (T::kScaled && !T::kTokenScaled) {
+      const float w0 = scales_.weight(block, 0);
+      const float w1 = scales_.weight(block, 1);
+      return make_float4(fmaf(a[0], w0, b[0]),
+                         fmaf(a[1], w0, b[0]),
+                         fmaf(a[2], w1, b[1]),
+                         fmaf(a[3], w1, b[1]));
+    } else if constexpr (T::kScaled) {
       const float2 x =
           *reinterpret_cast<const float2*>(token_scales_ + 8 * group + 2 * (lane_ % 4));
       const float w0 = scales_.weight(block, 0);
@@ -165,7 +173,7 @@ class Epilogue {
         CopyOut(t0);
       }
     }
-    if (T::kScaled || site_.rows > 0) Sync();  // staging and scales are free for the next tile
+    if (T::kTokenScaled || site_.rows > 0) Sync();  // staging and scales are free for the next tile
   }
 
   // Stores z, the sums before the activation, in the weight's own order of columns. A pass stages
@@ -303,7 +311,7 @@ class Epilogue {
         }
       }
     }
-    if constexpr (T::kScaled) Sync();  // the token scales have been read
+    if constexpr (T::kTokenScaled) Sync();  // the token scales have been read
   }
 
   const MoeGemmArgs& args_;

@@ -37,7 +37,7 @@ __device__ __forceinline__ void RunConsumer(const MoeGemmArgs& args,
   const StepRange steps = StepsOf<T>(args.num_k_steps);
   uint32_t slices_parity = 0;
   int token_of_row = -1;
-  if constexpr (T::kScaled) {
+  if constexpr (T::kTokenScaled) {
     GridDependencyWait();  // scales of X are the previous kernel's output
     if constexpr (T::kDecode) token_of_row = TileScales<T>::TokenOfRow(args, lane);
   }
@@ -52,7 +52,7 @@ __device__ __forceinline__ void RunConsumer(const MoeGemmArgs& args,
     if constexpr (T::kScaled && !T::kLateScales) {
       scales.Fetch(args, info, share, token_of_row, thread);
     }
-    RunMainloop<T>(smem, steps.last - steps.first, share, thread, step_scales, stage, acc);
+    RunMainloop<T>(args, smem, steps.last - steps.first, share, thread, step_scales, stage, acc);
     slot.Release();
     if constexpr (T::kSplitK > 1) {
       const bool sum_is_here = ReduceSlices<T>(smem, thread, slices_parity, acc);
@@ -90,8 +90,10 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
   const int lane = threadIdx.x % 32;
 
   if (warp == 0 && lane == 0) {
-    ptx::PrefetchTensorMap(&args.w_map);
-    if (T::kGated && args.up_origin != 0) ptx::PrefetchTensorMap(&args.w_up_map);
+    if constexpr (!T::kPacked) {
+      ptx::PrefetchTensorMap(&args.w_map);
+      if (T::kGated && args.up_origin != 0) ptx::PrefetchTensorMap(&args.w_up_map);
+    }
     ptx::PrefetchTensorMap(&args.x_map);
     constexpr int kWarpgroup = 128;
     const bool by_threads = args.gather && T::kGatherByThreads;
@@ -131,7 +133,13 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
         RunScheduler<T>(args, smem, lane);
       }
     } else if (warp == 1) {
-      if (lane == 0) RunWeightProducer<T>(args, smem);
+      if (lane == 0) {
+        if constexpr (T::kPacked) {
+          RunPackedProducer<T>(args, smem);
+        } else {
+          RunWeightProducer<T>(args, smem);
+        }
+      }
     } else {
       if (warp == 3) {
         // The next kernel may start only after this one has seen the end of the one before, so
@@ -168,6 +176,7 @@ Variant MakeVariant() {
   Variant v{};
   v.dtype = DTypeOf<typename T::Weight>();
   v.layout = kLayout;
+  v.packing = T::kPacking;
   v.promoted = T::kPromoted;
   v.gated = T::kGated;
   v.weight_tile = T::kWeightTile;
@@ -212,6 +221,17 @@ VariantTable MakeVariants() {
         JAXMOE_TILE(128, 192, 5, kTokens, 1, 1, 1),
         JAXMOE_TILE(128, 256, 4, kTokens, 1, 1, 1),
         JAXMOE_TILE(256, 128, 4, kWeights, 1, 1, 1),
+    };
+    return {rows, static_cast<int>(std::size(rows))};
+  } else if constexpr (Format::kPacking != Packing::kNone) {
+    // Decoding takes registers that accumulators of 160 tokens do not leave.
+    constexpr bool kNarrow = Format::kValueBytes == 2048;
+    static const Variant rows[] = {
+        JAXMOE_TILE(128, 8, (kNarrow ? 12 : 8), kNone, 2, 1, 1),
+        JAXMOE_TILE(128, 8, (kNarrow ? 12 : 8), kNone, 2, 1, 2),
+        JAXMOE_TILE(128, 32, (kNarrow ? 8 : 6), kNone, 2, 1, 1),
+        JAXMOE_TILE(128, 192, (kNarrow ? 5 : 4), kTokens, 1, 1, 1),
+        JAXMOE_TILE(256, 128, (kNarrow ? 6 : 5), kWeights, 1, 1, 1),
     };
     return {rows, static_cast<int>(std::size(rows))};
   } else {

@@ -1,6 +1,7 @@
 // K loop of one warpgroup: 128 weight rows by its tokens, accumulated in registers.
 #pragma once
 
+#include "csrc/gemm/sm90/packed.cuh"
 #include "csrc/gemm/sm90/promoted.cuh"
 
 namespace jaxmoe {
@@ -58,7 +59,8 @@ __device__ __forceinline__ void RunKSteps(const SharedStorage<T>& smem,
 // Runs the k loop with the smallest wgmma N that covers the share. Columns past that N stay
 // undefined. With tokens on M there is one N, and blocks of tokens past the share are zeros.
 template <class T, int kN = T::kTokenStep>
-__device__ __forceinline__ void RunMainloop(const SharedStorage<T>& smem,
+__device__ __forceinline__ void RunMainloop(const MoeGemmArgs& args,
+                                            const SharedStorage<T>& smem,
                                             int num_k_steps,
                                             const WarpgroupShare& share,
                                             int thread,
@@ -67,12 +69,15 @@ __device__ __forceinline__ void RunMainloop(const SharedStorage<T>& smem,
                                             Accumulators<T>& acc) {
   if constexpr (kN < T::kWarpgroupTokens) {
     if (share.columns > kN) {
-      RunMainloop<T, kN + T::kTokenStep>(smem, num_k_steps, share, thread, scales, stage, acc);
+      RunMainloop<T, kN + T::kTokenStep>(
+          args, smem, num_k_steps, share, thread, scales, stage, acc);
       return;
     }
   }
   if constexpr (T::kTokensOnM) {
     RunTokenMajorKSteps<T>(smem, num_k_steps, share, thread, scales, stage, acc);
+  } else if constexpr (T::kPacked) {
+    RunPackedKSteps<T, kN>(args.packed, smem, num_k_steps, share, thread, stage, acc);
   } else if constexpr (T::kPromoted) {
     RunPromotedKSteps<T, kN>(smem, num_k_steps, share, thread % 32, scales, stage, acc);
   } else {

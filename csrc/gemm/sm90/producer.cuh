@@ -102,6 +102,60 @@ __device__ void RunWeightProducer(const MoeGemmArgs& args, const SharedStorage<T
   });
 }
 
+// Loads blocks of packed weights: values of 64 rows by a step of k are adjacent in memory, and so
+// are their scales, so neither needs a tensor map.
+template <class T>
+__device__ void RunPackedProducer(const MoeGemmArgs& args, const SharedStorage<T>& smem) {
+  const PackedArgs& packed = args.packed;
+  const uint64_t policy = args.stream_weights ? ptx::CreatePolicy<ptx::CachePolicy::kEvictFirst>()
+                                              : ptx::CreatePolicy<ptx::CachePolicy::kEvictNormal>();
+  const int last_row = T::kGated ? args.n - args.up_origin : args.n;
+  const StepRange steps = StepsOf<T>(args.num_k_steps);
+  PipelineState<T::kStages> stage;
+  ForEachTile(smem, [&](const TileInfo& info, const auto& slot) {
+    uint32_t bytes = TokenBoxes<T>(info.rows) * T::kBoxRows * T::kTokenStepBytes;
+    if (args.gather) bytes = T::kGatherByThreads ? 0 : info.rows * T::kTokenStepBytes;
+    const uint8_t* block[T::kWeightBlocks];  // null past the last row, where nothing is stored
+#pragma unroll
+    for (int b = 0; b < T::kWeightBlocks; ++b) {
+      const int row = RowInArray<T>(args, WeightRow<T>(args, info.w_tile, b), b);
+      const uint8_t* w = IsUpBlock<T>(b) && args.up_origin != 0 ? packed.w_up : packed.w;
+      const bool exists = row < last_row;
+      block[b] = !exists ? nullptr
+                         : w + info.weight * packed.weight_bytes + row / 64 * packed.block_bytes;
+      bytes += exists ? T::kValueBytes + packed.strip_bytes : 0;
+    }
+    int superblock = steps.first / packed.superblock_steps;
+    int part = steps.first % packed.superblock_steps;
+    for (int step = steps.first; step < steps.last; ++step) {
+      uint64_t* full = smem.full(stage.index);
+      ptx::BarrierWait(smem.empty(stage.index), stage.parity ^ 1);
+      ptx::BarrierArriveExpectTx(full, bytes);
+      const int64_t at = superblock * packed.superblock_bytes;
+      const int64_t strip = at + packed.superblock_steps * T::kValueBytes;
+      uint8_t* dst = smem.weights(stage.index);
+#pragma unroll
+      for (int b = 0; b < T::kWeightBlocks; ++b) {
+        if (block[b] == nullptr) continue;
+        uint8_t* to = dst + b * T::kBlockBytes;
+        if (packed.superblock_steps == 1) {
+          ptx::BulkLoad(to, block[b] + at, T::kValueBytes + packed.strip_bytes, full, policy);
+          continue;
+        }
+        ptx::BulkLoad(to, block[b] + at + part * T::kValueBytes, T::kValueBytes, full, policy);
+        if (packed.strip_bytes == 0) continue;
+        ptx::BulkLoad(to + T::kValueBytes, block[b] + strip, packed.strip_bytes, full, policy);
+      }
+      if (++part == packed.superblock_steps) {
+        part = 0;
+        ++superblock;
+      }
+      stage.Advance();
+    }
+    slot.Release();
+  });
+}
+
 // Loads rows of X by bulk copies, as a warp: boxes of consecutive rows or, when gathering, of one
 // row each.
 //

@@ -44,7 +44,10 @@ __device__ __forceinline__ float WeightScale(const MoeGemmArgs& args,
                                              int row,
                                              int block) {
   const ScaleArgs& s = args.scales;
-  return s.by_step ? 1.0f : s.w[weight * s.w_stride + WeightScaleAt<T>(args, row, block)];
+  if (s.by_step) return 1.0f;
+  const float scale = s.w[weight * s.w_stride + WeightScaleAt<T>(args, row, block)];
+  if constexpr (T::kPacked) return scale * T::Decoder::kFactor;
+  return scale;
 }
 
 // Reciprocal of the output's scale, by which values are multiplied before they become e4m3. NaN for
@@ -73,11 +76,13 @@ class TileScales {
         weight_[block][half] = WeightScale<T>(args, info.weight, row, block);
       }
     }
+    if constexpr (T::kTokenScaled) {
 #pragma unroll
-    for (int i = 0; i < kTokensPerThread; ++i) {
-      token_[i] = TokenScale<T>(args, info, share, token_of_row, thread + 128 * i);
+      for (int i = 0; i < kTokensPerThread; ++i) {
+        token_[i] = TokenScale<T>(args, info, share, token_of_row, thread + 128 * i);
+      }
     }
-    out_inverse_ = OutInverse(args.scales, info.weight);
+    if constexpr (T::kQuantizesOut) out_inverse_ = OutInverse(args.scales, info.weight);
   }
 
   __device__ float weight(int block, int half) const { return weight_[block][half]; }

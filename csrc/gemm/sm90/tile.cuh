@@ -17,6 +17,19 @@ enum class Split {
   kTokens,   // each takes half of the tile's tokens
 };
 
+// Bytes of a 64-row weight block in a pipeline step: values, and of packed weights scales.
+template <class Format, int kPlainBytes>
+constexpr int BlockValueBytes() {
+  if constexpr (Format::kPacking != Packing::kNone) return Format::kValueBytes;
+  return kPlainBytes;
+}
+
+template <class Format>
+constexpr int BlockStripBytes() {
+  if constexpr (Format::kPacking != Packing::kNone) return Format::kStripBytes;
+  return 0;
+}
+
 template <class Format,
           cute::SM90::GMMA::Major kMajor_,
           bool kGated_,
@@ -31,7 +44,11 @@ struct Tile {
   using Weight = typename Format::Weight;
   using Token = typename Format::Token;
   using Out = typename Format::Out;
+  using Decoder = Format;  // of packed weights
+  static constexpr bool kPacked = Format::kPacking != Packing::kNone;
+  static constexpr Packing kPacking = Format::kPacking;
   static constexpr bool kScaled = Format::kScaling != Scaling::kNone;
+  static constexpr bool kTokenScaled = kScaled && Format::kScaling != Scaling::kWeight;
   static constexpr bool kPromoted = Format::kScaling == Scaling::kStep;
   static constexpr bool kQuantizesOut = Format::kQuantizesOut;
   static constexpr cute::SM90::GMMA::Major kMajor = kMajor_;
@@ -68,17 +85,26 @@ struct Tile {
   static constexpr int kTokenStepBytes = kStepK * static_cast<int>(sizeof(Token));
   static_assert(kWeightStepBytes == 128 && kTokenStepBytes == 128,
                 "rows of a step are as wide as the swizzle pattern");
-  static constexpr int kBlockBytes = 64 * kWeightStepBytes;  // one 64-row weight block
-  static constexpr int kWeightBytes = kWeightTile * kWeightStepBytes;
+  // Values of a 64-row weight block; packed, its scales follow.
+  static constexpr int kValueBytes = BlockValueBytes<Format, 64 * kWeightStepBytes>();
+  static constexpr int kBlockBytes = kValueBytes + BlockStripBytes<Format>();
+  static constexpr int kWeightBytes = kWeightBlocks * kBlockBytes;
   static constexpr int kTokenBytes = kTokenTile * kTokenStepBytes;
   static constexpr int kStageBytes = kWeightBytes + kTokenBytes;
+  // A stage is weights, then tokens. Packed blocks are no multiple of the swizzle pattern, to which
+  // tokens are aligned: then the tokens of all stages come first.
+  static constexpr int kWeightPitch = kPacked ? kWeightBytes : kStageBytes;
+  static constexpr int kTokenPitch = kPacked ? kTokenBytes : kStageBytes;
+  static constexpr int kWeightOffset = kPacked ? kStages * kTokenBytes : 0;
+  static constexpr int kTokenOffset = kPacked ? 0 : kWeightBytes;
 
   // Rows of X come in boxes, and wgmma's N is chosen at run time in steps, so that a tile with few
   // rows loads and multiplies little more than those. Decode is bound by weights: one box, one N.
   // Promoted sums: one N, as ptxas cannot keep several loops with two sets of accumulators apart
   // (C7511: wgmma serialized).
   static constexpr bool kOneN = kDecode || kPromoted;
-  static constexpr int kTokenStep = kOneN ? kWarpgroupTokens : 16;  // of one warpgroup
+  // Packed: fewer kernels to compile; decoding takes as long as multiplying 32 tokens anyway.
+  static constexpr int kTokenStep = kOneN ? kWarpgroupTokens : kPacked ? 32 : 16;  // of a warpgroup
   static constexpr int kBoxRows = kDecode ? kTokenTile : 32;
 
   // Gathered rows of X come in one-row boxes while a tile has few of them, else by a warpgroup of
@@ -105,16 +131,16 @@ struct Tile {
   // Accumulators of 160 tokens leave too few registers for the addresses of a float32 output beside
   // scales, and for scales that are fetched before the k loop. Promoted sums leave fewer still.
   static constexpr bool kStoresFloat = !kScaled || kWarpgroupTokens <= 128;
-  static constexpr bool kLateScales = kWarpgroupTokens > (kPromoted ? 64 : 128);
+  static constexpr bool kLateScales = kWarpgroupTokens > (kPromoted || kPacked ? 64 : 128);
 
   // Scales of X: one a token for the epilogue, one a token and step for the promotion.
-  static constexpr int kTokenScaleBytes = kScaled ? kWarpgroupTokens * 4 : 0;  // of one warpgroup
+  static constexpr int kTokenScaleBytes = kTokenScaled ? kWarpgroupTokens * 4 : 0;  // of one warpgroup
   static constexpr int kBlockScales = (kTokenTile + 15) / 16 * 16;             // see StepScaleAt
   static constexpr int kStepScaleBytes = kPromoted ? kBlockScales * 4 : 0;
   // Scale and bias of each weight row of a warpgroup, see TokenMajorEpilogue.
   static constexpr int kColumnBytes = kTokensOnM ? kWarpgroupRows * 8 : 0;
 
-  static constexpr int kStagingOffset = kStages * kStageBytes;
+  static constexpr int kStagingOffset = RoundUp(kStages * kStageBytes, 128);
   static constexpr int kPartialOffset = kStagingOffset + kConsumers * kStagingBytes;
   static constexpr int kTokenScaleOffset = kPartialOffset + (kSplitK - 1) * kPartialBytes;
   // Tiles with whole groups of 128 features can quantize them. Gated, the two warpgroups have half
@@ -145,8 +171,12 @@ struct SharedStorage {
   uint8_t* base;
 
   __device__ explicit SharedStorage(uint8_t* raw) : base(raw) {}
-  __device__ uint8_t* weights(int stage) const { return base + stage * T::kStageBytes; }
-  __device__ uint8_t* tokens(int stage) const { return weights(stage) + T::kWeightBytes; }
+  __device__ uint8_t* weights(int stage) const {
+    return base + T::kWeightOffset + stage * T::kWeightPitch;
+  }
+  __device__ uint8_t* tokens(int stage) const {
+    return base + T::kTokenOffset + stage * T::kTokenPitch;
+  }
   __device__ uint8_t* staging(int consumer) const {
     return base + T::kStagingOffset + consumer * T::kStagingBytes;
   }

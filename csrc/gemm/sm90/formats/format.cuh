@@ -1,13 +1,15 @@
 // Traits by which the kernel knows a weight format: one a file in this folder, read by Tile.
 //
 // Members of a trait:
-//   Weight             element of the weight in memory, which wgmma multiplies
+//   Weight             element of the weight that wgmma multiplies
 //   Token              element of X
 //   Out                element of bias and output; void: bf16 or fp16, chosen at run time
 //   kStepK             elements of k in a pipeline step
 //   kScaling           where scales enter the sums
 //   kGathersByThreads  wide tiles fetch rows of X through row_index
 //   kQuantizesOut      the epilogue can quantize the output to e4m3
+//   kPacking           kNone: weights are in memory as they are multiplied. Else the trait is a
+//                      Decoder as well, see packed.cuh
 #pragma once
 
 #include <cuda_bf16.h>
@@ -16,12 +18,13 @@
 
 #include <type_traits>
 
-#include "csrc/common/types.h"
+#include "csrc/gemm/formats.h"
 
 namespace jaxmoe {
 
 enum class Scaling {
   kNone,      // values have no scales
+  kWeight,    // sums are scaled once, by their weight's or their weight row's
   kEpilogue,  // sums are scaled once, by their weight row's and their token's
   kStep,      // sums of every pipeline step are scaled, and added in float32: promoted sums
 };

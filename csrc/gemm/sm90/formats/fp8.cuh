@@ -15,6 +15,7 @@ struct Fp8 {
   static constexpr Scaling kScaling = Scaling::kEpilogue;
   // Tokens are quantized into the order of the experts wherever a tile has too many for boxes.
   static constexpr bool kGathersByThreads = false;
+  static constexpr Packing kPacking = Packing::kNone;
   static constexpr bool kQuantizesOut = true;
 };
 

@@ -13,6 +13,7 @@ struct Plain {
   static constexpr int kStepK = 64;
   static constexpr Scaling kScaling = Scaling::kNone;
   static constexpr bool kGathersByThreads = true;
+  static constexpr Packing kPacking = Packing::kNone;
   static constexpr bool kQuantizesOut = false;
 };
 

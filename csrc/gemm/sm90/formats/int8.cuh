@@ -1,0 +1,43 @@
+// Weights of eight bits with a float32 scale for each row, which multiplies their sums.
+#pragma once
+
+#include "csrc/gemm/sm90/formats/decode.cuh"
+
+namespace jaxmoe {
+
+template <class Element>
+struct Int8 {
+  using Weight = Element;
+  using Token = Element;
+  using Out = Element;
+  static constexpr int kStepK = 64;
+  static constexpr Scaling kScaling = Scaling::kWeight;
+  static constexpr bool kGathersByThreads = true;
+  static constexpr Packing kPacking = Packing::kInt8;
+  static constexpr bool kQuantizesOut = false;
+  static constexpr int kValueBytes = 4096;
+  static constexpr int kStripBytes = 0;
+  static constexpr float kFactor = 1.0f;
+
+  struct Scales {};
+
+  static __device__ __forceinline__ Scales LoadScales(const uint8_t*, int, int, const PackedArgs&) {
+    return {};
+  }
+
+  static __device__ __forceinline__ void Decode(const uint32_t* words,
+                                                const Scales&,
+                                                int,
+                                                uint32_t (&a)[4]) {
+    // 128 or 1024 plus seven bits, less the same plus the sign's 128.
+    constexpr uint32_t kOne = std::is_same_v<Element, __half> ? 0x64006400 : 0x43004300;
+    constexpr uint32_t kMinus = 0x80008000;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const uint32_t bits = words[j / 2] >> (j % 2 * 8);
+      a[j] = Add2<Element>((bits & 0x007F007F) | kOne, (bits & 0x00800080) | kOne | kMinus);
+    }
+  }
+};
+
+}  // namespace jaxmoe

@@ -1,0 +1,54 @@
+// Weights of e4m3 with a power of two for each 32 of k: exact in bf16.
+#pragma once
+
+#include "csrc/gemm/sm90/formats/decode.cuh"
+
+namespace jaxmoe {
+
+template <class Element>
+struct Mxfp8 {
+  using Weight = Element;
+  using Token = Element;
+  using Out = Element;
+  static constexpr int kStepK = 64;
+  static constexpr Scaling kScaling = Scaling::kWeight;
+  static constexpr bool kGathersByThreads = true;
+  static constexpr Packing kPacking = Packing::kMxfp8;
+  static constexpr bool kQuantizesOut = false;
+  static constexpr int kValueBytes = 4096;
+  static constexpr int kStripBytes = 128;
+  // bf16: 2^-120 of the values, 2^126 of the scales. fp16: 2^-8 and 2^15; scales below 2^-29 of the
+  // largest of an expert are zero there.
+  static constexpr float kFactor = std::is_same_v<Element, __half> ? 0x1p-7f : 0x1p-6f;
+
+  struct Scales {
+    uint32_t bytes;  // of the rows
+  };
+
+  static __device__ __forceinline__ Scales LoadScales(const uint8_t* strip,
+                                                      int site,
+                                                      int half,
+                                                      const PackedArgs&) {
+    return {reinterpret_cast<const uint16_t*>(strip)[2 * site + half]};
+  }
+
+  static __device__ __forceinline__ void Decode(const uint32_t* words,
+                                                const Scales& scales,
+                                                int,
+                                                uint32_t (&a)[4]) {
+    constexpr bool kHalf = std::is_same_v<Element, __half>;
+    constexpr uint32_t kSign = 0x80008000;
+    constexpr uint32_t kMagnitude = kHalf ? 0x3F803F80 : 0x07F007F0;
+    const uint32_t by[2] = {PowerOfTwo<Element>(ByteInHalves<0>(scales.bytes)),
+                            PowerOfTwo<Element>(ByteInHalves<1>(scales.bytes))};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      // The byte in the upper half of 16 bits.
+      const uint32_t bits = j % 2 == 0 ? words[j / 2] << 8 : words[j / 2];
+      const uint32_t value = (bits & kSign) | ((bits >> (kHalf ? 1 : 4)) & kMagnitude);
+      a[j] = Multiply2<Element>(value, by[j % 2]);
+    }
+  }
+};
+
+}  // namespace jaxmoe

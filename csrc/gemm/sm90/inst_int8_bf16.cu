@@ -1,0 +1,9 @@
+// Kernel instances: int8, tokens of bf16.
+#include "csrc/gemm/sm90/formats/int8.cuh"
+#include "csrc/gemm/sm90/kernel.cuh"
+
+namespace jaxmoe {
+
+VariantTable Int8Bf16Variants() { return MakeVariants<Int8<__nv_bfloat16>, WeightLayout::kNK>(); }
+
+}  // namespace jaxmoe

@@ -1,0 +1,9 @@
+// Kernel instances: mxfp4, tokens of fp16.
+#include "csrc/gemm/sm90/formats/mxfp4.cuh"
+#include "csrc/gemm/sm90/kernel.cuh"
+
+namespace jaxmoe {
+
+VariantTable Mxfp4Fp16Variants() { return MakeVariants<Mxfp4<__half>, WeightLayout::kNK>(); }
+
+}  // namespace jaxmoe

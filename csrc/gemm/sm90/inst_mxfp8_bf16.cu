@@ -1,0 +1,9 @@
+// Kernel instances: mxfp8, tokens of bf16.
+#include "csrc/gemm/sm90/formats/mxfp8.cuh"
+#include "csrc/gemm/sm90/kernel.cuh"
+
+namespace jaxmoe {
+
+VariantTable Mxfp8Bf16Variants() { return MakeVariants<Mxfp8<__nv_bfloat16>, WeightLayout::kNK>(); }
+
+}  // namespace jaxmoe
