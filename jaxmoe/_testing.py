@@ -12,8 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmoe._formats import QUANTIZED
 from jaxmoe.activation import Activation, Swiglu, resolve
 from jaxmoe.quantize import quantize
+
+# Formats that tokens are quantized in too, and those of weights alone.
+FP8 = tuple(name for name, format in QUANTIZED.items() if format.quantizes_tokens)
+PACKED = tuple(name for name in QUANTIZED if name not in FP8)
 
 GPT_OSS = Swiglu(alpha=1.702, beta=1.0, limit=7.0)
 
@@ -153,7 +158,7 @@ def quantized_inputs(
     dtype: Any,
     format: str,
     weight_layout: str = "kn",
-    element_type: str = "e4m3",
+    element_type: str | None = None,
 ) -> dict[str, Any]:
     """Draws the arrays of one layer as `layer_inputs` does, the weights quantized in `format`."""
     inputs = layer_inputs(layer, num_tokens, routing, rng, dtype, weight_layout)

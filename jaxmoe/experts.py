@@ -7,10 +7,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmoe._formats import FORWARD, MASTER, PLAIN, QUANTIZED, Format
+from jaxmoe._formats import FORWARD, MASTER, PLAIN, Format
 from jaxmoe._jax import checks as _checks
 from jaxmoe.activation import GATE_UP_ORDERS, Activation, resolve
 from jaxmoe.quantize import WEIGHT_LAYOUTS, QuantizedArray
+from jaxmoe.quantize import format_of as format_of_array
 
 _OP = "Experts"
 _STATIC = ("activation", "order", "layout", "dtype", "forward_format")
@@ -144,7 +145,7 @@ jax.tree_util.register_pytree_with_keys(
 def format_of(experts: Experts) -> Format:
     """The format of the experts' weights."""
     if isinstance(experts.down, QuantizedArray):
-        return QUANTIZED[experts.down.format]
+        return format_of_array(experts.down)
     if experts.forward_format is not None:
         return FORWARD[experts.forward_format]
     if experts.dtype is not None and experts.dtype != experts.down.dtype:
@@ -330,6 +331,12 @@ def _check_quantized(e: Experts, name: str, w: QuantizedArray, down: QuantizedAr
         raise ValueError(_checks.message(_OP, rule, **{name: w}))
     if w.format != down.format:
         rule = f"{name}.format={w.format!r} must equal down.format={down.format!r}"
+        raise ValueError(_checks.message(_OP, rule, **{name: w, "down": down}))
+    if format_of_array(w) != format_of_array(down):
+        rule = (
+            f"{name}.dtype={_checks.dtype_name(w.dtype)} must equal "
+            f"down.dtype={_checks.dtype_name(down.dtype)}, the dtype of scales in {w.format}"
+        )
         raise ValueError(_checks.message(_OP, rule, **{name: w, "down": down}))
 
 

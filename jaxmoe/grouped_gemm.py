@@ -21,7 +21,7 @@ from jaxmoe._gemm.tiles import NOT_PROMOTED, ONLY_PROMOTED, STEP_K, GemmConfig, 
 from jaxmoe._jax import checks as _checks
 from jaxmoe._jax import sizes as _sizes
 from jaxmoe._jax.checks import check_float
-from jaxmoe.quantize import WEIGHT_LAYOUTS, QuantizedArray, quantize_tokens
+from jaxmoe.quantize import WEIGHT_LAYOUTS, QuantizedArray, format_of, quantize_tokens
 
 
 @_checks.array_likes
@@ -163,7 +163,7 @@ def _check_factors(lhs: Any, rhs: Any, layout: str) -> Format:
         check_same_format(op, "lhs", lhs, "rhs", rhs)
         if not isinstance(lhs, QuantizedArray):
             check_float(op, "lhs", lhs)
-        return QUANTIZED[rhs.format]
+        return format_of(rhs)
     check_tokens_are_plain(op, "lhs", lhs, "rhs")
     _checks.check_rank(op, "rhs", rhs, "E,K,N" if layout == "kn" else "E,N,K")
     check_float(op, "lhs", lhs)

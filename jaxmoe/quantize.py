@@ -51,9 +51,9 @@ class QuantizedArray:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the dequantized array: that of `values`, or its last two axes swapped."""
-        shape = self.values.shape
-        return (*shape[:-2], shape[-1], shape[-2]) if self.layout == "kn" else tuple(shape)
+        """Shape of the dequantized array."""
+        shape = stored_shape(self)
+        return (*shape[:-2], shape[-1], shape[-2]) if self.layout == "kn" else shape
 
     @property
     def ndim(self) -> int:
@@ -120,6 +120,10 @@ def quantize(
     _checks.check_rank(op, "w", w, "E,K,N" if weight_layout == "kn" else "E,N,K")
     element_type = _check_options(op, "w", w, format, element_type, scale, scale_format)
     stored = jnp.swapaxes(w, 1, 2) if weight_layout == "kn" else jnp.asarray(w)
+    known = _formats.QUANTIZED[format]
+    if refused := known.refused_dtype(w.dtype):
+        raise TypeError(_checks.message(op, f"w.{refused}", w=w))
+    check_steps(op, "w", w, known, weight_layout)
     return _quantized(op, stored, format, weight_layout, element_type, scale, scale_format)
 
 
@@ -167,8 +171,7 @@ def quantize_tokens(
     _checks.check_rank(op, "x", x, "R,K")
     element_type = _check_options(op, "x", x, format, element_type, scale, scale_format)
     if not _formats.QUANTIZED[format].quantizes_tokens:
-        rule = f"format={format!r} is for weights: its tokens are not quantized"
-        raise ValueError(_checks.message(op, rule, x=x))
+        raise ValueError(_checks.message(op, _for_weights(format), x=x))
     return _quantized(op, jnp.asarray(x), format, "tokens", element_type, scale, scale_format)
 
 
@@ -204,12 +207,22 @@ def dequantize(q: QuantizedArray, *, dtype: Any = None) -> jax.Array:
     check_quantized(op, "q", q)
     out_dtype = _float_dtype(op, q.dtype if dtype is None else dtype)
     values, scales = jnp.asarray(q.values), jnp.asarray(q.scales)
-    out = _formats.QUANTIZED[q.format].decode(values, scales, q.layout == "tokens")
+    out = format_of(q).decode(values, scales, q.layout == "tokens")
     return (jnp.swapaxes(out, 1, 2) if q.layout == "kn" else out).astype(out_dtype)
 
 
+def format_of(q: QuantizedArray) -> _formats.Format:
+    """The format of a quantized array."""
+    return _formats.QUANTIZED[q.format].of(q.dtype)
+
+
+def stored_shape(q: QuantizedArray) -> tuple[int, ...]:
+    """The shape of what `q.values` stand for as they are stored: K last."""
+    return q.values.shape if q.layout == "tokens" else format_of(q).weight_shape(q.values.shape)
+
+
 def scales_shape(format: str, layout: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shape of the scales of values of the shape `shape` ([E, N, K] or [R, K])."""
+    """Returns the shape of the scales of what has the shape `shape` ([E, N, K] or [R, K])."""
     return _formats.QUANTIZED[format].scales_shape(shape, layout == "tokens")
 
 
@@ -218,9 +231,18 @@ def check_quantized(op: str, name: str, q: Any) -> None:
     if not isinstance(q, QuantizedArray):
         raise TypeError(_checks.message(op, f"{name} must be a jaxmoe.QuantizedArray", **{name: q}))
     _checks.check_rank(op, f"{name}.values", q.values, "R,K" if q.layout == "tokens" else "E,N,K")
-    allowed = [np.dtype(d).name for d in _formats.QUANTIZED[q.format].element_types.values()]
+    format, tokens = format_of(q), q.layout == "tokens"
+    if tokens and not format.quantizes_tokens:
+        raise ValueError(_checks.message(op, _for_weights(q.format), **{name: q}))
+    if refused := format.refused_dtype(q.dtype):
+        raise TypeError(_checks.message(op, f"{name}.{refused}", **{name: q}))
+    allowed = [np.dtype(d).name for d in format.element_types.values()]
     _checks.check_dtype(op, f"{name}.values", q.values, allowed)
-    check_scales(op, f"{name}.scales", q.scales, q.format, q.layout, q.values.shape)
+    shape = stored_shape(q)
+    if not tokens:
+        wanted = format.stored_shape(shape)
+        _checks.check_shape(op, f"{name}.values", q.values, wanted, f"{q.format}, whole blocks")
+    check_scales(op, f"{name}.scales", q.scales, q.format, q.layout, shape)
 
 
 def check_scales(
@@ -272,7 +294,29 @@ def _check_options(
             f"scale_format={scale_format!r} must be 'float32' if scale is given: it is not rounded"
         )
         raise ValueError(_checks.message(op, rule, scale=scale))
+    refused = _formats.QUANTIZED[format].refused_option(scale is not None, scale_format == "e8m0")
+    if refused:
+        raise ValueError(_checks.message(op, refused, **{name: x}))
     return element_type
+
+
+def check_steps(op: str, name: str, w: Any, format: _formats.Format, layout: str) -> None:
+    """Refuses weights whose N or K the blocks of the format do not divide."""
+    for letter, step in zip("NK", format.steps, strict=True):
+        axis = 1 + ((letter == "K") == (layout == "nk"))
+        size = w.shape[axis]
+        if step > 1 and (size < 1 or size % step):
+            below = size // step * step
+            nearest = f"{below} and {below + step}" if below else f"{step}"
+            rule = (
+                f"{name}.shape[{axis}]={size} ({letter}) must be a positive multiple of {step} in "
+                f"{format.name}; the nearest legal: {nearest}"
+            )
+            raise ValueError(_checks.message(op, rule, **{name: w}))
+
+
+def _for_weights(format: str) -> str:
+    return f"format={format!r} is for weights: its tokens are not quantized"
 
 
 def _quantized(
@@ -289,7 +333,8 @@ def _quantized(
         scale = np.asarray(scale) if isinstance(scale, np.generic) else scale
         check_scales(op, "scale", scale, format, layout, x.shape)
         scale = _without_derivative(jnp.asarray(scale), op)
-    values, scales = _formats.QUANTIZED[format].encode(
+    in_dtype = _formats.QUANTIZED[format].of(np.dtype(x.dtype))
+    values, scales = in_dtype.encode(
         _without_derivative(x, op),
         scale,
         element_type=element_type,

@@ -19,8 +19,8 @@ from benchmarks.baselines import dense  # noqa: E402
 from benchmarks.cases import Case, WeightSets, weight_sets  # noqa: E402
 from benchmarks.models import MODELS, layer_bytes  # noqa: E402
 from benchmarks.suites import layer_fp8  # noqa: E402
+from jaxmoe._testing import FP8 as FORMATS  # noqa: E402
 from jaxmoe.activation import resolve, split_gate_up  # noqa: E402
-from jaxmoe.quantize import FORMATS  # noqa: E402
 
 H200 = bounds.CEILINGS["NVIDIA H200"]
 PEERS = json.loads((ROOT / "benchmarks" / "peers_h200.json").read_text())

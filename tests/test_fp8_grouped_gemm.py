@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from jaxmoe import QuantizedArray, grouped_gemm, quantize, quantize_tokens, reference
+from jaxmoe._testing import FP8 as FORMATS
 from jaxmoe._testing import assert_close, assert_equal, assert_vmap_is_loop, normal
-from jaxmoe.quantize import FORMATS, dequantize
+from jaxmoe.quantize import dequantize
 
 SIZES = np.array([3, 0, 150, 5], np.int32)  # 12 rows are left over
 

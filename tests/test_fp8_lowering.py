@@ -9,7 +9,8 @@ import pytest
 import jaxmoe
 from jaxmoe import GemmConfig, QuantizedArray, Routing, Swiglu, _gemm, explain, grouped_gemm
 from jaxmoe._jax import targets as _targets
-from jaxmoe.quantize import FORMATS, scales_shape
+from jaxmoe._testing import FP8 as FORMATS
+from jaxmoe.quantize import scales_shape
 from tests.layers import moe_mlp
 from tests.lowered import NO_ACTIVATION, calls, cuda_text, layer_call
 

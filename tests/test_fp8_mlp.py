@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxmoe import QuantizedArray, Routing, Swiglu, quantize, quantize_tokens, reference
+from jaxmoe._testing import FP8 as FORMATS
 from jaxmoe._testing import (
     GPT_OSS,
     Layer,
@@ -20,7 +21,6 @@ from jaxmoe._testing import (
 )
 from jaxmoe.activation import ACTIVATIONS as NAMED
 from jaxmoe.activation import resolve
-from jaxmoe.quantize import FORMATS
 from tests.fp8_oracle import oracle
 from tests.layers import moe_mlp
 

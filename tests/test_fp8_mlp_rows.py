@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxmoe import ExpertRows, GemmConfig, Routing, explain, finalize, plan, quantize_tokens
 from jaxmoe._jax import targets as _targets
+from jaxmoe._testing import FP8 as FORMATS
 from jaxmoe._testing import Layer, assert_equal, assert_vmap_is_loop, quantized_inputs
-from jaxmoe.quantize import FORMATS
 from tests.layers import moe_mlp
 from tests.lowered import layer_call
 from tests.test_fp8_lowering import (

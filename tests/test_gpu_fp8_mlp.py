@@ -10,6 +10,7 @@ import pytest
 
 from jaxmoe import GemmConfig, Routing, _gemm, grouped_gemm, quantize, quantize_tokens, reference
 from jaxmoe._jax import targets as _targets
+from jaxmoe._testing import FP8 as FORMATS
 from jaxmoe._testing import (
     GPT_OSS,
     Layer,
@@ -19,7 +20,6 @@ from jaxmoe._testing import (
     poison,
     quantized_inputs,
 )
-from jaxmoe.quantize import FORMATS
 from tests.layers import moe_mlp
 
 pytestmark = pytest.mark.gpu

@@ -9,8 +9,8 @@ import pytest
 
 from jaxmoe import GemmConfig, _gemm, finalize, quantize_tokens
 from jaxmoe._jax import targets as _targets
+from jaxmoe._testing import FP8 as FORMATS
 from jaxmoe._testing import SMALL, Layer, assert_equal, layer_inputs, poison, quantized_inputs
-from jaxmoe.quantize import FORMATS
 from tests.test_fp8_mlp import local
 from tests.test_mlp import options, run
 from tests.test_mlp_rows import TARGET, check_rows, trees, unfused

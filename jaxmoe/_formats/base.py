@@ -29,10 +29,13 @@ class Gradient(NamedTuple):
     Attributes:
       refused: why it is not, None if it is.
       straight_through: whether the derivative is that of the layer with plain weights.
+      frozen: whether it is that of the layer with dequantized weights, with respect to everything
+        but these.
     """
 
     refused: str | None = None
     straight_through: bool = False
+    frozen: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +72,7 @@ class Format:
 
     @property
     def quantized(self) -> bool:
-        """Whether weights are a `jaxmoe.QuantizedArray`, values with scales, stored [E, N, K]."""
+        """Whether weights are a `jaxmoe.QuantizedArray`: values with scales."""
         return bool(self.stored)
 
     @property
@@ -81,6 +84,46 @@ class Format:
     def quantizes_tokens(self) -> bool:
         """Whether products read quantized tokens."""
         return self.token_scales is not None
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        """What N and K of weights must be multiples of."""
+        return 1, 1
+
+    def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape in which values of weights [.., N, K] are stored."""
+        return tuple(shape)
+
+    def weight_shape(self, stored: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape [.., N, K] of weights whose values have the shape `stored`."""
+        return tuple(stored)
+
+    def parts(self, size: int, axis: str) -> int:
+        """Into how many parts N ("n") or K ("k") of weights can be divided at most."""
+        del axis
+        return size // self.block if size % self.block == 0 else 1
+
+    def of(self, dtype: Any) -> "Format":
+        """The format of an array that stands for numbers in `dtype`, if that makes a difference."""
+        del dtype
+        return self
+
+    def refused_dtype(self, dtype: Any) -> str | None:
+        """Why no array of this dtype is in the format, None if it can be."""
+        del dtype
+        return None
+
+    def refused_option(self, scale: bool, e8m0: bool) -> str | None:
+        """Why the caller gives no scales, or does not round them to powers of two; or None."""
+        del scale, e8m0
+        return None
+
+    def dequantizing(self) -> "Format":
+        """The same weights, which each product dequantizes to multiply plain arrays.
+
+        Tokens are not quantized. A derivative is made of such products.
+        """
+        return dataclasses.replace(self, code=-1, token_scales=None, composed=True)
 
     @property
     def one_token_scale(self) -> bool:

@@ -5,8 +5,8 @@ gmm: `Product` -> [B,T,N], for x [B,T,K] and w [W,E,K,N] ("kn") or [W,E,N,K] ("n
   out[b,t] = x[b,t] @ w[i] + bias[i]  for starts[b,g] <= t < starts[b,g] + sizes[b,g],
   i = (b * G + g) mod (W * E) counting the weights of all batches; 0 for the rows of no group
 
-where x and w stand for values times scales if the format has any. With master weights w and bias
-are float32, rounded to the dtype of x, and their gradients are float32.
+where x and w stand for values times scales if the format has any, as it stores them. With master
+weights w and bias are float32, rounded to the dtype of x, and their gradients are float32.
 
 tgmm: x [B,T,K], dy [B,T,N], starts, sizes, init [W,E,K,N] or None -> [W,E,K,N]
 
@@ -40,7 +40,7 @@ class Product(NamedTuple):
 
     Attributes:
       x: [B, T, K].
-      w: [W, E, K, N], or [W, E, N, K].
+      w: [W, E, K, N], or [W, E, N, K]; values of that shape as the format stores them.
       starts, sizes: [B, G] int32.
       bias: [W, E, N].
       x_scales: [B, ...], for each batch those of tokens [T, K].
@@ -108,8 +108,11 @@ def refuse_derivative(op: str, format: Format, x: Any, w: Any) -> Any:
     raise NotImplementedError(_checks.message(op, format.gradient.refused or "", x=x, w=w))
 
 
-def _gmm_out(x: Any, w: Any, *_: Any, weight_layout: str, out_dtype: Any, **_params: Any) -> Any:
-    return [((*x.shape[:2], w.shape[3 if weight_layout == "kn" else 2]), out_dtype)]
+def _gmm_out(
+    x: Any, w: Any, *_: Any, weight_layout: str, out_dtype: Any, format: Format, **_params: Any
+) -> Any:
+    n = format.weight_shape(w.shape)[3 if weight_layout == "kn" else 2]
+    return [((*x.shape[:2], n), out_dtype)]
 
 
 def _tgmm_out(x: Any, dy: Any, *_: Any, weight_shape: Any, out_dtype: Any, **_params: Any) -> Any:
@@ -301,7 +304,7 @@ def _gmm_attrs(
     if config is None:
         config = gmm_config(
             *(a.x.shape[0] * a.x.shape[1], a.starts.size, a.x.shape[2]),
-            a.w.shape[3 if weight_layout == "kn" else 2],
+            format.weight_shape(a.w.shape)[3 if weight_layout == "kn" else 2],
             promoted=promoted,
             float_out=out_dtype == jnp.float32,
         )
@@ -316,6 +319,7 @@ def _gmm_reason(
     one = lambda v: jax.ShapeDtypeStruct(v.shape[1:], v.dtype)  # noqa: E731
     x, w = one(a.x), one(a.w)
     if format.quantized:
+        w = jax.ShapeDtypeStruct(format.weight_shape(w.shape), w.dtype)
         reason = cuda.kernel_reason(op, format, dtype, lhs=x)
         name, itemsize = "rhs.values", jnp.dtype(dtype).itemsize
     elif x.dtype != w.dtype:  # never so in a public call, only in a transpose

@@ -31,6 +31,8 @@ def gmm_rule(gmm: Callable[..., Any]) -> Rule:
         weight = "k n" if weight_layout == "kn" else "n k"
         u = _batch_name(avals.x.shape[0], avals.w.shape[0])
         x_scales, w_scales = (format.scales_of(tokens) for tokens in (True, False))
+        if weight_layout == "kn":  # the outputs of weights are contracted
+            w_scales = w_scales.replace("n", "k")
         scales = f"b {x_scales}, {u} {w_scales}"
         return f"b t k, {u} e {weight}, b g, b g, {u} e n, {scales} -> b t n"
 
@@ -40,9 +42,11 @@ def gmm_rule(gmm: Callable[..., Any]) -> Rule:
         of_x, of_w = call.given.x, call.given.w
         k_dim = 2 if params["weight_layout"] == "kn" else 3
         n_dim = 5 - k_dim
+        sizes = format.weight_shape(w.shape)
+        parts = {2: format.parts(sizes[2], "n"), 3: format.parts(sizes[3], "k")}
         e = call.pick(w.shape[1], of_w[1])
-        n = call.pick(parts_of(w.shape[n_dim], format), of_w[n_dim], taken=e)
-        k = call.pick(parts_of(x.shape[2], format), of_w[k_dim], of_x[2], taken=e + n)
+        n = call.pick(parts[n_dim], of_w[n_dim], taken=e)
+        k = call.pick(parts[k_dim], of_w[k_dim], of_x[2], taken=e + n)
         b, u = _batch_axes(call, x.shape[0], w.shape[0], of_x[0], of_w[0], e + n + k)
         in_w = (u, e, k, n) if k_dim == 2 else (u, e, n, k)
         added = e + k
@@ -55,17 +59,14 @@ def gmm_rule(gmm: Callable[..., Any]) -> Rule:
             return (total(out, added),)
 
         groups = (b, ())
-        scales = ((b, *token_scale_axes(format, (), k)), (u, *weight_scale_axes(format, e, n, k)))
+        stored = (n, k) if k_dim == 3 else (k, n)
+        of_scales = weight_scale_axes(format, e, *stored)
+        scales = ((b, *token_scale_axes(format, (), k)), (u, *of_scales))
         return Split(((b, (), k), in_w, groups, groups, (u, e, n), *scales), ((b, (), n),), part)
 
     names = ("lhs", "rhs", "group_sizes", "group_sizes", "bias", "lhs.scales", "rhs.scales")
     rule = Rule(dims, split, ("grouped_gemm", *names), weights=(1,))
     return rule
-
-
-def parts_of(size: int, format: Format) -> int:
-    """Into how many parts an axis can be divided at most."""
-    return size // format.block if size % format.block == 0 else 1
 
 
 def token_scale_axes(format: Format, tokens: Axes, k: Axes) -> Dims:
@@ -75,7 +76,7 @@ def token_scale_axes(format: Format, tokens: Axes, k: Axes) -> Dims:
 
 
 def weight_scale_axes(format: Format, e: Axes, n: Axes, k: Axes) -> Dims:
-    """Mesh axes of the scales of weights [e, n, k]."""
+    """Mesh axes of the scales of weights that are stored [e, n, k]."""
     axes = {"e": e, "n": n, "p": n, "q": k}
     return tuple(axes[letter] for letter in letters(format.weight_scales))
 

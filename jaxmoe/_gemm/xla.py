@@ -48,7 +48,7 @@ def gmm_xla(
     """Computes `gmm` (see op.py). Where groups overlap, the one of larger index wins."""
     batch, rows_per_batch, k = x.shape
     num_rows = batch * rows_per_batch
-    n = w.shape[3] if weight_layout == "kn" else w.shape[2]
+    n = format.weight_shape(w.shape)[3 if weight_layout == "kn" else 2]
     out = jnp.zeros((num_rows, n), out_dtype)
     if out.size and starts.size:
         x, out = with_a_block(x.reshape(num_rows, k)), with_a_block(out)

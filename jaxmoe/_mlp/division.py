@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from jaxmoe._gemm.sharding import parts_of, token_scale_axes, weight_scale_axes
+from jaxmoe._gemm.sharding import token_scale_axes, weight_scale_axes
 from jaxmoe._jax.mesh import Axes
 from jaxmoe._jax.sharding import Call
 from jaxmoe._mlp.operands import Layer, Operands
@@ -101,15 +101,15 @@ def divide(call: Call, layer: Layer) -> Division:
         (1, 2) if layout == "kn" else (2, 1) for layout in layer.layouts
     )  # the contracted axis of each weight and the other
     e = call.pick(w1.shape[0], of1[0], of2[0]) if w1.shape[0] == w2.shape[0] else ()
-    hidden = parts_of(avals.x.shape[1], format)
-    inter = parts_of(w2.shape[second[0]], format)
-    i = call.pick(inter, of1[first[1]], taken=e)
-    i_in = call.pick(inter, of2[second[0]], taken=e)
-    h_in = call.pick(hidden, of1[first[0]], taken=e + i)
-    h_out = call.pick(hidden, of2[second[1]], taken=e + i_in)
+    hidden, inter = avals.x.shape[1], layer.intermediate(w2)
+    rows, columns = format.parts(inter, "n"), format.parts(inter, "k")
+    i = call.pick(rows, of1[first[1]], taken=e)
+    i_in = call.pick(columns, of2[second[0]], taken=e)
+    h_in = call.pick(format.parts(hidden, "k"), of1[first[0]], taken=e + i)
+    h_out = call.pick(format.parts(hidden, "n"), of2[second[1]], taken=e + i_in)
     stored = bool(i)
-    i = i or (() if set(i_in) & set(h_in) else i_in)
-    i_in = i_in or (() if set(i) & set(h_out) else i)
+    i = i or (() if set(i_in) & set(h_in) else call.pick(rows, i_in))
+    i_in = i_in or (() if set(i) & set(h_out) else call.pick(columns, i))
     of_weights = () if given.weights is None else given.weights[0]
     choices = (given.x[0], given.expert_ids[0], of_weights)
     tokens = call.pick(avals.x.shape[0], *choices, taken=h_out)

@@ -23,7 +23,7 @@ from jaxmoe._jax import primitive as _primitive
 from jaxmoe._mlp import derivative, fold, sharding, whole
 from jaxmoe._mlp.operands import Layer, Operands, is_joined, join
 from jaxmoe._mlp.stages import result, rows_of
-from jaxmoe.quantize import quantize
+from jaxmoe.quantize import quantize, stored_shape
 
 _OP = "moe_mlp"
 
@@ -64,10 +64,10 @@ def _rounded(a: Operands, layer: Layer) -> Operands:
 def _quantized(a: Operands, layer: Layer) -> tuple[jax.Array, ...]:
     """The layer of plain weights, which are quantized here, in the format of its value."""
     assert isinstance(layer.format, Forward)
-    inner, (first, second) = layer.format.inner, layer.layouts
+    inner, (first, second) = layer.format.inner.of(layer.dtype), layer.layouts
     gate_up = quantize(a.w_gate_up, inner.name, weight_layout=first)
     down = quantize(a.w_down, inner.name, weight_layout=second)
-    k = [q.values.shape[2] for q in (gate_up, down)]
+    k = [stored_shape(q)[2] for q in (gate_up, down)]
     a = a._replace(
         w_gate_up=gate_up.values,
         gate_up_scales=gate_up.scales,
@@ -78,6 +78,7 @@ def _quantized(a: Operands, layer: Layer) -> tuple[jax.Array, ...]:
         up = quantize(a.w_up, inner.name, weight_layout=first)
         a = a._replace(w_up=up.values, up_scales=up.scales)
     promoted = tuple(inner.sums(None, size) for size in k)
+    promoted = None if promoted[0] is None else promoted
     narrow = layer.replace(format=inner, layouts=("nk", "nk"), promoted=promoted)
     return moe_mlp_p(*a, layer=narrow)
 
@@ -213,16 +214,20 @@ def _reason(a: Operands, *, layer: Layer) -> str | None:
     if format.quantized:
         reason = cuda.kernel_reason(_OP, format, layer.dtype, x=a.x)
         suffix = ".values"
+        gate_up, down = (
+            jax.ShapeDtypeStruct(format.weight_shape(w.shape), w.dtype)
+            for w in (a.w_gate_up, a.w_down)
+        )
     else:
         reason = cuda.dtype_reason(_OP, x=a.x, w_gate_up=a.w_gate_up, w_down=a.w_down)
-        suffix = ""
+        suffix, gate_up, down = "", a.w_gate_up, a.w_down
     reason = reason or cuda.count_reason(_OP, a.expert_ids.size, expert_ids=a.expert_ids)
     if format.quantized:
-        reason = reason or cuda.row_reason(_OP, f"w_gate_up{suffix}", a.w_gate_up, 2)
+        reason = reason or cuda.row_reason(_OP, f"w_gate_up{suffix}", gate_up, 2)
     else:
         reason = reason or cuda.row_reason(_OP, "x", a.x, 1)
     axis = 1 if layer.layouts[1] == "kn" else 2
-    return reason or cuda.row_reason(_OP, f"w_down{suffix}", a.w_down, axis)
+    return reason or cuda.row_reason(_OP, f"w_down{suffix}", down, axis)
 
 
 moe_mlp_p = _primitive.define(

@@ -16,7 +16,7 @@ class Operands(NamedTuple):
     Attributes:
       x: [T, H] in the dtype of the layer, or quantized tokens.
       expert_ids: [T, K] int32.
-      w_gate_up: [E1, ...] both halves, or the gate's alone.
+      w_gate_up: [E1, ...] both halves, or the gate's alone, as the format stores it.
       w_down: [E2, ...].
       x_scales: of quantized tokens.
       weights: [T, K] float32, absent without finalize.
@@ -98,7 +98,7 @@ class Layer:
 
     def intermediate(self, w_down: Any) -> int:
         """I, the length of what the second product contracts."""
-        return w_down.shape[1 if self.layouts[1] == "kn" else 2]
+        return self.format.weight_shape(w_down.shape)[1 if self.layouts[1] == "kn" else 2]
 
 
 def is_joined(a: Operands) -> bool:

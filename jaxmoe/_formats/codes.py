@@ -1,0 +1,54 @@
+"""Packed weights from codes and scales in the order of their axes, as importers have them."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmoe._formats import QUANTIZED
+from jaxmoe._formats.weight_only import Packed
+from jaxmoe._jax import checks as _checks
+from jaxmoe.quantize import QuantizedArray, check_quantized, check_steps, format_of
+
+_OP = "pack"
+
+
+def pack(format: str, *parts: Any, weight_layout: str, dtype: Any = jnp.bfloat16) -> QuantizedArray:
+    """Makes a quantized array of codes and scales, of which it keeps every bit that has a meaning.
+
+    Args:
+      format: the name of a packed format.
+      *parts: codes [E, N, K], then what the `pack` of the format takes: exponents, or scales, or
+        these and global scales or zero points; [E, N, groups] or [E, N] or [E].
+      weight_layout: of the array that the result stands for; codes are [E, N, K] in any case.
+      dtype: of that array.
+
+    Raises:
+      TypeError, ValueError: another dtype of codes, or shapes that no block has.
+    """
+    known = QUANTIZED[format].of(np.dtype(dtype))
+    assert isinstance(known, Packed)
+    codes, *rest = map(jnp.asarray, parts)
+    _checks.check_rank(_OP, "codes", codes, "E,N,K")
+    _checks.check_dtype(_OP, "codes", codes, (known.codes,))
+    if refused := known.refused_dtype(dtype):
+        raise TypeError(_checks.message(_OP, refused))
+    check_steps(_OP, "codes", codes, known, "nk")
+    given = known.given(codes.shape)
+    if len(rest) != len(given):
+        rule = f"{format} is made of codes, {', '.join(given)}, not of {len(parts)} arrays"
+        raise TypeError(_checks.message(_OP, rule))
+    for (name, (shape, allowed)), part in zip(given.items(), rest, strict=True):
+        _checks.check_dtype(_OP, name, part, allowed)
+        _checks.check_shape(_OP, name, part, shape, format)
+    values, scales = known.pack(codes, *rest)
+    return QuantizedArray(values, scales, format, weight_layout, np.dtype(dtype))
+
+
+def unpack(q: QuantizedArray) -> tuple[jax.Array, ...]:
+    """The codes [E, N, K] and what else `pack` takes, of a quantized array in a packed format."""
+    check_quantized("unpack", "q", q)
+    format = format_of(q)
+    assert isinstance(format, Packed)
+    return format.unpack(jnp.asarray(q.values), jnp.asarray(q.scales))

@@ -1,0 +1,122 @@
+"""Four-bit integers with a scale of 16 bits for each group along k, and zero points or none."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxmoe._formats import elements, packed
+from jaxmoe._formats.base import Format
+from jaxmoe._formats.weight_only import Packed, stored
+
+_MIDDLE = 8  # the code of 0 without zero points
+
+
+@dataclasses.dataclass(frozen=True)
+class Int4(Packed):
+    """Weights (code - zero) * scale, rounded once to the dtype of the array.
+
+    Attributes:
+      zeros: whether groups have zero points.
+      dtype: of the array and of the scales, None until an array is known.
+    """
+
+    zeros: bool = False
+    dtype: Any = None
+
+    def of(self, dtype: Any) -> Format:
+        """The format with scales in the dtype of the array."""
+        return dataclasses.replace(self, dtype=jnp.dtype(dtype))
+
+    def refused_dtype(self, dtype: Any) -> str | None:
+        """Scales have 16 bits, and the dtype of the array."""
+        if jnp.dtype(dtype).itemsize == 2:
+            return None
+        return f"dtype={jnp.dtype(dtype).name} must be bf16 or f16 in {self.name}: scales have it"
+
+    def encode(
+        self, x: jax.Array, scale: jax.Array | None, *, element_type: str, e8m0: bool, tokens: bool
+    ) -> tuple[jax.Array, jax.Array]:
+        """Quantizes weights [E, N, K]; scales are rounded before codes are made with them."""
+        del scale, element_type, e8m0, tokens
+        groups = self.grouped(x.astype(jnp.float32))
+        if self.zeros:
+            finite = jnp.where(jnp.isfinite(groups), groups, 0)
+            low, high = (f(finite, axis=-1, initial=0) for f in (jnp.min, jnp.max))
+            scales = elements.over(high - low, 15.0)
+        else:
+            low, scales = None, elements.over(elements.largest(groups, -1), 7.0)
+        scales = jnp.where(jnp.isnan(groups).any(axis=-1), jnp.nan, scales).astype(self.dtype)
+        step = jax.lax.optimization_barrier(scales).astype(jnp.float32)
+        step = jnp.where(step > 0, step, jnp.inf)
+        zero = None if low is None else jnp.clip(jnp.round(elements.over(-low, step)), 0, 15)
+        middle = _MIDDLE if zero is None else zero[..., None]
+        quotient = elements.over(groups, step[..., None])
+        quotient = jnp.where(jnp.isnan(quotient), 0, quotient)  # its group is NaN by the scale
+        codes = jnp.clip(jnp.round(quotient) + middle, 0, 15)
+        codes = codes.astype(jnp.uint8).reshape(x.shape)
+        zeros = () if zero is None else (zero.astype(jnp.uint8),)
+        return self.pack(codes, scales, *zeros)
+
+    def given(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
+        """What `pack` takes beside codes."""
+        groups = self.groups_shape(shape)
+        given = {"scales": (groups, (jnp.dtype(self.dtype).name,))}
+        return given | ({"zeros": (groups, ("uint8",))} if self.zeros else {})
+
+    def pack(self, codes: jax.Array, *scales: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Values and scales of codes [E, N, K] in [0, 15], symmetric ones being q + 8.
+
+        `scales`: [E, N, K / group] in the dtype of the array, and uint8 zero points if there are.
+        """
+        strips = (packed.pack_strips(part, self.groups) for part in scales)
+        return self.joined(codes, *strips), jnp.ones(codes.shape[:-2], jnp.float32)
+
+    def unpack(self, values: jax.Array, scales: jax.Array) -> tuple[jax.Array, ...]:
+        """What `pack` was given."""
+        del scales
+        return self._parts(values)
+
+    def elements(self, values: jax.Array) -> jax.Array:
+        """The weights, rounded to the dtype of the array."""
+        codes, scales, *zeros = self._parts(values)
+        k = codes.shape[-1]
+        zero = self.over_group(zeros[0].astype(jnp.int32), k) if zeros else _MIDDLE
+        step = self.over_group(scales.astype(jnp.float32), k)
+        return elements.rounded(
+            (codes.astype(jnp.int32) - zero).astype(jnp.float32) * step, self.dtype
+        )
+
+    def _parts(self, values: jax.Array) -> tuple[jax.Array, ...]:
+        codes, scales, *zeros = self.blocks(values)
+        scales = packed.unpack_strips(scales, self.groups, self.dtype)
+        return codes, scales, *(packed.unpack_strips(z, self.groups, jnp.uint8) for z in zeros)
+
+
+def _formats() -> tuple[Int4, ...]:
+    """All of them: the elements of a group, and of a superblock, by the last word of the name."""
+    rows = packed.ROWS
+    sizes = {"g32": (32, rows), "g64": (64, rows), "g128": (128, 2 * rows), "channel": (0, 0)}
+    return tuple(
+        Int4(
+            f"int4_{name}{'_zp' if zeros else ''}",
+            **stored("int4"),
+            weight_scales="e",
+            group=group,
+            superblock=superblock,
+            strips=_strips(2 if name == "g32" else 1, zeros),
+            zeros=zeros,
+        )
+        for name, (group, superblock) in sizes.items()
+        for zeros in (False, True)
+    )
+
+
+def _strips(groups: int, zeros: bool) -> tuple[int, ...]:
+    """Bytes of the scales of 64 rows and so many groups, and of their zero points."""
+    scales = packed.ROWS * groups * 2
+    return (scales, scales // 2) if zeros else (scales,)
+
+
+INT4 = _formats()

@@ -1,0 +1,134 @@
+"""Memory layout of packed weights: blocks of values and strips of scales, as kernels read them.
+
+A block is 64 weight rows by 64 of k. Its bytes are in the order in which the 128 threads of a
+warpgroup read them, each the values of its own rows of a tensor core's operand:
+
+  row = 16 w + 8 u + i    k = 16 b + 8 p + 2 c + h    thread = 32 w + 4 i + c
+
+with w, b, c < 4, i < 8 and p, u, h < 2. A superblock is 64 rows by the elements of k that a strip
+has the scales of: its blocks in order of k, then the strip. Weights are [E, N / 64, superblocks].
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+ROWS = 64  # rows of a block, and its elements of k
+_ROW_AXES = (4, 2, 8)  # w, u, i
+_K_AXES = (4, 2, 4, 2)  # b, p, c, h
+# Bits of e2m1 codes in a word of 8 values [p, u, h], from the lowest bit of a code to its sign: so
+# that few instructions make two bf16 of a word at a time, which lie 16 bits apart.
+_E2M1_BITS = np.array([6, 0, 26, 4, 7, 1, 27, 5, 8, 2, 28, 14, 15, 9, 3, 13], np.uint32)
+_E2M1_SHIFTS = np.stack([_E2M1_BITS, (_E2M1_BITS + 16) % 32], axis=1).reshape(4, 2, 2, 2)
+_INT4_SHIFTS = np.array([0, 16, 4, 20, 8, 24, 12, 28], np.uint32).reshape(2, 2, 2)
+
+
+def block_bytes(bits: int) -> int:
+    """Bytes of a block of values."""
+    return ROWS * ROWS * bits // 8
+
+
+@functools.partial(jax.jit, static_argnames=("bits", "scattered"))
+def pack_values(codes: jax.Array, *, bits: int, scattered: bool) -> jax.Array:
+    """Makes blocks [.., N / 64, K / 64, bytes] of uint8 codes [.., N, K].
+
+    `scattered`: the bits of a code of 4 lie where e2m1 has them, not side by side.
+    """
+    *lead, n, k = codes.shape
+    codes = codes.reshape(*lead, n // ROWS, *_ROW_AXES, k // ROWS, *_K_AXES)
+    if bits == 8:  # [N, K, hh, w, i, c, bb, p, h, u]
+        codes = codes.reshape(*lead, n // ROWS, *_ROW_AXES, k // ROWS, 2, 2, *_K_AXES[1:])
+        data = _transposed(codes, "NwuiKdbpch", "NKdwicbphu")
+        return data.reshape(*lead, n // ROWS, k // ROWS, -1)
+    words = _transposed(codes, "NwuiKbpch", "NKwicbpuh").astype(jnp.uint32)
+    if scattered:
+        bit = _like(np.arange(4, dtype=np.uint32), words.ndim + 1, words.ndim - 3)
+        words = (jnp.expand_dims(words, -4) >> bit) & jnp.uint32(1)
+    shifts = _E2M1_SHIFTS if scattered else _INT4_SHIFTS
+    shifts = jnp.asarray(shifts.reshape((1,) * (words.ndim - shifts.ndim) + shifts.shape))
+    axes = tuple(range(-4 if scattered else -3, 0))
+    words = jnp.sum(words << shifts, axis=axes, dtype=jnp.uint32)
+    data = jax.lax.bitcast_convert_type(words, jnp.uint8)
+    return data.reshape(*lead, n // ROWS, k // ROWS, -1)
+
+
+@functools.partial(jax.jit, static_argnames=("bits", "scattered"))
+def unpack_values(data: jax.Array, *, bits: int, scattered: bool) -> jax.Array:
+    """The codes [.., N, K] of blocks [.., N / 64, K / 64, bytes]."""
+    *lead, rows, columns, _ = data.shape
+    shape = (*lead, rows * ROWS, columns * ROWS)
+    if bits == 8:
+        data = data.reshape(*lead, rows, columns, 2, 4, 8, 4, 2, 2, 2, 2)
+        return _transposed(data, "NKdwicbphu", "NwuiKdbpch").reshape(shape)
+    data = data.reshape(*lead, rows, columns, 4, 8, 4, 4, 4)
+    words = jax.lax.bitcast_convert_type(data, jnp.uint32)[..., None, None, None]
+    if scattered:
+        words = words[..., None]
+        shifts = jnp.asarray(_E2M1_SHIFTS.reshape((1,) * (words.ndim - 4) + (4, 2, 2, 2)))
+        bit = _like(np.arange(4, dtype=np.uint32), words.ndim, words.ndim - 4)
+        codes = jnp.sum(((words >> shifts) & jnp.uint32(1)) << bit, axis=-4, dtype=jnp.uint32)
+    else:
+        shifts = jnp.asarray(_INT4_SHIFTS.reshape((1,) * (words.ndim - 3) + (2, 2, 2)))
+        codes = (words >> shifts) & jnp.uint32(15)
+    codes = _transposed(codes.astype(jnp.uint8), "NKwicbpuh", "NwuiKbpch")
+    return codes.reshape(shape)
+
+
+def pack_strips(scales: jax.Array, groups: int) -> jax.Array:
+    """Makes strips [.., N / 64, superblocks, bytes] of [.., N, superblocks * groups] scales.
+
+    A strip has the scales of its rows i and i + 8 of each 16 side by side, group by group.
+    """
+    *lead, n, count = scales.shape
+    scales = scales.reshape(*lead, n // ROWS, *_ROW_AXES, count // groups, groups)
+    scales = _transposed(scales, "NwuiKg", "NKwigu")
+    if scales.dtype.itemsize > 1:
+        scales = jax.lax.bitcast_convert_type(scales, jnp.uint8)
+    return scales.reshape(*lead, n // ROWS, count // groups, -1)
+
+
+def unpack_strips(data: jax.Array, groups: int, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """The scales [.., N, superblocks * groups] of strips."""
+    *lead, rows, count, _ = data.shape
+    size = jnp.dtype(dtype).itemsize
+    sizes = (4, 8, groups, 2) if size == 1 else (4, 8, groups, 2, size)
+    data = data.reshape(*lead, rows, count, *sizes)
+    scales = data if size == 1 else jax.lax.bitcast_convert_type(data, dtype)
+    scales = _transposed(scales, "NKwigu", "NwuiKg")
+    return scales.reshape(*lead, rows * ROWS, count * groups)
+
+
+def join(blocks: jax.Array, strips: list[jax.Array], per_superblock: int) -> jax.Array:
+    """Makes superblocks [.., N / 64, bytes] of blocks and of the parts of their strips."""
+    *lead, rows, columns, size = blocks.shape
+    count = columns // per_superblock
+    blocks = blocks.reshape(*lead, rows, count, per_superblock * size)
+    data = jnp.concatenate([blocks, *strips], axis=-1) if strips else blocks
+    return data.reshape(*lead, rows, -1)
+
+
+def split(values: jax.Array, per_superblock: int, sizes: tuple[int, ...]) -> tuple[jax.Array, ...]:
+    """The blocks of superblocks, and the parts of their strips, which have the `sizes` in bytes.
+
+    `sizes` begins with the bytes of a block.
+    """
+    *lead, rows, total = values.shape
+    block, *strips = sizes
+    superblock = per_superblock * block + sum(strips)
+    values = values.reshape(*lead, rows, total // superblock, superblock)
+    ends = [int(end) for end in np.cumsum([per_superblock * block, *strips])]
+    first, *rest = jnp.split(values, ends[:-1], axis=-1)
+    return first.reshape(*lead, rows, -1, block), *rest
+
+
+def _transposed(a: jax.Array, names: str, wanted: str) -> jax.Array:
+    """`a` with its last axes, which are `names`, in another order."""
+    lead = a.ndim - len(names)
+    return jnp.transpose(a, (*range(lead), *(lead + names.index(name) for name in wanted)))
+
+
+def _like(a: np.ndarray, rank: int, axis: int) -> jax.Array:
+    """`a` along `axis` of an array of that rank."""
+    return jnp.asarray(a.reshape(tuple(-1 if i == axis else 1 for i in range(rank))))

@@ -1,0 +1,130 @@
+"""Base of the packed formats: values and scales of groups in one array, tokens as they are."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxmoe._formats import packed
+from jaxmoe._formats.base import Format, Gradient, dot, repeat_blocks
+from jaxmoe._formats.packed import ROWS
+
+
+@dataclasses.dataclass(frozen=True)
+class Packed(Format):
+    """Weights in superblocks, see packed.py. `scales` is what is left beside the strips.
+
+    Attributes:
+      bits: of a value.
+      codes: the dtype of codes.
+      scattered: whether the bits of a code lie apart in a word.
+      group: neighbours along k that share a scale of a strip, 0 for all of K.
+      superblock: elements of k of a superblock, 0 for all of K.
+      strips: bytes of each part of a strip.
+    """
+
+    bits: int = 4
+    codes: str = "uint8"
+    scattered: bool = False
+    group: int = 0
+    superblock: int = 0
+    strips: tuple[int, ...] = ()
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        """Whole superblocks."""
+        return ROWS, self.superblock or ROWS
+
+    def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """[.., N / 64, bytes], the superblocks of 64 rows one after the other."""
+        *lead, n, k = shape
+        superblocks = k // (self.superblock or max(k, 1))
+        size = k // ROWS * packed.block_bytes(self.bits) + superblocks * sum(self.strips)
+        return (*lead, n // ROWS, size)
+
+    def weight_shape(self, stored: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape [.., N, K] of weights whose values have the shape `stored`."""
+        *lead, rows, size = stored
+        block, strip = packed.block_bytes(self.bits), sum(self.strips)
+        if self.superblock:
+            blocks = self.superblock // ROWS
+            k = size // (blocks * block + strip) * self.superblock
+        else:
+            k = max(size - strip, 0) // block * ROWS
+        return (*lead, rows * ROWS, k)
+
+    def parts(self, size: int, axis: str) -> int:
+        """N is divided by 64 rows, K by superblocks, or by blocks if there are no strips."""
+        step = ROWS if axis == "n" or not self.strips else self.superblock or size
+        return size // step if step and size % step == 0 else 1
+
+    def refused_option(self, scale: bool, e8m0: bool) -> str | None:
+        """Scales follow from the weights of their group."""
+        if scale:
+            return f"scale must be None in {self.name}, whose scales lie among its values"
+        return f"scale_format must be 'float32' in {self.name}, which has its own" if e8m0 else None
+
+    def blocks(self, values: jax.Array) -> tuple[jax.Array, ...]:
+        """Codes [.., N, K] of values, and the parts of their strips [.., superblocks, bytes]."""
+        k = self.weight_shape(values.shape)[-1]
+        sizes = (packed.block_bytes(self.bits), *self.strips)
+        count = (self.superblock or max(k, 1)) // ROWS
+        data, *strips = packed.split(values, count, sizes)
+        return packed.unpack_values(data, bits=self.bits, scattered=self.scattered), *strips
+
+    def joined(self, codes: jax.Array, *strips: jax.Array) -> jax.Array:
+        """The values of codes [.., N, K] and of the parts of their strips."""
+        data = packed.pack_values(codes, bits=self.bits, scattered=self.scattered)
+        return packed.join(data, list(strips), (self.superblock or codes.shape[-1]) // ROWS)
+
+    @property
+    def groups(self) -> int:
+        """Groups of a superblock."""
+        return self.superblock // self.group if self.group else 1
+
+    def grouped(self, x: jax.Array) -> jax.Array:
+        """[.., N, K] -> [.., N, K / group, group]."""
+        group = self.group or max(x.shape[-1], 1)
+        return x.reshape(*x.shape[:-1], x.shape[-1] // group, group)
+
+    def over_group(self, scales: jax.Array, k: int) -> jax.Array:
+        """Gives each of `k` elements what its group has: [.., N, groups] -> [.., N, k]."""
+        return repeat_blocks(scales, scales.ndim - 1, self.group or k, k)
+
+    def given(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
+        """What `pack` makes values of, beside codes of that shape: shapes and dtypes by name."""
+        raise NotImplementedError
+
+    def pack(self, codes: jax.Array, *scales: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Makes values and scales of codes [E, N, K] and of what `given` names."""
+        raise NotImplementedError
+
+    def unpack(self, values: jax.Array, scales: jax.Array) -> tuple[jax.Array, ...]:
+        """What `pack` made values and scales of."""
+        raise NotImplementedError
+
+    def groups_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the scales of groups, [.., N, groups]."""
+        return (*shape[:-1], shape[-1] // (self.group or shape[-1]))
+
+    def elements(self, values: jax.Array) -> jax.Array:
+        """The weights [.., N, K] before `scales` multiply them, float32."""
+        raise NotImplementedError
+
+    def decode(self, values: jax.Array, scales: jax.Array, tokens: bool) -> jax.Array:
+        """The numbers that values and scales stand for, float32 [.., N, K]."""
+        elements = self.elements(values)
+        return elements * self.spread(scales, elements.shape, tokens)
+
+    def multiply(
+        self, x: jax.Array, x_scales: jax.Array | None, w: jax.Array, w_scales: jax.Array
+    ) -> jax.Array:
+        """The product with elements, then with `scales`, which all of K shares."""
+        del x_scales
+        return dot(x, self.elements(w)) * w_scales.reshape(-1)[None, :]
+
+
+def stored(element: str) -> dict[str, Any]:
+    """The fields of a packed format whose elements are called `element`."""
+    return {"stored": ((element, jnp.uint8),), "gradient": Gradient(frozen=True)}
