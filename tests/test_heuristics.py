@@ -221,3 +221,5 @@ def test_fields_of_another_type_are_refused(arguments, got):
 def test_index_scratch_covers_its_parts():
     # 4 counters, 5 -> 8 offsets, 2 x 20 row indices, 1 of the plan.
     assert _gemm.tiles.mlp_index_size(18, 4) == 4 + 8 + 40 + 1
+    # A plan of so many rows counts 8 experts in each of 65 chunks.
+    assert _gemm.tiles.mlp_index_size(2**18 + 1, 8) == 4 + 12 + 2 * (2**18 + 4) + 65 * 8

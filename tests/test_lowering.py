@@ -152,6 +152,18 @@ def test_grouped_gemm_call():
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("layout", ("kn", "nk"))
+def test_tiles_of_grouped_gemm_are_for_its_columns(layout):
+    """In either layout the k loop is split where few tiles hold N, however long K is."""
+    splits = []
+    for k, n in ((65536, 1024), (1024, 65536)):
+        w = struct(E, k, n) if layout == "kn" else struct(E, n, k)
+        args = (struct(8, k), w, struct(E, dtype=I32))
+        (call,) = calls(cuda_text(lambda *a: grouped_gemm(*a, weight_layout=layout), *args))
+        splits.append(call[1]["config"]["split_k"])
+    assert splits == ["2:i64", "1:i64"]
+
+
 OTHER_OPS = {
     "route": (
         lambda logits, bias: jaxmoe.route(
