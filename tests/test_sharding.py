@@ -428,6 +428,14 @@ def test_pairs_of_a_whole_first_weight_in_either_layout():
     close(y, expected()[0])
 
 
+def test_the_two_weights_may_be_divided_over_axes_of_their_own():
+    """I of one over one axis, of the other over the other: activations are gathered."""
+    row = Row("", "", i="a", i_down="b")
+    mesh = make_mesh(AUTO, "a", "b")
+    got, _ = compiled(gradients, mesh, arguments(), row.specs(), row.gate_up, ())
+    close(got, expected())
+
+
 def test_tokens_are_divided_whatever_their_length():
     """24 of them over 4 devices, of 18 elements each."""
     shape = dataclasses.replace(LAYER, hidden=18, bias=False)

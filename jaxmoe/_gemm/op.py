@@ -134,7 +134,7 @@ def _gmm_xla(*operands: Any, format: Format, **params: Any) -> tuple[jax.Array]:
     a = Product(*operands)
     if format.master:
         bias = None if a.bias is None else a.bias.astype(a.x.dtype)
-        return gmm(*a._replace(w=a.w.astype(a.x.dtype), bias=bias), format=PLAIN, **params)
+        return gmm(*a._replace(w=a.w.astype(a.x.dtype), bias=bias), **params)
     return xla.gmm_xla(*a, format=format, **params)
 
 
