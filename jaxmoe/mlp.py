@@ -309,6 +309,7 @@ def _static(
         promoted=promoted,
         config=config,
         finalize=finalize,
+        first=next(n for n in ("gate_up", "gate", "up") if getattr(experts, n) is not None),
     )
 
 

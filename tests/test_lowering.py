@@ -454,6 +454,19 @@ def test_cuda_refuses_results_without_a_kernel():
         cuda_text(lambda *a: grouped_gemm(*a, preferred_element_type=F16), *args)
 
 
+@pytest.mark.parametrize("fields", (("gate_up",), ("gate", "up"), ("up",)))
+def test_cuda_refuses_weights_by_the_names_of_the_caller(fields):
+    width = 2 * INTER if fields == ("gate_up",) else INTER
+    weights = {n: struct(E, H, width, dtype=F32) for n in fields}
+    activation = "relu" if fields == ("up",) else "swiglu"
+    down = struct(E, INTER, H, dtype=F32)
+    experts = jaxmoe.Experts(**weights, down=down, activation=activation)
+    x, routing = struct(T, H, dtype=F32), layer_structs()[1]
+    message = f"x and experts.{fields[0]} and experts.down must all be bf16 or all be f16 on CUDA"
+    with pytest.raises(NotImplementedError, match=re.escape(message)):
+        cuda_text(jaxmoe.moe_mlp, x, routing, experts)
+
+
 @pytest.mark.parametrize("hidden, intermediate, name", ((36, 16, "x.shape[1]=36"), (32, 20, "=20")))
 def test_cuda_refuses_unaligned_layers(hidden, intermediate, name):
     x, routing = struct(T, hidden), layer_structs()[1]

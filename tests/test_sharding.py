@@ -370,10 +370,10 @@ def test_what_explicit_axes_must_not_split():
         "jax.sharding.reshard. Got expert_ids: i32[24,2]."
     )
     weights = (
-        "jaxmoe.moe_mlp: w_down is split as P(b, None, None) over Explicit mesh axes, which does "
-        "not go with the other arguments or does not divide: it would have to be P(a, None, None), "
-        "and weights are not gathered. Use jax.sharding.reshard, or split the other weights like "
-        "it. Got w_down: f32[8,8,16]."
+        "jaxmoe.moe_mlp: experts.down is split as P(b, None, None) over Explicit mesh axes, which "
+        "does not go with the other arguments or does not divide: it would have to be P(a, None, "
+        "None), and weights are not gathered. Use jax.sharding.reshard, or split the other weights "
+        "like it. Got experts.down: f32[8,8,16]."
     )
     put = lambda n, spec: jax.device_put(arguments()[n], NamedSharding(mesh, spec))  # noqa: E731
     with jax.set_mesh(mesh):

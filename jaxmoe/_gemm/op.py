@@ -103,9 +103,9 @@ def multiply(
     return out[0]
 
 
-def refuse_derivative(op: str, format: Format, x: Any, w: Any) -> Any:
+def refuse_derivative(op: str, format: Format, **arrays: Any) -> Any:
     """Raises: products in this format have no derivative."""
-    raise NotImplementedError(_checks.message(op, format.gradient.refused or "", x=x, w=w))
+    raise NotImplementedError(_checks.message(op, format.gradient.refused or "", **arrays))
 
 
 def _gmm_out(x: Any, w: Any, *_: Any, weight_layout: str, out_dtype: Any, **_params: Any) -> Any:
@@ -214,7 +214,7 @@ def _gmm_jvp(primals: Product, tangents: Product, *, format: Format, **params: A
     if format.gradient.refused is not None:
         # The public function has no batches.
         x, w = (jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for a in (primals.x, primals.w))
-        refuse_derivative("grouped_gemm", format, x, w)
+        refuse_derivative("grouped_gemm", format, lhs=x, rhs=w)
     x, w, starts, sizes, *_ = primals
     product = functools.partial(gmm, format=format, **params)
     terms = []
