@@ -169,7 +169,7 @@ def check_local_ids(expert_map: Any, num_local: int) -> None:
     """Refuses a table, known at trace time, with a local id that no device has."""
     if not isinstance(expert_map, np.ndarray):
         return
-    largest = int(expert_map.max())
+    largest = int(expert_map.max(initial=-1))
     if largest >= num_local:
         rule = (
             f"expert_map holds the local id {largest}, which must be below {num_local} "
