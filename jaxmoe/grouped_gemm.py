@@ -121,6 +121,7 @@ def grouped_gemm(
             *(lhs.shape[0], rhs.shape[0], lhs.shape[1], rhs.shape[3 - k_axis]),
             promoted=promoted,
             float_out=float_out,
+            packed=format.packed,
         )
         config = whole_k(op, "config", config, chosen)
     check_precision(op, precision, lhs.dtype, format)

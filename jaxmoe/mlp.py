@@ -309,6 +309,7 @@ def _static(
         promoted=promoted,
         config=config,
         finalize=finalize,
+        first=next(n for n in ("gate_up", "gate", "up") if getattr(experts, n) is not None),
     )
 
 
@@ -322,6 +323,7 @@ def _whole_k(op: str, layer: Layer, x: Any, routing: Any, experts: Experts) -> L
         intermediate=experts.intermediate,
         gated=layer.activation.gated,
         promoted=layer.promoted,
+        packed=layer.format.packed,
         odd_blocks=odd_blocks(
             layer.format.block > 1, layer.activation.gated, layer.gate_up, experts.intermediate
         ),

@@ -83,7 +83,8 @@ def block_of(codes, shape):
                     else:
                         word |= code << 4 * j + 16 * h
             if shape.bits == 4:
-                data[16 * t + 4 * b : 16 * t + 4 * b + 4] = np.array([word], "<u4").view(np.uint8)
+                place = 4 * (((b // 2) * 128 + t) * 2 + b % 2)
+                data[place : place + 4] = np.array([word], "<u4").view(np.uint8)
     return data
 
 

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import jaxmoe
 
@@ -44,6 +46,17 @@ def drawn(shape, seed):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
+def mesh():
+    return jax.make_mesh((1,), ("expert",), axis_types=(AxisType.Auto,))
+
+
+def of_one_device(call):
+    """Calls it inside of a jax.shard_map over one device."""
+    run = lambda _: call()  # noqa: E731
+    specs = {"in_specs": P(), "out_specs": P()}
+    return jax.shard_map(run, mesh=mesh(), check_vma=False, **specs)(jnp.zeros(()))
+
+
 def call_all(wrap):
     """Every public function, with each array as `wrap` makes it."""
     x, logits = wrap(drawn((T, H), 0)), wrap(drawn((T, E), 1))
@@ -72,6 +85,12 @@ def call_all(wrap):
         "balance": jaxmoe.load_balancing_loss(logits, ids),
         "z": jaxmoe.router_z_loss(logits),
         "load": jaxmoe.expert_load(ids, E),
+        "sharded": jaxmoe.expert_parallel.sharded_moe_mlp(
+            x, routing, experts, mesh=mesh(), axis_name="expert"
+        ),
+        "inside": of_one_device(
+            lambda: jaxmoe.expert_parallel.moe_mlp(x, routing, experts, axis_name="expert")
+        ),
     }
 
 

@@ -250,11 +250,12 @@ def test_more_rows_than_int32_counts_after_vmap_are_refused_on_cuda():
 
 
 @contextlib.contextmanager
-def op_without_rules():
+def op_without_rules(dtype=None):
+    """One that halves its argument, and rounds it to `dtype`."""
     halve = _primitive.define(
         "jaxmoe_test_halve",
-        out=lambda x: [(x.shape, x.dtype)],
-        xla=lambda x: (x / 2,),
+        out=lambda x: [(x.shape, dtype or x.dtype)],
+        xla=lambda x: ((x / 2).astype(dtype or x.dtype),),
         batch=lambda args, dims: (halve(*args), dims),
     )
     try:
@@ -284,3 +285,10 @@ def test_an_op_without_a_rule_is_not_differentiable():
             NotImplementedError, match="jaxmoe_test_halve: no differentiation rule."
         ):
             jax.grad(lambda x: jnp.sum(halve(x)[0]))(jnp.ones(2))
+
+
+def test_integers_need_no_rule():
+    with op_without_rules(jnp.int32) as halve:
+        fn = lambda x: x * halve(x)[0].astype(jnp.float32)  # noqa: E731
+        y, tangent = jax.jvp(fn, (jnp.array([4.0]),), (jnp.ones(1),))
+    assert (y.tolist(), tangent.tolist()) == ([8], [2])

@@ -288,5 +288,5 @@ def test_more_rows_than_int32_counts_after_vmap_are_refused_on_cuda():
     (op,) = explain(batched, *many(2, 2**29)).ops
     assert op.cuda_reason == (
         "jaxmoe.moe_mlp: 2147483648 rows (of all examples of a vmap) must be at most 2147483647 on "
-        "CUDA. Got expert_ids: i32[1073741824,2]."
+        "CUDA. Got routing.expert_ids: i32[1073741824,2]."
     )

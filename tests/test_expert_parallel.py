@@ -273,6 +273,13 @@ def test_a_token_takes_its_own_devices_copy_and_the_others_in_turn():
     assert own[2].tolist() == [[0, 4], [2, 4], [-1, -1]]  # no copy of 0: the devices' first turn
 
 
+def test_local_ids_out_of_range_are_no_copies():
+    table = jnp.array([[2, 3, 0], [0, -1, 9]], jnp.int32)
+    options = {"num_experts": 3, "num_local": 2, "own_first": False}
+    slots = slots_of(jnp.array([[0, 1, 2]], jnp.int32), table, device=jnp.int32(0), **options)
+    assert slots.tolist() == [[2, -1, 0]]
+
+
 def dropped_by_hand(ids, devices, capacity, pooled):
     """Which choices find no room: [T, K] bool."""
     per_device = NUM_TOKENS // devices
@@ -325,6 +332,29 @@ def test_tokens_travel_in_fp8(format, mode, sizes):
     assert "ui32" in lowered.as_text()  # four FP8 values in a word
     got = lowered.compile()(ids, a)
     close(got, jax.jit(one_device)(ids, a))
+
+
+def test_fp8_tokens_need_not_fill_their_last_word():
+    """One FP8 value of 17 is alone in its word."""
+    rng = np.random.default_rng(4)
+    a = layer_inputs(Layer("", "", 17, 8, 16, 3), NUM_TOKENS, "uniform", rng, jnp.float32)
+    ids = a.pop("expert_ids")
+    a |= {n: quantize(a[n], "fp8_channel", weight_layout="kn") for n in ("w_gate_up", "w_down")}
+    options = {"sizes": EIGHT, "dispatch": "all_gather", "dispatch_format": "fp8_channel"}
+    got = jax.jit(functools.partial(split_layer, **options))(ids, a)
+    close(got, jax.jit(one_device)(ids, a))
+
+
+def test_x64_changes_nothing():
+    def every(ids, a):
+        ways = ({"dispatch": "all_to_all"}, {"dispatch": "ragged"}, {"tokens": "replicated"})
+        return [split_layer(ids, a, EIGHT, **options) for options in ways]
+
+    ids, a = ids_of("with_invalid"), jax.tree.map(np.asarray, arrays())
+    want = jax.jit(every)(ids, a)
+    with jax.enable_x64(True):
+        got = jax.jit(every)(ids, a)
+    jax.tree.map(assert_equal, got, want)
 
 
 def test_an_explicit_mesh():

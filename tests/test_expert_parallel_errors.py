@@ -80,6 +80,7 @@ INSIDE = [
         ValueError,
         "expert_map holds the local id 2, which must be below 2",
     ),
+    ({"expert_map": np.zeros((4, 0), np.int32)}, ValueError, "must be in [1, 0]"),
     ({"expert_map": np.zeros((4, E))}, TypeError, "expert_map.dtype=f64 must be i32"),
     (
         {"expert_map": np.zeros((4, E), np.int32), "num_experts": 7},
@@ -149,6 +150,7 @@ AROUND = [
         ValueError,
         "expert_map holds the local id 2, which must be below 2",
     ),
+    (arrays(), {"expert_map": np.zeros((4, 0), np.int32)}, ValueError, "must be in [1, 0]"),
     ((None, *arrays()[1:]), {}, TypeError, "x must be an array"),
 ]
 

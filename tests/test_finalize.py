@@ -180,6 +180,15 @@ def test_derivatives(routing, with_residual):
     jax.tree.map(close, got, want)
 
 
+def test_gradients_of_one_choice_a_token():
+    rows, p, weights, _ = _inputs("uniform", 9, 5, 3, 1, 2, jnp.float32)
+    ct = normal(np.random.default_rng(8), (5, 2))
+    got = jax.vjp(lambda rows, weights: finalize(rows, p, weights), rows, weights)[1](ct)
+    row = p.slot_to_row[:, 0]
+    assert_equal(got[0][row], weights * ct)
+    np.testing.assert_allclose(got[1][:, 0], (rows[row] * ct).sum(1), rtol=1e-5)
+
+
 def test_gradients_leave_out_rows_of_no_group():
     rows, p, weights, _ = _inputs("uniform", 9, 8, 6, 2, 3, jnp.float32, num_local_experts=3)
     used = int(p.expert_offsets[-1])

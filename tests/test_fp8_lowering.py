@@ -255,15 +255,15 @@ def test_explain_shows_the_layer_and_its_bytes():
 REFUSED = (
     (
         {"hidden": 24},
-        "jaxmoe.moe_mlp: w_gate_up.values.shape[2]=24 must be a positive multiple of 16 on CUDA "
-        "(rows of 16-byte multiples); the nearest legal: 16 and 32. "
-        "Got w_gate_up.values: f8_e4m3fn[4,64,24].",
+        "jaxmoe.moe_mlp: experts.gate_up.values.shape[2]=24 must be a positive multiple of 16 on "
+        "CUDA (rows of 16-byte multiples); the nearest legal: 16 and 32. "
+        "Got experts.gate_up.values: f8_e4m3fn[4,64,24].",
     ),
     (
         {"inter": 40},
-        "jaxmoe.moe_mlp: w_down.values.shape[2]=40 must be a positive multiple of 16 on CUDA "
+        "jaxmoe.moe_mlp: experts.down.values.shape[2]=40 must be a positive multiple of 16 on CUDA "
         "(rows of 16-byte multiples); the nearest legal: 32 and 48. "
-        "Got w_down.values: f8_e4m3fn[4,32,40].",
+        "Got experts.down.values: f8_e4m3fn[4,32,40].",
     ),
     (
         {"dtype": F32},

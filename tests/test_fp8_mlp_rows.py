@@ -170,7 +170,7 @@ def test_rows_refuse_what_the_layer_does():
         *(quantized(E, *s, format="fp8_tensor") for s in ((64, 24), (24, 32))),
     )
     (op,) = explain(lambda *a: moe_mlp(*a, weight_layout="nk", do_finalize=False), *args).ops
-    assert "w_gate_up.values.shape[2]=24 must be a positive multiple of 16" in op.cuda_reason
+    assert "experts.gate_up.values.shape[2]=24 must be a positive multiple of 16" in op.cuda_reason
 
 
 def test_rows_that_do_not_depend_on_the_batch():

@@ -6,6 +6,7 @@ import math
 import pytest
 
 from jaxmoe import GemmConfig, _gemm
+from jaxmoe._mlp import stages as _stages
 
 
 def _mlp_configs(rows, num_experts, hidden, intermediate, local=None):
@@ -142,6 +143,9 @@ def test_float32_output_of_fast_fp8_sums_has_a_kernel():
             2**20, 8, 2048, 1536, promoted=promoted, float_out=float_out
         )
         assert config.tile in _gemm.tiles.NOT_PROMOTED
+    # A layer whose two products are calls of their own keeps the order of tiles that was asked for.
+    asked = GemmConfig(256, 160, cluster=2, raster=4)
+    assert _stages._with_float_output(asked, False) == GemmConfig(256, 128, raster=4)
 
 
 def test_panels_of_weight_tiles_begin_at_many_rows_a_group():
@@ -221,3 +225,5 @@ def test_fields_of_another_type_are_refused(arguments, got):
 def test_index_scratch_covers_its_parts():
     # 4 counters, 5 -> 8 offsets, 2 x 20 row indices, 1 of the plan.
     assert _gemm.tiles.mlp_index_size(18, 4) == 4 + 8 + 40 + 1
+    # A plan of so many rows counts 8 experts in each of 65 chunks.
+    assert _gemm.tiles.mlp_index_size(2**18 + 1, 8) == 4 + 12 + 2 * (2**18 + 4) + 65 * 8

@@ -152,6 +152,18 @@ def test_grouped_gemm_call():
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("layout", ("kn", "nk"))
+def test_tiles_of_grouped_gemm_are_for_its_columns(layout):
+    """In either layout the k loop is split where few tiles hold N, however long K is."""
+    splits = []
+    for k, n in ((65536, 1024), (1024, 65536)):
+        w = struct(E, k, n) if layout == "kn" else struct(E, n, k)
+        args = (struct(8, k), w, struct(E, dtype=I32))
+        (call,) = calls(cuda_text(lambda *a: grouped_gemm(*a, weight_layout=layout), *args))
+        splits.append(call[1]["config"]["split_k"])
+    assert splits == ["2:i64", "1:i64"]
+
+
 OTHER_OPS = {
     "route": (
         lambda logits, bias: jaxmoe.route(
@@ -440,6 +452,19 @@ def test_cuda_refuses_results_without_a_kernel():
     args = (struct(9, 16), struct(E, 16, 8), struct(E, dtype=I32))
     with pytest.raises(NotImplementedError, match="preferred_element_type=f16 must be bf16 or f32"):
         cuda_text(lambda *a: grouped_gemm(*a, preferred_element_type=F16), *args)
+
+
+@pytest.mark.parametrize("fields", (("gate_up",), ("gate", "up"), ("up",)))
+def test_cuda_refuses_weights_by_the_names_of_the_caller(fields):
+    width = 2 * INTER if fields == ("gate_up",) else INTER
+    weights = {n: struct(E, H, width, dtype=F32) for n in fields}
+    activation = "relu" if fields == ("up",) else "swiglu"
+    down = struct(E, INTER, H, dtype=F32)
+    experts = jaxmoe.Experts(**weights, down=down, activation=activation)
+    x, routing = struct(T, H, dtype=F32), layer_structs()[1]
+    message = f"x and experts.{fields[0]} and experts.down must all be bf16 or all be f16 on CUDA"
+    with pytest.raises(NotImplementedError, match=re.escape(message)):
+        cuda_text(jaxmoe.moe_mlp, x, routing, experts)
 
 
 @pytest.mark.parametrize("hidden, intermediate, name", ((36, 16, "x.shape[1]=36"), (32, 20, "=20")))

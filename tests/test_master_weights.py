@@ -132,6 +132,18 @@ def test_gradients_on_a_mesh_are_not_rounded(name):
         assert "rows" in name or (want.astype(jnp.bfloat16).astype(jnp.float32) != want).any()
 
 
+@pytest.mark.parametrize("kind", (AUTO, EXPLICIT))
+def test_products_on_a_mesh_have_the_rounded_masters(kind):
+    """Where the two products are calls of their own: what bf16 does not hold counts for nothing."""
+    inputs = draw(48)
+    fine = inputs | {name: inputs[name] + 2.0**-12 for name in MASTERS}
+    specs = dict.fromkeys(inputs, P()) | {"w_gate_up": P(None, "a"), "w_down": P(None, None, "a")}
+    fn = functools.partial(run, master_weights=True, activation="identity")
+    mesh = make_mesh(kind, "a")
+    got, want = (compiled(fn, mesh, a, specs)[0] for a in (fine, inputs))
+    assert_equal(got, want)
+
+
 def masters_of(structs):
     return [*structs[:2], *(struct(*w.shape, dtype=jnp.float32) for w in structs[2:])]
 

@@ -58,6 +58,12 @@ def test_places_of_a_module(mutants: Any) -> None:
     assert silent == [True, True, False, False]
 
 
+def test_a_decorator_is_of_its_function(mutants: Any) -> None:
+    source = "@cache\n@wraps(f)\ndef run():\n    return 1\n"
+    places, at = mutants.Places(source), source.index("f)")
+    assert (places.definition(at), places.statement(at)) == ("run", (1, 3))
+
+
 def test_mistakes_in_calls(mutants: Any) -> None:
     changes = mutants._call_changes(SOURCE, mutants.Places(SOURCE))
     found = [mutants.made("m.py", SOURCE, change) for _, _, change in changes]
@@ -71,6 +77,16 @@ def test_mistakes_in_calls(mutants: Any) -> None:
         "-        strict=True,",
         "+        ",
     ]
+
+
+def test_what_means_the_same_is_no_mistake(mutants: Any) -> None:
+    def mistakes(source: str) -> list[str | None]:
+        changes = mutants._call_changes(source, mutants.Places(source))
+        found = [mutants.made("m.py", source, change) for _, _, change in changes]
+        return [mutant and mutant.applied(source) for mutant in found]
+
+    assert mistakes("zip(a, b, strict=True)") == ["zip(b, a, strict=True)", None]
+    assert mistakes("max(a, 2 * b, key=c)") == [None, "max(a, 2 * b, )"]
 
 
 def test_a_mistake_belongs_to_one_state_of_its_module(
@@ -87,7 +103,9 @@ def test_a_mistake_belongs_to_one_state_of_its_module(
     assert mutation.read_plan(tmp_path) == []
 
 
-def test_tests_that_run_a_line(mutants: Any, mutation: Any, tmp_path: Path) -> None:
+def test_tests_that_run_a_line(
+    mutants: Any, mutation: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def entry(seconds: float, *lines: int) -> dict[str, Any]:
         return {"s": seconds, "lines": {"m.py": list(lines)}}
 
@@ -97,16 +115,27 @@ def test_tests_that_run_a_line(mutants: Any, mutation: Any, tmp_path: Path) -> N
         "tests/b.py::one": entry(2.0, 9),
         "tests/b.py::other": entry(1.0, 8),
     }
+    for name in ("a.py", "b.py"):
+        (tmp_path / "tests").mkdir(exist_ok=True)
+        (tmp_path / "tests" / name).touch()
+    files = dict.fromkeys(("tests/a.py", "tests/b.py"), mutants.digest(""))
+    imported = {"m.py": [3, 8]}
     path = tmp_path / "coverage.json"
-    path.write_text(json.dumps(tests))
+    path.write_text(json.dumps({"tests": tests, "imported": imported, "files": files}))
+    monkeypatch.setattr(mutation, "ROOT", tmp_path)
     coverage = mutation.Coverage(path)
     inside = _mutant(mutants, "strict=True,", "")
     order = ["tests/a.py::quick", "tests/b.py::one", "tests/a.py::slow"]
     assert coverage.tests(inside, 60.0) == (order, 12.0, 3)
     assert coverage.tests(inside, 3.0) == (order[:2], 3.0, 3)
-    # what runs while the module is imported: whatever reaches the module
+    # what runs while the module is imported: whatever reaches the module, after its own tests
     assert coverage.tests(_mutant(mutants, "= 3", "= 4"), 60.0)[2] == 4
+    check = _mutant(mutants, '"larger", a', "a")
+    assert coverage.tests(check, 60.0)[0] == ["tests/b.py::other", *order]
     assert coverage.tests(_mutant(mutants, "larger(a", "larger(b"), 60.0) == ([], 0.0, 0)
+    # another name than that of the test would be an error whatever the mistake
+    (tmp_path / "tests" / "b.py").write_text("# edited")
+    assert mutation.Coverage(path).tests(inside, 60.0)[0] == order[::2]
 
 
 def test_a_mistake_is_noticed_or_survives(mutants: Any, mutation: Any, tmp_path: Path) -> None:

@@ -94,6 +94,12 @@ def test_examples_before_experts(name, jit):
     close(got, want)
 
 
+def test_the_mesh_of_the_arrays_is_enough():
+    """It need not be the one that jax.set_mesh has set."""
+    want = jax.jit(layer)(*map(jnp.asarray, ARRAYS))
+    close(layer(*put(make_mesh(), "data", "expert")), want)
+
+
 @pytest.mark.parametrize("fn", [gradient, per_example_gradient])
 def test_examples_after_experts(fn):
     with entered(make_mesh()):

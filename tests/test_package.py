@@ -58,7 +58,9 @@ def _load_with(monkeypatch: pytest.MonkeyPatch, extension: types.ModuleType | No
     registered: list[str] = []
     monkeypatch.setitem(sys.modules, "jaxmoe._cuda_ffi", extension)
     monkeypatch.setattr(
-        jax.ffi, "register_ffi_target", lambda name, _handler, **_: registered.append(name)
+        jax.ffi,
+        "register_ffi_target",
+        lambda name, _handler, *, platform: registered.append(f"{name} on {platform}"),
     )
     loaded, why_not = _targets._load()
     monkeypatch.setattr(_targets, "_extension", loaded)
@@ -130,7 +132,7 @@ def test_extension_needs_no_cuda_library() -> None:
 @pytest.mark.parametrize("version", [(0, 3), (0, 1), "runtime"])
 def test_supported_ffi_version_registers(monkeypatch, version) -> None:
     version = _targets.runtime_ffi_api_version() if version == "runtime" else version
-    assert _load_with(monkeypatch, _fake_extension(version)) == ["jaxmoe_plan_v1"]
+    assert _load_with(monkeypatch, _fake_extension(version)) == ["jaxmoe_plan_v1 on CUDA"]
     assert _targets.cuda_available()
     assert _targets.why_not() is None
     assert _targets.execute_count("jaxmoe_plan_v1") == 3

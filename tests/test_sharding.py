@@ -370,10 +370,10 @@ def test_what_explicit_axes_must_not_split():
         "jax.sharding.reshard. Got expert_ids: i32[24,2]."
     )
     weights = (
-        "jaxmoe.moe_mlp: w_down is split as P(b, None, None) over Explicit mesh axes, which does "
-        "not go with the other arguments or does not divide: it would have to be P(a, None, None), "
-        "and weights are not gathered. Use jax.sharding.reshard, or split the other weights like "
-        "it. Got w_down: f32[8,8,16]."
+        "jaxmoe.moe_mlp: experts.down is split as P(b, None, None) over Explicit mesh axes, which "
+        "does not go with the other arguments or does not divide: it would have to be P(a, None, "
+        "None), and weights are not gathered. Use jax.sharding.reshard, or split the other weights "
+        "like it. Got experts.down: f32[8,8,16]."
     )
     put = lambda n, spec: jax.device_put(arguments()[n], NamedSharding(mesh, spec))  # noqa: E731
     with jax.set_mesh(mesh):
@@ -409,6 +409,42 @@ def test_a_whole_first_weight_gives_each_device_its_pairs():
     got, text = compiled(gradients, row_mesh(row, AUTO), arrays, row.specs(), "gate_up", ())
     close(got, (expected()[0], ordered(expected()[1], "gate_up")))
     check_no_weights_are_gathered(text)
+
+
+def test_pairs_of_a_whole_first_weight_in_either_layout():
+    """Its gates and ups lie along axis 2, or along axis 1."""
+    arrays = ordered(arguments(), "gate_up")
+    weights = ("w_gate_up", "w_down")
+    turned = arrays | {n: arrays[n].swapaxes(1, 2) for n in weights}
+    specs = dict.fromkeys(arrays, P()) | {"w_down": P(None, None, "a")}
+    run = lambda a: moe_mlp(  # noqa: E731
+        a["x"],
+        Routing(a["expert_ids"], a["weights"]),
+        *(a[n] for n in weights),
+        weight_layout="nk",
+        **{n: a[n] for n in ("b_gate_up", "b_down", "residual")},
+    )
+    y, _ = compiled(run, make_mesh(AUTO, "a"), turned, specs)
+    close(y, expected()[0])
+
+
+def test_the_two_weights_may_be_divided_over_axes_of_their_own():
+    """I of one over one axis, of the other over the other: activations are gathered."""
+    row = Row("", "", i="a", i_down="b")
+    mesh = make_mesh(AUTO, "a", "b")
+    got, _ = compiled(gradients, mesh, arguments(), row.specs(), row.gate_up, ())
+    close(got, expected())
+
+
+def test_tokens_are_divided_whatever_their_length():
+    """24 of them over 4 devices, of 18 elements each."""
+    shape = dataclasses.replace(LAYER, hidden=18, bias=False)
+    inputs = layer_inputs(shape, NUM_TOKENS, "uniform", np.random.default_rng(2), jnp.float32)
+    row = Row("", "", tokens="a")
+    specs = {n: row.specs()[n] for n in inputs}
+    y, text = compiled(layer, row_mesh(row, AUTO), inputs, specs, "gate_up")
+    close(y, layer(inputs, "gate_up"))
+    assert collectives(text) == "none"
 
 
 def test_three_devices_bring_gates_and_ups_together():
@@ -486,8 +522,9 @@ def test_windows_and_maps_of_divided_experts():
     check_no_weights_are_gathered(text)
 
 
+@pytest.mark.parametrize("finalize", [True, False])
 @pytest.mark.parametrize("split, kept", [("experts", True), ("i", False), ("h_in", False)])
-def test_a_part_of_k_has_tiles_of_its_own(split, kept):
+def test_a_part_of_k_has_tiles_of_its_own(split, kept, finalize):
     """A config is for products over all of K: devices that contract a part choose their own."""
     row = Row("", "", **{split: "a"})
     mesh = row_mesh(row, EXPLICIT)
@@ -511,7 +548,8 @@ def test_a_part_of_k_has_tiles_of_its_own(split, kept):
     def tiled(a):
         routing = Routing(a["expert_ids"], a["weights"])
         w = a["w_gate_up"], a["w_down"]
-        return moe_mlp(a["x"], routing, *w, gate_up="interleaved", config=(asked, asked))
+        options = {"gate_up": "interleaved", "config": (asked, asked), "do_finalize": finalize}
+        return moe_mlp(a["x"], routing, *w, **options)
 
     with entered(mesh):
         ops = jaxmoe.explain(tiled, args).ops

@@ -116,6 +116,7 @@ def test_a_step_of_training_of_grouped_gemm():
     (w, dx), text = compiled(step, make_mesh(AUTO, "a"), product_arguments(), specs)
     close((w, dx), step(product_arguments()))
     assert collectives(text) == "2 all-reduce"
+    assert "f32[8,8,16]" not in text  # all of it
     check_spec(w, P("a"))
 
 
@@ -181,6 +182,32 @@ def test_derivatives_of_a_weight_gradient():
     close(got, jax.jit(gradients)(gradient_arguments()))
     assert collectives(text) == "1 all-reduce"
     check_spec(got[2], P("a"))
+
+
+def test_weight_gradients_of_examples_are_divided_as_they_are_wanted():
+    """Examples of a vmap, whose factors every device has."""
+
+    def fn(a):
+        one = lambda lhs, dy: grouped_gemm_weight_grad(lhs, dy, a["sizes"])  # noqa: E731
+        dw = jax.vmap(one)(a["lhs"], a["dy"])
+        return jax.lax.with_sharding_constraint(dw, NamedSharding(mesh, P("a")))
+
+    rng, mesh = np.random.default_rng(6), make_mesh(AUTO, "a")
+    arrays = {"lhs": normal(rng, (4, 24, 8)), "dy": normal(rng, (4, 24, 16))}
+    arrays["sizes"] = gradient_arguments()["sizes"]
+    dw, text = compiled(fn, mesh, arrays, dict.fromkeys(arrays, P()))
+    close(dw, fn(arrays))
+    assert collectives(text) == "none"
+    assert "f32[4,8,8,16]" not in text  # all of it
+
+
+def test_no_rows_on_a_mesh():
+    """They stay out of what XLA divides, which has what is added to alone."""
+    arrays = {n: a[:0] if n in ("lhs", "dy") else a for n, a in gradient_arguments().items()}
+    specs = dict.fromkeys(arrays, P()) | {"into": P("a")}
+    dw, text = compiled(weight_gradient, make_mesh(AUTO, "a"), arrays, specs)
+    close(dw, arrays["into"])
+    assert collectives(text) == "none"
 
 
 def test_rows_of_a_weight_gradient_are_of_one_device():

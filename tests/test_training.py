@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe import explain, finalize, quantize, reference
+from jaxmoe import explain, finalize, plan, quantize, reference
 from jaxmoe._jax import targets as _targets
+from jaxmoe._mlp import derivative as _derivative
 from jaxmoe._testing import SMALL, Layer, assert_close, assert_equal, layer_inputs, normal
 from jaxmoe.activation import ACTIVATIONS, GATE_UP_ORDERS, split_gate_up
 from tests.layers import moe_mlp
@@ -329,3 +330,9 @@ def test_explain_names_the_calls_of_forward_mode():
         "jaxmoe_grouped_gemm_v1",
         "jaxmoe_finalize_v1",
     ]
+
+
+def test_rows_that_no_choice_has_weigh_nothing():
+    nothing = plan(jnp.full((3, 2), -1, jnp.int32), 4)
+    weights = _derivative._row_weights(nothing, jnp.ones((3, 2)))
+    assert_equal(weights, jnp.zeros(6))

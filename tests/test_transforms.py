@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxmoe import Routing, finalize, grouped_gemm, permute, plan, reference
-from jaxmoe._testing import SMALL, layer_inputs, normal
+from jaxmoe._testing import SMALL, assert_equal, layer_inputs, normal
 from tests.layers import moe_mlp
 
 # f32 against f32 in another order of summation, values of order 1 (products of several for second
@@ -302,3 +302,23 @@ def test_vmap_without_rows():
     w_down = jnp.stack([arrays["w_down"]] * V)
     mapped = jax.vmap(lambda w: layer(ids, {**arrays, "w_down": w, "residual": arrays["x"]}))
     assert mapped(w_down).shape == (V, 0, LAYER.hidden)
+
+
+def test_x64_changes_nothing_in_a_batch():
+    """Indices stay int32, also those of one example in the order of all."""
+
+    def one(x, ids, weights, w1, w2):
+        order = plan(ids, LAYER.num_experts)
+        y = finalize(permute(x, order), order, weights)
+        return y, moe_mlp(x, Routing(ids, weights), w1, w2, do_finalize=False)
+
+    def batch(a):
+        tokens = (a[n].reshape(V, 3, -1) for n in ("x", "expert_ids", "weights"))
+        return jax.vmap(one, (0, 0, 0, None, None))(*tokens, a["w_gate_up"], a["w_down"])
+
+    ids, arrays = layer_arguments()
+    inputs = jax.tree.map(np.asarray, arrays | {"expert_ids": ids})
+    want = jax.jit(batch)(inputs)
+    with jax.enable_x64(True):
+        got = jax.jit(batch)(inputs)
+    jax.tree.map(assert_equal, got, want)

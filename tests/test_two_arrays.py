@@ -112,6 +112,29 @@ def test_one_of_two_biases_may_move():
     close(moved(experts.up_bias), expected()[1][2].up_bias)
 
 
+def test_a_refusal_names_the_array():
+    x, routing, experts = draw(PLAIN)
+    experts = apart(experts)
+    with jax.set_mesh(make_mesh(EXPLICIT, "a", "b")):
+        axes = {"gate": P("a"), "up": P("b")}
+        split = {n: jax.sharding.reshard(getattr(experts, n), spec) for n, spec in axes.items()}
+        with pytest.raises(NotImplementedError, match="experts.up is split as P.b, None, None."):
+            moe_mlp(x, routing, dataclasses.replace(experts, **split))
+
+
+def test_forward_mode():
+    x, routing, joined = draw()
+    moved = jax.tree.map(lambda a: jnp.sin(a + 1.0), (x, joined))
+
+    @jax.jit
+    def tangents(x, joined, dx, djoined):
+        pairs = ((joined, djoined), (apart(joined), apart(djoined)))
+        return [jax.jvp(lambda x, e: moe_mlp(x, routing, e), (x, e), (dx, de)) for e, de in pairs]
+
+    one, two = tangents(x, joined, *moved)
+    close(two, one)
+
+
 def test_gradients_of_masters():
     x, routing, experts = draw(dtype=jnp.float32)
     x = x.astype(jnp.bfloat16)

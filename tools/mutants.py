@@ -106,15 +106,20 @@ class Places:
         return any(start <= at < end for start, end in self._silent)
 
     def _visit(self, node: ast.AST, names: tuple[str, ...]) -> None:
+        # Decorators are of what they decorate, but stand before it.
+        decorators = getattr(node, "decorator_list", [])
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             names = (*names, node.name)
-            self._definitions.append((*self.span(node), ".".join(names)))
+            for part in (node, *decorators):
+                self._definitions.append((*self.span(part), ".".join(names)))
         if isinstance(node, ast.stmt):
             last = node.end_lineno or node.lineno
             body = getattr(node, "body", None)
             if isinstance(body, list) and body:
                 last = max(node.lineno, body[0].lineno - 1)
-            self._statements.append((*self.span(node), node.lineno, last))
+            first = min([node.lineno, *(part.lineno for part in decorators)])
+            for part in (node, *decorators):
+                self._statements.append((*self.span(part), first, last))
         for field, child in ast.iter_fields(node):
             for item in child if isinstance(child, list) else [child]:
                 if not isinstance(item, ast.AST):
@@ -210,8 +215,30 @@ def changes_of(source: str, config: dict[str, Any]) -> list[list[Change]]:
     return list(by_place.values())
 
 
+class _Meaning(ast.NodeTransformer):
+    """Takes out of a program what no test can notice.
+
+    That `zip` is told to be strict, which is for lists of other lengths than ours; and the order of
+    the arguments of `max` and `min`.
+    """
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        name = ast.unparse(node.func)
+        if name == "zip":
+            node.keywords = [keyword for keyword in node.keywords if keyword.arg != "strict"]
+        elif name in ("max", "min"):
+            node.args.sort(key=ast.dump)
+        return node
+
+
+@functools.cache
+def _meaning(source: str) -> str:
+    return ast.dump(_Meaning().visit(ast.parse(source)))
+
+
 def made(module: str, source: str, change: Change) -> Mutant | None:
-    """The mistake that a change makes, None if that is no program."""
+    """The mistake that a change makes, None if that is no program or means the same."""
     places, change_made = Places(source), change()
     if change_made is None:
         return None
@@ -220,10 +247,10 @@ def made(module: str, source: str, change: Change) -> Mutant | None:
     inside = places.definition(start)
     mutant = Mutant(module, operator, inside, line, last, start, end, text, digest(source))
     try:
-        ast.parse(mutant.applied(source))
+        same = _meaning(mutant.applied(source)) == _meaning(source)
     except SyntaxError:
         return None
-    return mutant
+    return None if same else mutant
 
 
 def draw(config: dict[str, Any], sample: int, seed: int) -> tuple[list[Mutant], int, int]:

@@ -5,10 +5,11 @@
     mutation.py run --end-s 540     tries what is left of the plan, for so many seconds
     mutation.py report              what was noticed, and the diff of each that was not
 
-A mutant meets the tests that run its line, the shortest of each file first, until one fails. Every
-process has a copy of the tree in `build/mutation/`, where all files are; a run adds to the results
-of the runs before it. `plan` asks for no test and `run` for no Cosmic Ray, so that they can be on
-two machines. docs/testing.md says more.
+A mutant meets the tests that run its line, the shortest of each file first, until one fails; in a
+line that runs while modules are imported it then meets the other tests of its module. Every process
+has a copy of the tree in `build/mutation/`, where all files are; a run adds to the results of the
+runs before it. `plan` asks for no test and `run` for no Cosmic Ray, so that they can be on two
+machines. docs/testing.md says more.
 """
 
 import argparse
@@ -38,9 +39,7 @@ EXPLAINED = ROOT / "tools" / "mutation_survivors.toml"
 _TREE = ("jaxmoe", "tests", "benchmarks", "examples", "docs", "tools")
 _FILES = ("pyproject.toml", "README.md", "CMakeLists.txt", "Makefile", "CONTRIBUTING.md")
 # Tests that need a GPU, run the package in processes of their own, or none of it.
-_LEFT_OUT = re.compile(
-    r"test_(gpu|multi_gpu|multi_process|examples|package|docs|mutation)(_\w+)?\.py"
-)
+_LEFT_OUT = re.compile(r"test_(gpu|multi_gpu|multi_process|examples|docs|mutation)(_\w+)?\.py")
 _START_S = 15.0  # a process with JAX, and the modules of its tests
 _TIMES_SLOWER = 3.0  # many processes at once, and programs that are compiled anew
 
@@ -109,6 +108,16 @@ def _tests(given: list[str]) -> list[str]:
     return [name for name in files if not _LEFT_OUT.fullmatch(Path(name).name)]
 
 
+def _unchanged(tests: dict[str, Any], files: dict[str, str]) -> dict[str, Any]:
+    """Leaves out tests of files that have changed: one with another name would notice anything."""
+    paths = {name: ROOT / name for name in files}
+    now = {n: mutants.digest(path.read_text()) for n, path in paths.items() if path.exists()}
+    changed = {name for name, source in files.items() if source != now.get(name)}
+    if changed:
+        print("tests are left out, as they changed since `cover`:", *sorted(changed))
+    return {name: test for name, test in tests.items() if name.split("::")[0] not in changed}
+
+
 def cover(args: argparse.Namespace) -> None:
     """Runs the tests once and writes which lines each of them runs."""
     tree = copy_tree(args.folder / "cover", args.extension)
@@ -122,11 +131,16 @@ def cover(args: argparse.Namespace) -> None:
     start = time.monotonic()
     done = subprocess.run(command, cwd=tree, env=env, check=False)
     tests: dict[str, Any] = {}
+    imported: dict[str, list[int]] = {}
     for part in parts.glob("*.json"):
-        tests |= json.loads(part.read_text())
+        found = json.loads(part.read_text())
+        tests |= found["tests"]
+        imported |= found["imported"]  # the same in each process: each collects all tests
     failed = [name for name, test in tests.items() if test.get("failed")]
     kept = {n: t for n, t in tests.items() if not t.keys() & {"failed", "skipped"} and "lines" in t}
-    (args.folder / "coverage.json").write_text(json.dumps(kept))
+    files = {name: mutants.digest((tree / name).read_text()) for name in _tests(args.tests)}
+    found = {"tests": kept, "imported": imported, "files": files}
+    (args.folder / "coverage.json").write_text(json.dumps(found))
     shutil.rmtree(tree)
     shutil.rmtree(parts)
     seconds = time.monotonic() - start
@@ -136,10 +150,12 @@ def cover(args: argparse.Namespace) -> None:
 
 
 class Coverage:
-    """Which tests run a line, and how long each takes."""
+    """Which tests run a line, how long each takes, and which lines run before all of them."""
 
     def __init__(self, path: Path):
-        tests = json.loads(path.read_text())
+        found = json.loads(path.read_text())
+        tests = _unchanged(found["tests"], found["files"])
+        self._imported = {m: frozenset(lines) for m, lines in found["imported"].items()}
         self._seconds = {name: test["s"] for name, test in tests.items()}
         self._by_line: dict[tuple[str, int], set[str]] = collections.defaultdict(set)
         self._by_module: dict[str, set[str]] = collections.defaultdict(set)
@@ -152,24 +168,29 @@ class Coverage:
     def tests(self, mutant: Mutant, limit_s: float) -> tuple[list[str], float, int]:
         """Tests of a mutant, the seconds they take without it, and how many there are in all.
 
-        Lines that run while the module is imported have those of the whole module. The shortest
-        test of each file comes first, then the next shortest of each, as far as the limit allows.
+        The shortest test of each file comes first, then the next shortest of each, as far as the
+        limit allows. What a line does at import may show wherever the module is used: behind its
+        own tests come those of the whole module.
         """
         lines = range(mutant.line, mutant.last + 1)
         found = set[str]().union(*(self._by_line[mutant.module, line] for line in lines))
-        if not found and not mutant.definition:
-            found = self._by_module[mutant.module]
-        files: dict[str, list[str]] = collections.defaultdict(list)
-        for name in sorted(found, key=lambda name: (self._seconds[name], name)):
-            files[name.split("::")[0]].append(name)
-        order = [n for row in itertools.zip_longest(*files.values()) for n in row if n]
+        wide = set[str]()
+        if not self._imported.get(mutant.module, frozenset()).isdisjoint(lines):
+            wide = self._by_module[mutant.module] - found
         chosen, seconds = list[str](), 0.0
-        for name in order:
+        for name in self._alternating(found) + self._alternating(wide):
             if chosen and seconds + self._seconds[name] > limit_s:
                 continue
             chosen.append(name)
             seconds += self._seconds[name]
-        return chosen, seconds, len(found)
+        return chosen, seconds, len(found) + len(wide)
+
+    def _alternating(self, names: set[str]) -> list[str]:
+        """The shortest test of each file, then the next shortest of each."""
+        files: dict[str, list[str]] = collections.defaultdict(list)
+        for name in sorted(names, key=lambda name: (self._seconds[name], name)):
+            files[name.split("::")[0]].append(name)
+        return [n for row in itertools.zip_longest(*files.values()) for n in row if n]
 
 
 def attempt(mutant: Mutant, tree: Path, tests: list[str], limit_s: float) -> dict[str, Any]:
@@ -242,7 +263,8 @@ def run(args: argparse.Namespace) -> None:
     part, parts = args.shard
     done = read_results(args.folder)
     if args.again:
-        done = {key: result for key, result in done.items() if result["outcome"] != "survived"}
+        missed = ("survived", "no test")
+        done = {key: result for key, result in done.items() if result["outcome"] not in missed}
     left = [m for m in read_plan(args.folder)[part::parts] if m.key not in done]
     left = left[: args.most]
     print(f"{len(left)} mistakes to try, {args.jobs} at a time", flush=True)
@@ -303,7 +325,11 @@ def explanations() -> list[dict[str, str]]:
 
 def explained(mutant: Mutant, source: str, known: list[dict[str, str]]) -> str:
     """Why a mistake may survive, "" if nobody has said so."""
-    old, new = source[mutant.start : mutant.end], mutant.text
+    # Words are whole, whatever of their letters differs.
+    begun = re.findall(r"\w*\Z", source[: mutant.start])[0]
+    ended = re.findall(r"\A\w*", source[mutant.end :])[0]
+    texts = source[mutant.start : mutant.end], mutant.text
+    old, new = (begun + text + ended for text in texts)
     statement = "\n".join(source.splitlines()[mutant.line - 1 : mutant.last])
     for one in known:
         same = one["module"] == mutant.module and one["definition"] == mutant.definition

@@ -1,5 +1,6 @@
 """A pytest plugin: which lines of the package each test runs, for `mutation.py`.
 
+Lines that run before the first test, while modules are imported, are kept apart: no test runs them.
 Caches hide lines from all tests but the first that reaches them, so JAX's are emptied before each.
 Writes one file for each process into the folder that MUTATION_COVERAGE names.
 """
@@ -21,6 +22,7 @@ _root = os.environ["MUTATION_ROOT"] + os.sep
 _package = os.path.join(_root, "jaxmoe") + os.sep
 _found: dict[str, Any] = {}
 _lines: set[tuple[str, int]] = set()
+_imported: dict[str, list[int]] = {}
 
 
 def _line(code: Any, number: int) -> Any:
@@ -30,10 +32,21 @@ def _line(code: Any, number: int) -> Any:
     return sys.monitoring.DISABLE  # once a test is enough
 
 
-def pytest_configure() -> None:
-    sys.monitoring.use_tool_id(_TOOL, "mutation")
-    sys.monitoring.register_callback(_TOOL, sys.monitoring.events.LINE, _line)
-    sys.monitoring.set_events(_TOOL, sys.monitoring.events.LINE)
+def _by_file() -> dict[str, list[int]]:
+    out: dict[str, list[int]] = {}
+    for name, number in sorted(_lines):
+        out.setdefault(name, []).append(number)
+    return out
+
+
+# Here, not in `pytest_configure`: by then conftest.py has imported the package.
+sys.monitoring.use_tool_id(_TOOL, "mutation")
+sys.monitoring.register_callback(_TOOL, sys.monitoring.events.LINE, _line)
+sys.monitoring.set_events(_TOOL, sys.monitoring.events.LINE)
+
+
+def pytest_collection_finish() -> None:
+    _imported.update(_by_file())
 
 
 @pytest.hookimpl(wrapper=True)
@@ -43,10 +56,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
     sys.monitoring.restart_events()
     start = time.perf_counter()
     result = yield
-    by_file: dict[str, list[int]] = {}
-    for name, number in sorted(_lines):
-        by_file.setdefault(name, []).append(number)
-    _found.setdefault(item.nodeid, {}).update(s=time.perf_counter() - start, lines=by_file)
+    _found.setdefault(item.nodeid, {}).update(s=time.perf_counter() - start, lines=_by_file())
     return result
 
 
@@ -62,4 +72,4 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     sys.monitoring.set_events(_TOOL, 0)
     if hasattr(session.config, "workerinput") or not session.config.getoption("numprocesses", None):
         path = Path(os.environ["MUTATION_COVERAGE"]) / f"{os.getpid()}.json"
-        path.write_text(json.dumps(_found))
+        path.write_text(json.dumps({"tests": _found, "imported": _imported}))

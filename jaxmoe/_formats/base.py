@@ -86,6 +86,16 @@ class Format:
         return self.token_scales is not None
 
     @property
+    def packed(self) -> bool:
+        """Whether kernels decode weights in registers, which not all tiles leave."""
+        return False
+
+    def refused_tokens(self, dtype: Any) -> str | None:
+        """Why kernels do not multiply tokens of this 16-bit dtype, None if they do."""
+        del dtype
+        return None
+
+    @property
     def steps(self) -> tuple[int, int]:
         """What N and K of weights must be multiples of."""
         return 1, 1

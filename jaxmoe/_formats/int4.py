@@ -10,6 +10,7 @@ from jaxmoe._formats import elements, packed
 from jaxmoe._formats.base import Format
 from jaxmoe._formats.weight_only import Packed, stored
 
+_FIRST_CODE = 6
 _MIDDLE = 8  # the code of 0 without zero points
 
 
@@ -28,6 +29,12 @@ class Int4(Packed):
     def of(self, dtype: Any) -> Format:
         """The format with scales in the dtype of the array."""
         return dataclasses.replace(self, dtype=jnp.dtype(dtype))
+
+    def refused_tokens(self, dtype: Any) -> str | None:
+        """Kernels multiply by scales as they are stored."""
+        if self.dtype == jnp.dtype(dtype):
+            return None
+        return f"weights in {self.name} of {self.dtype} have scales for tokens of that dtype"
 
     def refused_dtype(self, dtype: Any) -> str | None:
         """Scales have 16 bits, and the dtype of the array."""
@@ -101,6 +108,7 @@ def _formats() -> tuple[Int4, ...]:
     return tuple(
         Int4(
             f"int4_{name}{'_zp' if zeros else ''}",
+            code=_FIRST_CODE + list(sizes).index(name) + len(sizes) * zeros,
             **stored("int4"),
             weight_scales="e",
             group=group,

@@ -46,4 +46,6 @@ class Int8(Packed):
         return codes.astype(jnp.float32)
 
 
-INT8_CHANNEL = Int8("int8_channel", **stored("int8"), weight_scales="e n", bits=8, codes="int8")
+INT8_CHANNEL = Int8(
+    "int8_channel", code=14, **stored("int8"), weight_scales="e n", bits=8, codes="int8"
+)

@@ -38,8 +38,8 @@ class Mx(Packed):
         exponents = jnp.clip(exponents - self.largest_exponent, 0, 254)
         y = elements.times_power(groups, 127 - exponents[..., None])
         codes = elements.e2m1_codes(y) if self.bits == 4 else elements.e4m3_codes(y)
-        if self.bits == 4:  # elements have no NaN
-            exponents = jnp.where(jnp.isnan(groups).any(axis=-1), NAN, exponents)
+        # e2m1 has no NaN, and kernels decode that of e4m3 as a number.
+        exponents = jnp.where(jnp.isnan(groups).any(axis=-1), NAN, exponents)
         return self.pack(codes.reshape(x.shape), exponents.astype(jnp.uint8))
 
     def given(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
@@ -100,5 +100,5 @@ class Mx(Packed):
 
 _GROUPS = {"group": GROUP, "superblock": packed.ROWS, "strips": (128,), "weight_scales": "e"}
 
-MXFP4 = Mx("mxfp4", **_GROUPS, **stored("e2m1"), bits=4, scattered=True, largest_exponent=2)
-MXFP8 = Mx("mxfp8", **_GROUPS, **stored("e4m3"), bits=8, largest_exponent=8)
+MXFP4 = Mx("mxfp4", code=4, **_GROUPS, **stored("e2m1"), bits=4, scattered=True, largest_exponent=2)
+MXFP8 = Mx("mxfp8", code=15, **_GROUPS, **stored("e4m3"), bits=8, largest_exponent=8)

@@ -81,6 +81,7 @@ def _scale(kept: jax.Array) -> jax.Array:
 
 NVFP4 = Nvfp4(
     "nvfp4",
+    code=5,
     **stored("e2m1"),
     weight_scales="e",
     scattered=True,

@@ -3,9 +3,9 @@
 A block is 64 weight rows by 64 of k. Its bytes are in the order in which the 128 threads of a
 warpgroup read them, each the values of its own rows of a tensor core's operand:
 
-  row = 16 w + 8 u + i    k = 16 b + 8 p + 2 c + h    thread = 32 w + 4 i + c
+  row = 16 w + 8 u + i    k = 32 d + 16 b + 8 p + 2 c + h    thread = 32 w + 4 i + c
 
-with w, b, c < 4, i < 8 and p, u, h < 2. A superblock is 64 rows by the elements of k that a strip
+with w, c < 4, i < 8 and d, b, p, u, h < 2. All threads read half d at once. A superblock is 64 rows by the elements of k that a strip
 has the scales of: its blocks in order of k, then the strip. Weights are [E, N / 64, superblocks].
 """
 
@@ -17,7 +17,7 @@ import numpy as np
 
 ROWS = 64  # rows of a block, and its elements of k
 _ROW_AXES = (4, 2, 8)  # w, u, i
-_K_AXES = (4, 2, 4, 2)  # b, p, c, h
+_K_AXES = (2, 2, 2, 4, 2)  # d, b, p, c, h
 # Bits of e2m1 codes in a word of 8 values [p, u, h], from the lowest bit of a code to its sign: so
 # that few instructions make two bf16 of a word at a time, which lie 16 bits apart.
 _E2M1_BITS = np.array([6, 0, 26, 4, 7, 1, 27, 5, 8, 2, 28, 14, 15, 9, 3, 13], np.uint32)
@@ -38,11 +38,10 @@ def pack_values(codes: jax.Array, *, bits: int, scattered: bool) -> jax.Array:
     """
     *lead, n, k = codes.shape
     codes = codes.reshape(*lead, n // ROWS, *_ROW_AXES, k // ROWS, *_K_AXES)
-    if bits == 8:  # [N, K, hh, w, i, c, bb, p, h, u]
-        codes = codes.reshape(*lead, n // ROWS, *_ROW_AXES, k // ROWS, 2, 2, *_K_AXES[1:])
+    if bits == 8:
         data = _transposed(codes, "NwuiKdbpch", "NKdwicbphu")
         return data.reshape(*lead, n // ROWS, k // ROWS, -1)
-    words = _transposed(codes, "NwuiKbpch", "NKwicbpuh").astype(jnp.uint32)
+    words = _transposed(codes, "NwuiKdbpch", "NKdwicbpuh").astype(jnp.uint32)
     if scattered:
         bit = _like(np.arange(4, dtype=np.uint32), words.ndim + 1, words.ndim - 3)
         words = (jnp.expand_dims(words, -4) >> bit) & jnp.uint32(1)
@@ -62,7 +61,7 @@ def unpack_values(data: jax.Array, *, bits: int, scattered: bool) -> jax.Array:
     if bits == 8:
         data = data.reshape(*lead, rows, columns, 2, 4, 8, 4, 2, 2, 2, 2)
         return _transposed(data, "NKdwicbphu", "NwuiKdbpch").reshape(shape)
-    data = data.reshape(*lead, rows, columns, 4, 8, 4, 4, 4)
+    data = data.reshape(*lead, rows, columns, 2, 4, 8, 4, 2, 4)
     words = jax.lax.bitcast_convert_type(data, jnp.uint32)[..., None, None, None]
     if scattered:
         words = words[..., None]
@@ -72,7 +71,7 @@ def unpack_values(data: jax.Array, *, bits: int, scattered: bool) -> jax.Array:
     else:
         shifts = jnp.asarray(_INT4_SHIFTS.reshape((1,) * (words.ndim - 3) + (2, 2, 2)))
         codes = (words >> shifts) & jnp.uint32(15)
-    codes = _transposed(codes.astype(jnp.uint8), "NKwicbpuh", "NwuiKbpch")
+    codes = _transposed(codes.astype(jnp.uint8), "NKdwicbpuh", "NwuiKdbpch")
     return codes.reshape(shape)
 
 

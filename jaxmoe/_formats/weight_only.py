@@ -32,6 +32,11 @@ class Packed(Format):
     strips: tuple[int, ...] = ()
 
     @property
+    def packed(self) -> bool:
+        """Kernels decode weights in registers."""
+        return True
+
+    @property
     def steps(self) -> tuple[int, int]:
         """Whole superblocks."""
         return ROWS, self.superblock or ROWS

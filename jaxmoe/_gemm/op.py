@@ -103,9 +103,9 @@ def multiply(
     return out[0]
 
 
-def refuse_derivative(op: str, format: Format, x: Any, w: Any) -> Any:
+def refuse_derivative(op: str, format: Format, **arrays: Any) -> Any:
     """Raises: products in this format have no derivative."""
-    raise NotImplementedError(_checks.message(op, format.gradient.refused or "", x=x, w=w))
+    raise NotImplementedError(_checks.message(op, format.gradient.refused or "", **arrays))
 
 
 def _gmm_out(
@@ -137,7 +137,7 @@ def _gmm_xla(*operands: Any, format: Format, **params: Any) -> tuple[jax.Array]:
     a = Product(*operands)
     if format.master:
         bias = None if a.bias is None else a.bias.astype(a.x.dtype)
-        return gmm(*a._replace(w=a.w.astype(a.x.dtype), bias=bias), format=PLAIN, **params)
+        return gmm(*a._replace(w=a.w.astype(a.x.dtype), bias=bias), **params)
     return xla.gmm_xla(*a, format=format, **params)
 
 
@@ -217,7 +217,7 @@ def _gmm_jvp(primals: Product, tangents: Product, *, format: Format, **params: A
     if format.gradient.refused is not None:
         # The public function has no batches.
         x, w = (jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for a in (primals.x, primals.w))
-        refuse_derivative("grouped_gemm", format, x, w)
+        refuse_derivative("grouped_gemm", format, lhs=x, rhs=w)
     x, w, starts, sizes, *_ = primals
     product = functools.partial(gmm, format=format, **params)
     terms = []
@@ -307,6 +307,7 @@ def _gmm_attrs(
             format.weight_shape(a.w.shape)[3 if weight_layout == "kn" else 2],
             promoted=promoted,
             float_out=out_dtype == jnp.float32,
+            packed=format.packed,
         )
     return cuda.attrs(config, layout=weight_layout, format=format, promoted=promoted)
 

@@ -37,7 +37,13 @@ NOT_PROMOTED = {(256, 160, 2, 1)}
 ONLY_PROMOTED = {(128, 256, 1, 1)}
 
 # Tiles of packed weights, which are decoded in registers that more accumulators would take.
-PACKED = {(128, 8, 1, 1), (128, 8, 1, 2), (128, 32, 1, 1), (256, 128, 1, 1)}
+PACKED = {
+    (128, 8, 1, 1),
+    (128, 8, 1, 2),
+    (128, 32, 1, 1),
+    (128, 192, 1, 1),
+    (256, 128, 1, 1),
+}
 
 MAX_FP8_GATHER = 32  # tokens of a tile that fetches FP8 rows by index
 
@@ -146,6 +152,8 @@ def gmm_config(
     if packed:
         # Decoding a weight takes as long as multiplying it by about 32 tokens: wider tiles decode
         # fewer times.
+        if 128 < usual <= 192:
+            return GemmConfig(128, 192)
         return GemmConfig(256, 128, raster=8 if num_rows >= 2048 * num_groups else 1)
     # With very many token tiles a group, panels of weight tiles share X in L2.
     raster = 8 if num_rows >= 2048 * num_groups else 1

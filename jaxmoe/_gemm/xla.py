@@ -94,7 +94,7 @@ def tgmm_xla(
     n = dy.shape[2]
     num_weights = weight_shape[0] * weight_shape[1]
     dw = jnp.zeros((num_weights, k, n), jnp.float32)
-    if dw.size and starts.size and batch * rows_per_batch:
+    if starts.size:
         x = with_a_block(x.reshape(batch * rows_per_batch, k))
         dy = with_a_block(dy.reshape(batch * rows_per_batch, n))
 

@@ -164,9 +164,7 @@ def define(
     def of_named(*there: Any, absent: tuple[str, ...], **params: Any) -> tuple[Any, ...]:
         return xla(*op.named(there, absent), **params)
 
-    xla_rule = functools.partial(
-        _lowering.lower_xla, mlir.lower_fun(of_named, multiple_results=True)
-    )
+    xla_rule = functools.partial(_lowering.lower_xla, mlir.lower_fun(of_named))
     cuda_rule = functools.partial(_lowering.lower_cuda, op, xla_rule)
     for primitive in (op.primitive, op.local):
         primitive.multiple_results = True

@@ -89,14 +89,14 @@ class Rule:
       dims: (avals, outs, **params) -> names of the dimensions, "t h, t k -> t h". Those of one name
         are split over the same axes, as far as nothing else decides.
       split: (call, **params) -> `Split`. On Explicit axes it may refuse.
-      names: what the public function calls its op and each argument, for messages.
-      weights: indices of the arguments that are never gathered.
+      names: what the public function calls its op and its arguments, for messages.
+      weights: (**params) -> what it calls the arguments that are never gathered, by their indices.
     """
 
     dims: Callable[..., str]
     split: Callable[..., Split]
     names: tuple[str, ...]
-    weights: tuple[int, ...] = ()
+    weights: Callable[..., dict[int, str]] = lambda **_params: {}
 
 
 def independent(
@@ -158,11 +158,11 @@ def on_explicit_axes(
     avals = make(*(None if a is None else jax.typeof(a) for a in arrays))
     given = make(*(None if a is None else explicit_dims(a) for a in avals))
     split = rule.split(Call(avals, given, (), dict(mesh.shape), explicit=True), **params)
-    for i in rule.weights:
+    for i, name in rule.weights(**params).items():
         if avals[i] is None:
             continue
         if any(set(have) - set(kept) for have, kept in zip(given[i], split.ins[i], strict=True)):
-            _refuse_weights(rule, avals, given, split, i)
+            _refuse_weights(rule.names[0], name, avals[i], given[i], split.ins[i])
     # NOTE: XLA's simplifier takes arrays without elements out of the boundary of a shard_map, and
     # on GPUs its partitioner crashes on what is left. Those of no tokens are made inside.
     there = [i for i, a in enumerate(avals) if a is not None and (a.size or any(split.ins[i]))]
@@ -305,14 +305,13 @@ def refuse_tokens(rule: Rule, call: Call, i: int, dim: int) -> None:
     raise NotImplementedError(_checks.message(rule.names[0], text, **{name: shown}))
 
 
-def _refuse_weights(rule: Rule, avals: Any, given: Any, split: Split, i: int) -> None:
-    name = rule.names[i + 1]
+def _refuse_weights(op: str, name: str, aval: Any, given: Dims, needed: Dims) -> None:
     text = (
-        f"{name} is split as {_text(given[i])} over Explicit mesh axes, which does not go with the "
-        f"other arguments or does not divide: it would have to be {_text(split.ins[i])}, and "
-        "weights are not gathered. Use jax.sharding.reshard, or split the other weights like it"
+        f"{name} is split as {_text(given)} over Explicit mesh axes, which does not go with the "
+        f"other arguments or does not divide: it would have to be {_text(needed)}, and weights are "
+        "not gathered. Use jax.sharding.reshard, or split the other weights like it"
     )
-    raise NotImplementedError(_checks.message(rule.names[0], text, **{name: avals[i]}))
+    raise NotImplementedError(_checks.message(op, text, **{name: aval}))
 
 
 def _text(dims: Dims) -> str:

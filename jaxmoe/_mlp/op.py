@@ -115,7 +115,8 @@ def _out(*avals: Any, layer: Layer) -> list[_primitive.Spec]:
 def _jvp(primals: Operands, tangents: Operands, *, layer: Layer) -> Any:
     gradient = layer.format.gradient
     if gradient.refused is not None:
-        refuse_derivative(_OP, layer.format, primals.x, primals.w_gate_up)
+        weight = {layer.weight_names["w_gate_up"]: primals.w_gate_up}
+        refuse_derivative(_OP, layer.format, x=primals.x, **weight)
     if gradient.straight_through:
         _, moved = _jvp(primals, tangents, layer=layer.replace(format=PLAIN))
         return moe_mlp_p(*primals, layer=layer), moved
@@ -153,6 +154,7 @@ def configs_of(a: Operands, layer: Layer) -> tuple[Any, Any]:
         intermediate=intermediate,
         gated=layer.activation.gated,
         promoted=layer.promoted,
+        packed=layer.format.packed,
         odd_blocks=odd_blocks(
             layer.format.block > 1, layer.activation.gated, layer.gate_up, intermediate
         ),
@@ -210,24 +212,25 @@ def _scratch(a: Operands, *, layer: Layer) -> list[_primitive.Spec]:
 
 def _reason(a: Operands, *, layer: Layer) -> str | None:
     """Why the kernels cannot run these arguments, or None."""
-    format = layer.format
+    format, names = layer.format, layer.weight_names
     if format.quantized:
         reason = cuda.kernel_reason(_OP, format, layer.dtype, x=a.x)
-        suffix = ".values"
         gate_up, down = (
             jax.ShapeDtypeStruct(format.weight_shape(w.shape), w.dtype)
             for w in (a.w_gate_up, a.w_down)
         )
     else:
-        reason = cuda.dtype_reason(_OP, x=a.x, w_gate_up=a.w_gate_up, w_down=a.w_down)
-        suffix, gate_up, down = "", a.w_gate_up, a.w_down
-    reason = reason or cuda.count_reason(_OP, a.expert_ids.size, expert_ids=a.expert_ids)
+        weights = {names[n]: getattr(a, n) for n in ("w_gate_up", "w_down")}
+        reason = cuda.dtype_reason(_OP, x=a.x, **weights)
+        gate_up, down = a.w_gate_up, a.w_down
+    counted = {"routing.expert_ids": a.expert_ids}
+    reason = reason or cuda.count_reason(_OP, a.expert_ids.size, **counted)
     if format.quantized:
-        reason = reason or cuda.row_reason(_OP, f"w_gate_up{suffix}", gate_up, 2)
+        reason = reason or cuda.row_reason(_OP, names["w_gate_up"], gate_up, 2)
     else:
         reason = reason or cuda.row_reason(_OP, "x", a.x, 1)
     axis = 1 if layer.layouts[1] == "kn" else 2
-    return reason or cuda.row_reason(_OP, f"w_down{suffix}", down, axis)
+    return reason or cuda.row_reason(_OP, names["w_down"], down, axis)
 
 
 moe_mlp_p = _primitive.define(

@@ -69,6 +69,7 @@ class Layer:
       promoted: whether each product promotes its sums, None where the format has no choice.
       config: tiles of the two CUDA products, None for those that the shapes choose.
       finalize: whether the result is y [T, H], or rows [R, H] and slot_to_row [T, K].
+      first: the field of `jaxmoe.Experts` that w_gate_up was given as, for messages.
     """
 
     format: Format
@@ -82,10 +83,18 @@ class Layer:
     promoted: tuple[bool, bool] | None = None
     config: tuple[Any, Any] | None = None
     finalize: bool = True
+    first: str = "gate_up"
 
     def replace(self, **changes: Any) -> "Layer":
         """The layer with other values."""
         return dataclasses.replace(self, **changes)
+
+    @property
+    def weight_names(self) -> dict[str, str]:
+        """What the caller calls each weight, by its name in `Operands`."""
+        fields = {"w_gate_up": self.first, "w_up": "up", "w_down": "down"}
+        values = ".values" if self.format.quantized else ""
+        return {name: f"experts.{field}{values}" for name, field in fields.items()}
 
     @property
     def window(self) -> dict[str, int]:

@@ -32,19 +32,7 @@ from jaxmoe._mlp.stages import Exchange, in_parts
 
 LayerOp = Callable[[Operands, Layer], tuple[jax.Array, ...]]
 
-# Public name of each operand, in the order of `Operands`.
-NAMES = tuple(
-    {
-        "expert_ids": "routing.expert_ids",
-        "weights": "routing.weights",
-        "x_scales": "x.scales",
-        "gate_up_scales": "w_gate_up.scales",
-        "up_scales": "w_up.scales",
-        "down_scales": "w_down.scales",
-    }.get(name, name)
-    for name in Operands._fields
-)
-_WEIGHTS = tuple(Operands._fields.index(name) for name in ("w_gate_up", "w_up", "w_down"))
+_INDEX = {name: i for i, name in enumerate(Operands._fields)}
 
 
 def rule(op: LayerOp) -> Rule:
@@ -59,7 +47,11 @@ def rule(op: LayerOp) -> Rule:
         part = layer_part(call, division, op, layer)
         return Split(ins, ((division.tokens, division.h_out),), part)
 
-    the_rule = Rule(dims, split, ("moe_mlp", *NAMES), weights=_WEIGHTS)
+    def weights(*, layer: Layer) -> dict[int, str]:
+        return {_INDEX[name]: public for name, public in layer.weight_names.items()}
+
+    # Of the other operands only tokens and choices are ever refused.
+    the_rule = Rule(dims, split, ("moe_mlp", "x", "routing.expert_ids"), weights)
     return the_rule
 
 
@@ -96,7 +88,7 @@ def _split_rows(the_rule: Rule, call: Call, layer: Layer) -> Split:
     """Without finalize: rows in the order of all tokens and experts, of which all make a plan."""
     given = call.given
     for name in ("x", "expert_ids"):
-        refuse_tokens(the_rule, call, Operands._fields.index(name), 0)
+        refuse_tokens(the_rule, call, _INDEX[name], 0)
     given = given._replace(x=((), *given.x[1:]), expert_ids=((), *given.expert_ids[1:]))
     call = dataclasses.replace(call, given=given)
     d = divide(call, layer)

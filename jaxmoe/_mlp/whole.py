@@ -120,7 +120,7 @@ def _rule(op: LayerOp) -> _sharding.Rule:
         of_y = (division.tokens, division.h_out)
         return _sharding.Split((*ins, of_y), tuple(_values(ins, wrt)), backward)
 
-    return _sharding.Rule(dims, split, ("moe_mlp", *sharding.NAMES, "the cotangent"))
+    return _sharding.Rule(dims, split, ("moe_mlp",))
 
 
 def _values(a: Operands, wrt: tuple[str, ...]) -> tuple[Any, ...]:
