@@ -12,6 +12,10 @@ class Ceiling:
     bytes_per_s: float
     flops: dict[str, float]
 
+    def flops_per_s(self, scheme: str) -> float:
+        """The rate of a scheme; packed weights are multiplied as bf16."""
+        return self.flops.get(scheme, self.flops["bf16"])
+
 
 # Read on the card itself with large copies and cuBLAS products of random data, not a datasheet.
 CEILINGS: dict[str, Ceiling] = {
@@ -38,14 +42,14 @@ class Work:
         if ceiling is None:
             return None
         memory_s = (self.weight_bytes + self.activation_bytes) / ceiling.bytes_per_s
-        return max(memory_s, self.flops / ceiling.flops[scheme]) * 1e6
+        return max(memory_s, self.flops / ceiling.flops_per_s(scheme)) * 1e6
 
     def compute_heavy(self, ceiling: Ceiling | None, scheme: str = "bf16") -> bool:
         """Whether arithmetic needs at least half as long as memory: enough for the power cap."""
         if ceiling is None:
             return False
         memory_s = (self.weight_bytes + self.activation_bytes) / ceiling.bytes_per_s
-        return self.flops / ceiling.flops[scheme] >= 0.5 * memory_s
+        return self.flops / ceiling.flops_per_s(scheme) >= 0.5 * memory_s
 
 
 def expected_hit(model: Layer, num_tokens: int, skew: str = "uniform") -> float:

@@ -5,7 +5,17 @@ from jaxmoe._testing import SMALL
 from jaxmoe._testing import Layer as Layer
 
 BYTES = 2  # of a bfloat16 or float16 element
-_WEIGHT_BYTES = {"fp8": 1}  # of an element of a weight, where it is another number
+# Bytes of an element of packed weights, its share of scales included.
+PACKED_BYTES = {
+    "mxfp4": 17 / 32,
+    "nvfp4": 9 / 16,
+    "int4_g32": 9 / 16,
+    "int4_g64": 17 / 32,
+    "int4_g128": 33 / 64,
+    "mxfp8": 33 / 32,
+    "int8_channel": 1,
+}
+_WEIGHT_BYTES = {"fp8": 1, **PACKED_BYTES}  # where it is not that of bf16
 
 MODELS: dict[str, Layer] = {**PUBLISHED, **SMALL}
 DEFAULT_MODELS = tuple(PUBLISHED)
@@ -32,7 +42,7 @@ def expert_bytes(model: Layer, scheme: str = "bf16") -> int:
     """Bytes of one expert's weights and biases; those of FP8 weights without their scales."""
     weights = model.hidden * model.width + model.intermediate * model.hidden
     biases = model.width + model.hidden if model.bias else 0
-    return weights * _WEIGHT_BYTES.get(scheme, BYTES) + biases * BYTES
+    return int(weights * _WEIGHT_BYTES.get(scheme, BYTES)) + biases * BYTES
 
 
 def layer_bytes(model: Layer, scheme: str = "bf16") -> int:

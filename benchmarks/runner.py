@@ -9,17 +9,18 @@ from benchmarks import cases, timing
 from benchmarks.baselines import dense
 from benchmarks.cases import Case
 from benchmarks.chain import Chain
+from benchmarks.models import PACKED_BYTES
 from benchmarks.rows import Results, Row, with_time
-from benchmarks.suites import layer_fp8
+from benchmarks.suites import layer_fp8, layer_packed
 from benchmarks.suites.entry import Entry
 
 # bfloat16 outputs and intermediate are off by 2e-3 to 4e-3, a wrong row by 1. A last bit of a sum
 # can move an FP8 intermediate by its own last bit, 6 to 12 %.
-MAX_ERROR = {"bf16": 1e-2, "fp8": 5e-2}
+MAX_ERROR = {"bf16": 1e-2, "fp8": 5e-2} | dict.fromkeys(PACKED_BYTES, 1e-2)
 # Implementations that are timed under load too; the dense one by scheme.
-_DENSE = {"bf16": dense.NAME, "fp8": dense.FP8_NAME}
-_SUSTAINED = ("jaxmoe", *layer_fp8.VARIANTS, *_DENSE.values())
-FLOORS = {"bf16": "floor", "fp8": "floor[fp8]"}
+_DENSE = {"bf16": dense.NAME, "fp8": dense.FP8_NAME} | dict.fromkeys(PACKED_BYTES, dense.NAME)
+_SUSTAINED = ("jaxmoe", *layer_fp8.VARIANTS, *layer_packed.VARIANTS, *_DENSE.values())
+FLOORS = {"bf16": "floor", **{scheme: f"floor[{scheme}]" for scheme in ("fp8", *PACKED_BYTES)}}
 _SHORT_US = 100.0
 
 

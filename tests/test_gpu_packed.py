@@ -9,8 +9,16 @@ import numpy as np
 import pytest
 
 import jaxmoe
-from jaxmoe import GemmConfig, Routing, _formats, _gemm, dequantize, grouped_gemm, quantize
-from jaxmoe import reference
+from jaxmoe import (
+    GemmConfig,
+    Routing,
+    _formats,
+    _gemm,
+    dequantize,
+    grouped_gemm,
+    quantize,
+    reference,
+)
 from jaxmoe._testing import GPT_OSS, Layer, assert_close, assert_equal, layer_inputs, normal, poison
 
 pytestmark = pytest.mark.gpu
@@ -101,11 +109,15 @@ def test_tiles_that_are_chosen(format):
         x, routing, experts, wanted = case(index, format, jnp.bfloat16)
         out = compiled(x, routing, experts)
         assert_close(out, *wanted)
-        assert_equal(compiled(x, routing, experts, batch_invariant=True)[: num_tokens // 2],
-                     compiled(x[: num_tokens // 2],
-                              Routing(routing.expert_ids[: num_tokens // 2],
-                                      routing.weights[: num_tokens // 2]),
-                              experts, batch_invariant=True))
+        assert_equal(
+            compiled(x, routing, experts, batch_invariant=True)[: num_tokens // 2],
+            compiled(
+                x[: num_tokens // 2],
+                Routing(routing.expert_ids[: num_tokens // 2], routing.weights[: num_tokens // 2]),
+                experts,
+                batch_invariant=True,
+            ),
+        )
 
 
 @pytest.mark.parametrize("format", PACKED)
@@ -113,14 +125,22 @@ def test_two_arrays(format):
     x, routing, experts, _ = case(0, format, jnp.bfloat16)
     half = legal(CASES[0][1], format).intermediate
     dense = dequantize(experts.gate_up, dtype=jnp.float32)
-    gate, up = (quantize(w.astype(jnp.bfloat16), format, weight_layout="nk")
-                for w in (dense[:, :half], dense[:, half:]))
+    gate, up = (
+        quantize(w.astype(jnp.bfloat16), format, weight_layout="nk")
+        for w in (dense[:, :half], dense[:, half:])
+    )
     two = dataclasses.replace(experts, gate_up=None, gate=gate, up=up)
     joined = jnp.concatenate([dequantize(q, dtype=jnp.float32) for q in (gate, up)], axis=1)
     inputs = on_cpu((x, routing, joined, dequantize(experts.down, dtype=jnp.float32)))
     refs = tuple(
-        reference.moe_mlp(inputs[0], inputs[1].expert_ids, inputs[1].weights, *inputs[2:],
-                          weight_layout="nk", dtype=d)
+        reference.moe_mlp(
+            inputs[0],
+            inputs[1].expert_ids,
+            inputs[1].weights,
+            *inputs[2:],
+            weight_layout="nk",
+            dtype=d,
+        )
         for d in (jnp.float32, jnp.bfloat16)
     )
     assert_close(compiled(x, routing, two), *refs)

@@ -3,12 +3,12 @@
 from collections.abc import Callable
 
 from benchmarks.cases import Case
-from benchmarks.suites import ep, layer, layer_fp8, ops, routing, stack, tiles, train
+from benchmarks.suites import ep, layer, layer_fp8, layer_packed, ops, routing, stack, tiles, train
 from benchmarks.suites.entry import Entry
 
 
 def _layer(case: Case) -> list[Entry]:
-    return [*layer.entries(case), *layer_fp8.entries(case)]
+    return [*layer.entries(case), *layer_fp8.entries(case), *layer_packed.entries(case)]
 
 
 SUITES: dict[str, Callable[[Case], list[Entry]]] = {

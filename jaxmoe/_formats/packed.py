@@ -5,8 +5,9 @@ warpgroup read them, each the values of its own rows of a tensor core's operand:
 
   row = 16 w + 8 u + i    k = 32 d + 16 b + 8 p + 2 c + h    thread = 32 w + 4 i + c
 
-with w, c < 4, i < 8 and d, b, p, u, h < 2. All threads read half d at once. A superblock is 64 rows by the elements of k that a strip
-has the scales of: its blocks in order of k, then the strip. Weights are [E, N / 64, superblocks].
+with w, c < 4, i < 8 and d, b, p, u, h < 2. All threads read half d at once. A superblock
+is 64 rows by the elements of k that a strip has the scales of: its blocks in order of k, then the
+strip. Weights are [E, N / 64, superblocks].
 """
 
 import functools

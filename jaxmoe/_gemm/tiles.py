@@ -134,8 +134,8 @@ def gmm_config(
 
     Each group has `weight_rows` rows of `k` elements. `local_share` of the groups are here.
     `promoted` says whether the sums of an FP8 product are promoted; None: 2-byte elements.
-    `float_out`: the output is float32 and the operands are not. `packed`: see `PACKED`. A symbolic `num_rows`, of
-    `jax.export`, gets `ANY_ROWS`.
+    `float_out`: the output is float32 and the operands are not. `packed`: see `PACKED`. A
+    symbolic `num_rows`, of `jax.export`, gets `ANY_ROWS`.
     """
     if not _sizes.is_known(num_rows):
         return ANY_ROWS
@@ -195,9 +195,7 @@ def mlp_configs(
     share = num_local_experts / max(num_experts, 1)
     weight_rows = intermediate * (2 if gated else 1)
     first, second = promoted or (None, None)
-    gate_up = gmm_config(
-        num_rows, num_experts, hidden, weight_rows, share, first, packed=packed
-    )
+    gate_up = gmm_config(num_rows, num_experts, hidden, weight_rows, share, first, packed=packed)
     if odd_blocks and gate_up.tile in WHOLE_BLOCKS:
         gate_up = GemmConfig(128, 192)
     down = gmm_config(num_rows, num_experts, intermediate, hidden, share, second, packed=packed)
