@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_derivatives import SymbolicZero
 
 from jaxmoe._formats import PLAIN, QUANTIZED, Format, Tokens
 from jaxmoe._formats.checks import (
@@ -16,6 +17,7 @@ from jaxmoe._formats.checks import (
     check_weight,
 )
 from jaxmoe._gemm.cuda import MAX_ROWS
+from jaxmoe._gemm.gate_up import of_moving
 from jaxmoe._gemm.op import multiply
 from jaxmoe._gemm.tiles import NOT_PROMOTED, ONLY_PROMOTED, STEP_K, GemmConfig, gmm_config
 from jaxmoe._jax import checks as _checks
@@ -75,10 +77,11 @@ def grouped_gemm(
       TypeError: a dtype differs or is no floating type.
       ValueError: shapes disagree, or no such layout.
       NotImplementedError: out_sharding, (on CUDA) a dtype or row length without a kernel, or a
-        derivative with a quantized `rhs`.
+        derivative with respect to what is quantized.
 
     Numerics: float32 accumulation, one rounding to the result's dtype. Bitwise repeatable. The
-      gradient of `rhs` for a group without rows is exactly 0.
+      gradient of `rhs` for a group without rows is exactly 0. With a quantized `rhs` derivatives
+      are those of the product with `jaxmoe.dequantize` of it, in the dtype of `lhs`.
     Sharding: N, E and K may be split over Auto and Explicit mesh axes; for E and K, devices add up
       parts rounded to the dtype of the result. R may not: a list of groups is one device's.
     Source: jax.lax.ragged_dot; MegaBlocks, https://arxiv.org/abs/2211.15841.
@@ -136,20 +139,41 @@ def grouped_gemm(
     dtype, scales = lhs.dtype, None
     if isinstance(rhs, QuantizedArray):
         w, scales, weight_layout = rhs.values, rhs.scales, "nk"
-        if format.quantizes_tokens and not isinstance(lhs, QuantizedArray):
-            lhs = quantize_tokens(lhs, format.name)
-    quantized = isinstance(lhs, QuantizedArray)
-    tokens = Tokens(lhs.values, lhs.scales) if quantized else Tokens(lhs, None)
-    return multiply(
-        *(tokens, w, scales, bias, starts, sizes),
-        format=format,
-        weight_layout=weight_layout,
-        dtype=dtype,
-        out_dtype=out_dtype,
-        precision=precision,
-        promoted=promoted,
-        config=config,
-    )
+    params: dict[str, Any] = {
+        "weight_layout": weight_layout,
+        "dtype": dtype,
+        "out_dtype": out_dtype,
+        "precision": precision,
+        "promoted": promoted,
+        "config": config,
+    }
+    rest = (w, scales, bias, starts, sizes)
+    if isinstance(lhs, QuantizedArray):
+        return multiply(Tokens(lhs.values, lhs.scales), *rest, format=format, **params)
+    if format.quantizes_tokens:
+        return _quantizing(lhs, *rest, format=format, **params)
+    return multiply(Tokens(lhs, None), *rest, format=format, **params)
+
+
+def _quantizing(*arrays: Any, format: Format, **params: Any) -> jax.Array:
+    """The product of rows that are quantized here; its derivative is that of the rows given."""
+
+    def of_rows(lhs: jax.Array, *rest: Any) -> jax.Array:
+        plain = params | {"promoted": None, "config": None}
+        return multiply(Tokens(lhs, None), *rest, format=format.dequantizing(), **plain)
+
+    @jax.custom_jvp
+    def value(lhs: jax.Array, *rest: Any) -> jax.Array:
+        q = quantize_tokens(lhs, format.name)
+        return multiply(Tokens(q.values, q.scales), *rest, format=format, **params)
+
+    def value_and_tangent(primals: Any, tangents: Any) -> Any:
+        moving = [None if t is None or isinstance(t, SymbolicZero) else t for t in tangents]
+        _, moved = jax.jvp(*of_moving(of_rows, primals, moving))
+        return value(*primals), moved
+
+    value.defjvp(value_and_tangent, symbolic_zeros=True)
+    return value(*arrays)
 
 
 def _check_factors(lhs: Any, rhs: Any, layout: str) -> Format:

@@ -76,16 +76,17 @@ def moe_mlp(
     Raises:
       TypeError, ValueError: an argument of the wrong kind, dtype, rank or shape, or an unknown
         name.
-      NotImplementedError: (on CUDA) a dtype or row length without a kernel; with quantized experts
-        any gradient.
+      NotImplementedError: (on CUDA) a dtype or row length without a kernel; a derivative with
+        respect to what is quantized.
 
     Numerics: float32 accumulation in both products; the activation is computed in float32 from the
       first accumulator and rounded once, each row of the second is rounded once, and the
       float32 sum over k once. Bitwise repeatable. NaN stays in the tokens that hold it. With
       quantized experts x and the rounded result of the activation are quantized in their format, as
-      `jaxmoe.quantize_tokens` does. Under differentiation the result is the same; what the backward
-      pass reads, the derivative of the activation too, is the first product rounded to the dtype of
-      `x`.
+      `jaxmoe.quantize_tokens` does, unless the format is one of weights alone. Under
+      differentiation the result is the same; what the backward pass reads, the derivative of the
+      activation too, is the first product rounded to the dtype of `x`. Derivatives through
+      quantized experts are those of the layer with the dequantized ones, in the dtype of `x`.
     Sharding: E, I, H and T may be split over Auto and Explicit mesh axes, in any combination;
       weights are never gathered. docs/sharding.md has the collectives of each. I without exchange
       needs order="interleaved", or gate and up in two arrays. Parts of a sum over devices are
@@ -228,7 +229,7 @@ def _layer(
     if recompute is not None:
         _checks.check_choice(op, "recompute", recompute, ("z",))
         if format.gradient.refused is not None:
-            rule = "recompute must be None with quantized weights, which have no gradient"
+            rule = f"recompute must be None with weights in {format.name}, which has no gradient"
             raise ValueError(_checks.message(op, rule, recompute=recompute))
     layer = _static(op, x, experts, format, local, accum, config, finalize)
     scales = checks.check_scales(op, x, format, experts, experts.num_experts)

@@ -11,7 +11,7 @@ import pytest
 
 import jaxmoe
 from jaxmoe._export import export_checks
-from jaxmoe._formats import QUANTIZED
+from jaxmoe._testing import FP8
 from jaxmoe._jax import targets as _targets
 from jaxmoe.plan import plan_scratch_size
 
@@ -103,7 +103,7 @@ PROGRAMS = {
     "losses": (losses, {"route"}),
 } | {
     f"{kind}_{name}": (functools.partial(fn, name=name), calls)
-    for name in QUANTIZED
+    for name in FP8
     for kind, fn, calls in (
         ("quantize", lambda x, name: jaxmoe.quantize_tokens(x, name), {"quantize"}),
         ("layer", lambda x, name: layer(x, name), {"route", "moe_mlp"}),

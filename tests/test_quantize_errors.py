@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import jaxmoe
+from jaxmoe._formats import QUANTIZED
 from tests import layers
 from tests.arguments import ones, zeros, zeros_of
 
@@ -21,17 +22,17 @@ SHARED = (
     (
         {"format": "fp8"},
         ValueError,
-        "format='fp8' must be one of fp8_tensor, fp8_channel, fp8_block.",
+        f"format='fp8' must be one of {', '.join(QUANTIZED)}.",
     ),
     (
         {"format": None},
         TypeError,
-        "format must be one of fp8_tensor, fp8_channel, fp8_block. Got format: None.",
+        f"format must be one of {', '.join(QUANTIZED)}. Got format: None.",
     ),
     (
         {"element_type": "e3m4"},
         ValueError,
-        "element_type='e3m4' must be one of e4m3, e5m2.",
+        "element_type='e3m4' must be one of e4m3, e5m2, e2m1, int4, int8.",
     ),
     (
         {"element_type": "e5m2"},

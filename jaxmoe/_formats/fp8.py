@@ -12,10 +12,6 @@ from jaxmoe._formats.base import Format, Gradient, Tokens, dot
 BLOCK = quantization.BLOCK
 PROMOTED_K = 2048  # products over more elements promote their sums by default
 ACCUMS = ("fast", "promoted")
-_REFUSED = (
-    "no derivative is defined with quantized weights: FP8 runs forward only; take "
-    "jaxmoe.dequantize of them to differentiate"
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,9 +49,8 @@ class Fp8(Format):
         self, x: jax.Array, x_scales: jax.Array | None, w: jax.Array, w_scales: jax.Array
     ) -> jax.Array:
         """Scales each 128 of k apart, where they have scales of their own."""
-        if not self.scaled_by_step:
+        if not self.scaled_by_step or x_scales is None:
             return super().multiply(x, x_scales, w, w_scales)
-        assert x_scales is not None
         padding = ((0, 0), (0, x_scales.shape[1] * BLOCK - x.shape[1]))
         x, w = (jnp.pad(a, padding).reshape(a.shape[0], -1, BLOCK).swapaxes(0, 1) for a in (x, w))
         w_scales = jnp.repeat(w_scales, BLOCK, axis=0)[: w.shape[1]]
@@ -87,7 +82,7 @@ class Fp8(Format):
 
 
 _E4M3 = ("e4m3", jnp.float8_e4m3fn)
-_FORWARD_ONLY = Gradient(refused=_REFUSED)
+_FROZEN = Gradient(frozen=True)
 
 FP8_TENSOR = Fp8(
     "fp8_tensor",
@@ -96,7 +91,7 @@ FP8_TENSOR = Fp8(
     token_scales="",
     stored=(_E4M3, ("e5m2", jnp.float8_e5m2)),
     static_scales=True,
-    gradient=_FORWARD_ONLY,
+    gradient=_FROZEN,
 )
 FP8_CHANNEL = Fp8(
     "fp8_channel",
@@ -104,7 +99,7 @@ FP8_CHANNEL = Fp8(
     weight_scales="e n",
     token_scales="t",
     stored=(_E4M3,),
-    gradient=_FORWARD_ONLY,
+    gradient=_FROZEN,
 )
 FP8_BLOCK = Fp8(
     "fp8_block",
@@ -113,6 +108,6 @@ FP8_BLOCK = Fp8(
     token_scales="t q",
     block=BLOCK,
     stored=(_E4M3,),
-    gradient=_FORWARD_ONLY,
+    gradient=_FROZEN,
     scaled_by_step=True,
 )

@@ -28,6 +28,7 @@ import jax.numpy as jnp
 
 from jaxmoe._formats import MASTER, PLAIN, Format, Tokens
 from jaxmoe._gemm import cuda, sharding, xla
+from jaxmoe._gemm.dequantized import dequantized
 from jaxmoe._gemm.tiles import gmm_config, tgmm_cluster
 from jaxmoe._jax import checks as _checks
 from jaxmoe._jax import primitive as _primitive
@@ -108,6 +109,18 @@ def refuse_derivative(op: str, format: Format, **arrays: Any) -> Any:
     raise NotImplementedError(_checks.message(op, format.gradient.refused or "", **arrays))
 
 
+def refuse_moving(op: str, x: Any, tangents: Any, names: tuple[str, ...]) -> None:
+    """Raises if a derivative is taken with respect to what is quantized."""
+    for name in names:
+        if getattr(tangents, name) is not None:
+            what = {"x": "x", "x_scales": "x"} | dict.fromkeys(("x_scale", "h_scale"), "tokens")
+            rule = (
+                f"no derivative is defined with respect to quantized {what.get(name, 'weights')} "
+                f"(here: {name}); take jax.lax.stop_gradient of these, or jaxmoe.dequantize them"
+            )
+            raise NotImplementedError(_checks.message(op, rule, x=x))
+
+
 def _gmm_out(
     x: Any, w: Any, *_: Any, weight_layout: str, out_dtype: Any, format: Format, **_params: Any
 ) -> Any:
@@ -138,6 +151,9 @@ def _gmm_xla(*operands: Any, format: Format, **params: Any) -> tuple[jax.Array]:
     if format.master:
         bias = None if a.bias is None else a.bias.astype(a.x.dtype)
         return gmm(*a._replace(w=a.w.astype(a.x.dtype), bias=bias), **params)
+    if format.composed:
+        w = dequantized(a.w, a.w_scales, format, params["dtype"])
+        return gmm(*a._replace(w=w, w_scales=None), **params)
     return xla.gmm_xla(*a, format=format, **params)
 
 
@@ -221,33 +237,45 @@ def _gmm_jvp(primals: Product, tangents: Product, *, format: Format, **params: A
     x, w, starts, sizes, *_ = primals
     product = functools.partial(gmm, format=format, **params)
     terms = []
-    if tangents.x is not None:
+    if format.gradient.frozen:
+        shown = jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+        quantized = ("x", "x_scales") if primals.x_scales is not None else ()
+        refuse_moving("grouped_gemm", shown, tangents, (*quantized, "w", "w_scales"))
+        if tangents.x is not None:
+            of_x: dict[str, Any] = params | {"promoted": None, "config": None}
+            given = (tangents.x, w, starts, sizes, None, None, primals.w_scales)
+            terms += gmm(*given, format=format.dequantizing(), **of_x)
+    elif tangents.x is not None:
         terms += product(tangents.x, w, starts, sizes)
     if tangents.w is not None:
         terms += product(x, tangents.w, starts, sizes)
     if tangents.bias is not None:
         # bias[e] as a product: one K of ones, padded to a row length that the kernels take.
-        k = cuda.ROW_BYTES // x.dtype.itemsize
-        ones = jnp.zeros((*x.shape[:2], k), x.dtype).at[..., 0].set(1)
+        k = cuda.ROW_BYTES // params["dtype"].itemsize
+        ones = jnp.zeros((*x.shape[:2], k), params["dtype"]).at[..., 0].set(1)
         rows = jnp.pad(tangents.bias[:, :, None, :], ((0, 0), (0, 0), (0, k - 1), (0, 0)))
-        of_bias: dict[str, Any] = params | {"weight_layout": "kn", "config": None}
-        terms += gmm(ones, rows, starts, sizes, format=format, **of_bias)
+        of_bias: dict[str, Any] = params | {"weight_layout": "kn", "config": None, "promoted": None}
+        plain = PLAIN if format.quantized else format
+        terms += gmm(ones, rows, starts, sizes, format=plain, **of_bias)
     return product(*primals), (functools.reduce(jnp.add, terms) if terms else None,)
 
 
 def _gmm_transpose(
-    cts: Any, args: Product, *, weight_layout: str, precision: Any, **_of_this: Any
+    cts: Any, args: Product, *, weight_layout: str, precision: Any, format: Format, **_of_this: Any
 ) -> Any:
     x, w, starts, sizes, *_ = args
     (ct,) = cts
     nothing = Product(*[None] * len(args))
     if _primitive.is_linear(x):
         dtype = x.aval.dtype
+        of_x: dict[str, Any] = {"dtype": dtype, "format": format} if format.quantized else {}
         (dx,) = gmm(
-            *(ct, w.astype(dtype), starts, sizes),
+            *(ct, w if format.quantized else w.astype(dtype), starts, sizes, None, None),
+            args.w_scales,
             weight_layout=_OTHER_LAYOUT[weight_layout],
             out_dtype=dtype,
             precision=precision,
+            **of_x,
         )
         return nothing._replace(x=dx)
     factors = (x, ct) if weight_layout == "kn" else (ct, x)
@@ -377,7 +405,7 @@ gmm_p = _primitive.define(
         reason=_gmm_reason,
     ),
     rule=sharding.gmm_rule(lambda *arrays, **params: gmm_p(*arrays, **params)),
-    composed=lambda *, format, **_: format.master,
+    composed=lambda *, format, **_: format.composed,
     expands=lambda *, format, **_: format.master,
 )
 tgmm = _primitive.define(

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxmoe._formats import PLAIN, Tokens
+from jaxmoe._formats import PLAIN, Format, Tokens
 from jaxmoe._gemm.gate_up import activate, gate_up_p, of_moving
 from jaxmoe._gemm.op import tgmm
 from jaxmoe._jax import primitive as _primitive
@@ -53,6 +53,7 @@ class Kept(NamedTuple):
       x: [T, H].
       z: [R, N] before the activation.
       w_gate_up, w_down, w_up, b_down: as `Operands` have them.
+      gate_up_scales, down_scales: likewise, of weights that products dequantize.
       row_to_token: [R] int32.
       slot_to_row: [T, K] int32.
       expert_offsets: [G + 1] int32.
@@ -70,6 +71,8 @@ class Kept(NamedTuple):
     weights: Any = None
     w_up: Any = None
     b_down: Any = None
+    gate_up_scales: Any = None
+    down_scales: Any = None
     t_x: Any = None
     t_weights: Any = None
     t_w_gate_up: Any = None
@@ -88,7 +91,7 @@ def linearized(
     index = order.row_to_token, order.slot_to_row
     groups = order.expert_offsets[:-1], jnp.diff(order.expert_offsets)
     second = (layer.config or (None, None))[1]
-    if a.w_up is None:
+    if a.w_up is None and not layer.format.quantized:
         source = (a.x, *index) if config.gather else (permute(a.x, order), None, None)
         h, z = gate_up_p(
             *source,
@@ -99,7 +102,7 @@ def linearized(
             config=config,
         )
     else:
-        h, z = _of_two_arrays(a, layer, order)
+        h, z = _apart(a, layer, order)
     z = checkpoint_name(z, "jaxmoe_z")
     rows = _product(
         h,
@@ -109,6 +112,8 @@ def linearized(
         layout=layer.layouts[1],
         out_dtype=layer.dtype,
         config=second,
+        scales=a.down_scales,
+        format=layer.format,
     )
     weights = a.weights if layer.finalize else None
     kept = Kept(
@@ -116,6 +121,8 @@ def linearized(
         weights=weights,
         w_up=a.w_up,
         b_down=a.b_down,
+        gate_up_scales=a.gate_up_scales,
+        down_scales=a.down_scales,
     )
     moving = {n: getattr(tangents, n) for n in VARIABLES}
     if not layer.finalize:
@@ -130,11 +137,12 @@ def linearized(
 
 def _plain(layer: Layer) -> Layer:
     """The static parameters that the derivative depends on."""
-    return layer.replace(format=PLAIN, config=None, promoted=None, num_experts=1, expert_offset=0)
+    format = layer.format if layer.format.quantized else PLAIN
+    return layer.replace(format=format, config=None, promoted=None, num_experts=1, expert_offset=0)
 
 
-def _of_two_arrays(a: Operands, layer: Layer, order: Any) -> tuple[jax.Array, jax.Array]:
-    """h and z of a gate and an up that are two arrays."""
+def _apart(a: Operands, layer: Layer, order: Any) -> tuple[jax.Array, jax.Array]:
+    """h and z of a gate and an up that are two arrays, or of weights to be dequantized."""
     rows, (config, _) = permute(a.x, order), layer.config or (None, None)
     parts = [
         _product(
@@ -145,8 +153,10 @@ def _of_two_arrays(a: Operands, layer: Layer, order: Any) -> tuple[jax.Array, ja
             layout=layer.layouts[0],
             out_dtype=jnp.float32,
             config=config,
+            scales=scales,
+            format=layer.format,
         )
-        for w, _, bias in halves(a, layer)
+        for w, scales, bias in halves(a, layer)
     ]
     z = jnp.concatenate(parts, axis=1)
     return activate(z, layer.activation, layer.gate_up).astype(layer.dtype), z.astype(layer.dtype)
@@ -161,14 +171,16 @@ def _product(
     layout: str,
     out_dtype: Any,
     config: Any = None,
+    scales: jax.Array | None = None,
+    format: Format = PLAIN,
 ) -> jax.Array:
     return product(
         Tokens(rows, None),
         w,
-        None,
+        scales,
         bias,
         expert_offsets,
-        format=PLAIN,
+        format=format,
         layout=layout,
         dtype=rows.dtype,
         out_dtype=out_dtype,
@@ -237,14 +249,19 @@ def _tangent(*args: Any, layer: Layer) -> tuple[jax.Array]:
     narrow: Any = lambda t: None if t is None else t.astype(dtype)  # noqa: E731
     first, second = (
         functools.partial(
-            _product, bias=None, expert_offsets=r.expert_offsets, layout=at, out_dtype=jnp.float32
+            _product,
+            bias=None,
+            expert_offsets=r.expert_offsets,
+            layout=at,
+            out_dtype=jnp.float32,
+            format=layer.format,
         )
         for at in layer.layouts
     )
     ones = jnp.ones(r.row_to_token.shape, jnp.float32)
     s = _row_weights(r, r.weights)
     act = functools.partial(activate, activation=layer.activation, gate_up=layer.gate_up)
-    z_terms = _z_terms(r, first, ones, narrow)
+    z_terms = _z_terms(r, layer, first, ones, narrow)
     h_terms: list[jax.Array] = []
     if z_terms:
         h, dh = jax.jvp(act, (r.z.astype(jnp.float32),), (_sum(z_terms),))
@@ -258,7 +275,7 @@ def _tangent(*args: Any, layer: Layer) -> tuple[jax.Array]:
         if r.b_down is not None:
             terms.append(_times_bias(r, ds, r.b_down))
     if h_terms:
-        terms.append(second(_sum(h_terms).astype(dtype), r.w_down))
+        terms.append(second(_sum(h_terms).astype(dtype), r.w_down, scales=r.down_scales))
     if r.t_w_down is not None:
         terms.append(second((s[:, None] * h).astype(dtype), narrow(r.t_w_down)))
     if r.t_b_down is not None:
@@ -271,28 +288,33 @@ def _tangent(*args: Any, layer: Layer) -> tuple[jax.Array]:
     return (sum_rows(_sum(terms).astype(dtype), r.slot_to_row, residual),)
 
 
-def _z_terms(r: Any, first: Any, ones: jax.Array, narrow: Any) -> list[jax.Array]:
+def _z_terms(r: Any, layer: Layer, first: Any, ones: jax.Array, narrow: Any) -> list[jax.Array]:
     """Terms of the tangent of z, from those of x, of the first weights and of their bias."""
     terms: list[jax.Array] = []
     if r.t_x is not None:
-        terms.append(_both(first, _to_rows(r, narrow(r.t_x)), r.w_gate_up, r.w_up))
+        terms.append(_both(first, _to_rows(r, narrow(r.t_x)), _of_halves(r, layer)))
     if r.t_w_gate_up is not None or r.t_w_up is not None:
         rows = _to_rows(r, r.x)
         moved = [
             None if w is None else jnp.zeros_like(w) if t is None else narrow(t)
             for w, t in ((r.w_gate_up, r.t_w_gate_up), (r.w_up, r.t_w_up))
         ]
-        terms.append(_both(first, rows, *moved))
+        terms.append(_both(first, rows, [(w, None) for w in moved if w is not None]))
     if r.t_b_gate_up is not None:
         terms.append(_times_bias(r, ones, narrow(r.t_b_gate_up)))
     return terms
 
 
-def _both(first: Any, rows: jax.Array, gate: Any, up: Any) -> jax.Array:
+def _of_halves(r: Any, layer: Layer) -> list[tuple[jax.Array, Any]]:
+    """The first weight, one array or two, and the scales of each."""
+    a = Operands(None, None, r.w_gate_up, None, w_up=r.w_up, gate_up_scales=r.gate_up_scales)
+    return [(w, scales) for w, scales, _ in halves(a, layer)]
+
+
+def _both(first: Any, rows: jax.Array, weights: list[tuple[jax.Array, Any]]) -> jax.Array:
     """The first product with one array, or with each of the two."""
-    if up is None:
-        return first(rows, gate)
-    return jnp.concatenate([first(rows, gate), first(rows, up)], axis=1)
+    parts = [first(rows, w, scales=scales) for w, scales in weights]
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
 
 
 def _transpose(cts: Any, args: Kept, *, layer: Layer) -> Kept:
@@ -301,7 +323,12 @@ def _transpose(cts: Any, args: Kept, *, layer: Layer) -> Kept:
     # NOTE: or XLA, which takes equal expressions for one, keeps the rows of x and float32 parts of
     # the activation from the forward pass until here, where they are computed again.
     x, z, dy = jax.lax.optimization_barrier((args.x, args.z, cts[0]))
-    grads = _gradients(args._replace(x=x, z=z), dy, wanted, layer)
+    args = args._replace(x=x, z=z)
+    if layer.format.quantized:  # or weights that were dequantized stay until here
+        names = ("w_gate_up", "w_up", "w_down")
+        given = {n: w for n in names if (w := getattr(args, n)) is not None}
+        args = args._replace(**jax.lax.optimization_barrier(given))
+    grads = _gradients(args, dy, wanted, layer)
     nothing = Kept(*[None] * len(Kept._fields))
     return nothing._replace(**{f"t_{name}": grads[name] for name in wanted})
 
@@ -319,7 +346,14 @@ def _gradients(
     h, pull = jax.vjp(act, r.z)
     dz: Any = None
     if wanted.keys() & {"weights", *_FIRST}:
-        dh = backward(rows, r.w_down, layout=_OTHER_LAYOUT[layer.layouts[1]], out_dtype=dtype)
+        dh = backward(
+            rows,
+            r.w_down,
+            layout=_OTHER_LAYOUT[layer.layouts[1]],
+            out_dtype=dtype,
+            scales=r.down_scales,
+            format=layer.format,
+        )
         dh = dh.astype(jnp.float32)
         (dz,) = pull(s[:, None] * dh)
         if "weights" in wanted:
@@ -346,8 +380,9 @@ def _of_first(
     dtype, layout, grads = layer.dtype, layer.layouts[0], {}
     parts = [dz] if r.w_up is None else jnp.split(dz, 2, axis=1)
     if "x" in wanted:
-        for part, w in zip(parts, (r.w_gate_up, r.w_up), strict=False):
-            dx = backward(part, w, layout=_OTHER_LAYOUT[layout], out_dtype=dtype)
+        in_format = functools.partial(backward, format=layer.format, out_dtype=dtype)
+        for part, (w, scales) in zip(parts, _of_halves(r, layer), strict=True):
+            dx = in_format(part, w, layout=_OTHER_LAYOUT[layout], scales=scales)
             grads["x"] = sum_rows(dx, r.slot_to_row, grads.get("x"))
     for name, part in zip(("w_gate_up", "w_up"), parts, strict=False):
         if name in wanted:

@@ -16,7 +16,7 @@ from jaxmoe._formats.base import scratch_floats
 from jaxmoe._formats.quantization import MAX_PARTIALS
 from jaxmoe._gemm import cuda
 from jaxmoe._gemm.gate_up import of_moving
-from jaxmoe._gemm.op import refuse_derivative
+from jaxmoe._gemm.op import refuse_derivative, refuse_moving
 from jaxmoe._gemm.tiles import mlp_configs, mlp_index_size, odd_blocks
 from jaxmoe._jax import mesh as _mesh
 from jaxmoe._jax import primitive as _primitive
@@ -26,14 +26,23 @@ from jaxmoe._mlp.stages import result, rows_of
 from jaxmoe.quantize import quantize, stored_shape
 
 _OP = "moe_mlp"
+# What has no derivative in frozen formats.
+_QUANTIZED = (
+    *("x_scales", "w_gate_up", "gate_up_scales", "w_up", "up_scales", "w_down", "down_scales"),
+    *("x_scale", "h_scale"),
+)
 
 
 def layer_op(a: Operands, layer: Layer) -> tuple[jax.Array, ...]:
     """Binds the primitive, or the value and the tangent apart where a format divides them so."""
     arrays = [x for x in a if x is not None]
     split = any(_mesh.explicit_axes(jax.typeof(x)) for x in arrays)
-    if layer.format.expands and split:
-        return _value_and_tangent_apart(a, layer)
+    if split and layer.format.expands:
+        plain = layer.replace(format=PLAIN)
+        return _value_and_tangent_apart(a, lambda a: _quantized(a, layer), lambda a: (a, plain))
+    if split and layer.format.gradient.frozen and not layer.format.composed:
+        value = lambda a: moe_mlp_p(*a, layer=layer)  # noqa: E731
+        return _value_and_tangent_apart(a, value, lambda a: _dequantizing(a, layer))
     return moe_mlp_p(*a, layer=layer)
 
 
@@ -83,8 +92,11 @@ def _quantized(a: Operands, layer: Layer) -> tuple[jax.Array, ...]:
     return moe_mlp_p(*a, layer=narrow)
 
 
-def _value_and_tangent_apart(a: Operands, layer: Layer) -> tuple[jax.Array, ...]:
-    """The value and the tangent as ops that are divided each by its own rule."""
+def _value_and_tangent_apart(a: Operands, value_of: Any, moving_as: Any) -> tuple[jax.Array, ...]:
+    """The value and the tangent as ops that are divided each by its own rule.
+
+    `moving_as` gives the operands and the layer whose tangent it is.
+    """
     absent = [x is None for x in a]
 
     def given(*there: jax.Array) -> Operands:
@@ -92,9 +104,10 @@ def _value_and_tangent_apart(a: Operands, layer: Layer) -> tuple[jax.Array, ...]
         return Operands(*(None if missing else next(rest) for missing in absent))
 
     def plain(*there: jax.Array) -> Any:
-        return moe_mlp_p(*given(*there), layer=layer.replace(format=PLAIN))
+        operands, layer = moving_as(given(*there))
+        return moe_mlp_p(*operands, layer=layer)
 
-    value = jax.custom_jvp(lambda *there: _quantized(given(*there), layer))
+    value = jax.custom_jvp(lambda *there: value_of(given(*there)))
 
     def value_and_tangent(primals: Any, tangents: Any) -> Any:
         moving = [None if isinstance(t, SymbolicZero) else t for t in tangents]
@@ -103,6 +116,14 @@ def _value_and_tangent_apart(a: Operands, layer: Layer) -> tuple[jax.Array, ...]
 
     value.defjvp(value_and_tangent, symbolic_zeros=True)
     return value(*(x for x in a if x is not None))
+
+
+def _dequantizing(a: Operands, layer: Layer) -> tuple[Operands, Layer]:
+    """The layer whose products dequantize weights, of tokens that are not quantized."""
+    format = layer.format
+    x = a.x if a.x_scales is None else format.decode(a.x, a.x_scales, tokens=True)
+    a = a._replace(x=x.astype(layer.dtype), x_scales=None, x_scale=None, h_scale=None)
+    return a, layer.replace(format=format.dequantizing(), promoted=None, config=None)
 
 
 def _out(*avals: Any, layer: Layer) -> list[_primitive.Spec]:
@@ -120,6 +141,13 @@ def _jvp(primals: Operands, tangents: Operands, *, layer: Layer) -> Any:
     if gradient.straight_through:
         _, moved = _jvp(primals, tangents, layer=layer.replace(format=PLAIN))
         return moe_mlp_p(*primals, layer=layer), moved
+    if gradient.frozen:
+        names = _QUANTIZED if primals.x_scales is None else ("x", *_QUANTIZED)
+        refuse_moving(_OP, primals.x, tangents, names)
+        if not layer.format.composed:
+            given, plain = _dequantizing(primals, layer)
+            _, moved = _jvp(given, tangents, layer=plain)
+            return moe_mlp_p(*primals, layer=layer), moved
     if layer.finalize and _mesh.divided_by_xla([x for x in primals if x is not None]):
         return moe_mlp_p(*primals, layer=layer), (_tangent(primals, tangents, layer=layer),)
     if not is_joined(primals):
@@ -128,7 +156,8 @@ def _jvp(primals: Operands, tangents: Operands, *, layer: Layer) -> Any:
     if layer.format.master:
         primals = _rounded(primals, layer)
     first, _ = configs_of(primals, layer)
-    return derivative.linearized(primals, tangents, layer.replace(format=PLAIN), first)
+    in_format = layer if gradient.frozen else layer.replace(format=PLAIN)
+    return derivative.linearized(primals, tangents, in_format, first)
 
 
 def _joined_tangents(primals: Operands, tangents: Operands, layer: Layer) -> Operands:

@@ -1,0 +1,247 @@
+"""Derivatives through quantized experts: those of the layer with the dequantized ones."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxmoe
+from jaxmoe import Experts, QuantizedArray, Routing, expert_parallel
+from jaxmoe._formats import QUANTIZED
+from jaxmoe._jax import targets as _targets
+from jaxmoe._testing import PACKED, Layer, assert_equal, layer_inputs
+from tests.lowered import cuda_text
+
+SHAPE = Layer("", "one block of 128 each way, or two", 256, 128, 4, 2, bias=True)
+SOME = ("fp8_tensor", "fp8_block", "mxfp4", "int4_g64_zp", "int8_channel")
+
+
+def experts(name, dtype=jnp.float32, two=False, order="gate_up", seed=0):
+    """Experts in a format, and the same dequantized."""
+    rng = np.random.default_rng(seed)
+    if name.startswith("int4"):
+        dtype = jnp.bfloat16
+    i = layer_inputs(SHAPE, 1, "uniform", rng, dtype, "nk")
+    parts = {"gate_up": i["w_gate_up"], "down": i["w_down"]}
+    biases = {"gate_up_bias": i["b_gate_up"], "down_bias": i["b_down"]}
+    if two:
+        gate, up = jnp.split(parts.pop("gate_up"), 2, axis=1)
+        gate_bias, up_bias = jnp.split(biases.pop("gate_up_bias"), 2, axis=1)
+        parts |= {"gate": gate, "up": up}
+        biases |= {"gate_bias": gate_bias, "up_bias": up_bias}
+    static = {"layout": "nk", "order": order}
+    q = {n: jaxmoe.quantize(w, name, weight_layout="nk") for n, w in parts.items()}
+    biases = {n: b.astype(jnp.float32) for n, b in biases.items()}
+    plain = {n: jaxmoe.dequantize(w, dtype=jnp.float32) for n, w in q.items()}
+    return Experts(**q, **biases, **static), Experts(**plain, **biases, **static)
+
+
+def tokens(num_tokens=16, seed=1):
+    rng = np.random.default_rng(seed)
+    i = layer_inputs(SHAPE, num_tokens, "with_invalid", rng, jnp.float32)
+    return i["x"], Routing(i["expert_ids"], i["weights"], 4)
+
+
+def loss_of(layer):
+    """A loss that is linear in y: its cotangent does not depend on the value."""
+
+    def loss(moving, e, routing):
+        routing = Routing(routing.expert_ids, moving["weights"], routing.num_experts)
+        biases = {n: b for n, b in moving.items() if n.endswith("bias")}
+        e = Experts(**{n: getattr(e, n) for n in _FIELDS if n not in biases}, **biases)
+        y = layer(moving["x"], routing, e)
+        return jnp.sum(y * jnp.cos(jnp.arange(y.shape[-1], dtype=y.dtype))[None])
+
+    return loss
+
+
+_FIELDS = (
+    *("gate_up", "down", "gate", "up", "gate_up_bias", "gate_bias", "up_bias", "down_bias"),
+    *("order", "layout"),
+)
+
+
+def moving_of(e, x, routing):
+    biases = {n: getattr(e, n) for n in _FIELDS if n.endswith("bias")}
+    return {"x": x, "weights": routing.weights} | {n: b for n, b in biases.items() if b is not None}
+
+
+def close(got, want):
+    def one(a, b):
+        scale = float(jnp.abs(b).max()) + 1e-6
+        np.testing.assert_allclose(np.asarray(a) / scale, np.asarray(b) / scale, atol=1e-5)
+
+    jax.tree.map(one, got, want)
+
+
+def gradients(layer, e, x, routing):
+    return jax.jit(jax.grad(loss_of(layer)))(moving_of(e, x, routing), e, routing)
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_gradients_are_those_of_dequantized_weights(name):
+    q, plain = experts(name)
+    x, routing = tokens()
+    close(gradients(jaxmoe.moe_mlp, q, x, routing), gradients(jaxmoe.moe_mlp, plain, x, routing))
+
+
+@pytest.mark.parametrize("name", ("fp8_channel", "nvfp4"))
+@pytest.mark.parametrize("kind", ("two", "interleaved", "recompute", "rows", "residual", "remat"))
+def test_layers(name, kind):
+    q, plain = experts(name, two=kind == "two", order=kind if kind == "interleaved" else "gate_up")
+    x, routing = tokens()
+
+    def rows(x, routing, e):
+        out = jaxmoe.expert_rows(x, routing, e)
+        return jaxmoe.finalize(out.rows, out, out.weights)
+
+    layer = {
+        "recompute": functools.partial(jaxmoe.moe_mlp, recompute="z"),
+        "rows": rows,
+        "residual": lambda x, *rest: jaxmoe.moe_mlp(x, *rest, residual=x),
+        "remat": jax.checkpoint(jaxmoe.moe_mlp),
+    }.get(kind, jaxmoe.moe_mlp)
+    got, want = (gradients(layer, e, x, routing) for e in (q, plain))
+    if kind == "rows" and name not in PACKED:  # finalize takes its derivative at the rows there are
+        got, want = ({n: g for n, g in those.items() if n != "weights"} for those in (got, want))
+    close(got, want)
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_value_is_that_of_the_quantized_layer(name):
+    q, plain = experts(name)
+    x, routing = tokens()
+    layer = lambda e: lambda x: jaxmoe.moe_mlp(x, routing, e)  # noqa: E731
+    tangent = jnp.sin(x)
+    y, moved = jax.jit(lambda x: jax.jvp(layer(q), (x,), (tangent,)))(x)
+    assert_equal(y, jax.jit(layer(q))(x))
+    close(moved, jax.jit(lambda x: jax.jvp(layer(plain), (x,), (tangent,))[1])(x))
+    batch = jnp.stack([x, 2 * x, -x])
+    both = [
+        jax.jit(jax.vmap(jax.grad(lambda x, e=e: layer(e)(x).sum())))(batch) for e in (q, plain)
+    ]
+    close(*both)
+
+    def second(e):
+        first = jax.grad(lambda x: layer(e)(x).sum())
+        return jax.grad(lambda x: jnp.sum(jnp.sin(first(x))))
+
+    close(*(jax.jit(second(e))(x) for e in (q, plain)))
+
+
+@pytest.mark.parametrize("name", ("fp8_block", "mxfp4"))
+def test_scan_over_layers(name):
+    """Leaves of a quantized array may have leading axes, those of the layers of a scan."""
+    layers = [experts(name, seed=s) for s in range(3)]
+    x, routing = tokens()
+
+    def total(x, stacked):
+        step = lambda x, e: (x + jaxmoe.moe_mlp(x, routing, e), None)  # noqa: E731
+        return jax.lax.scan(step, x, stacked)[0].sum()
+
+    both = [jax.tree.map(lambda *a: jnp.stack(a), *those) for those in zip(*layers, strict=True)]
+    assert both[0].down.shape == (3, 4, 256, 128) and both[0].intermediate == 128
+    if name in PACKED:  # which XLA multiplies as the dequantized ones, but for the order of sums
+        close(*(jax.jit(jax.grad(total))(x, stacked) for stacked in both))
+    assert jnp.isfinite(jax.jit(jax.grad(total))(x, both[0])).all()
+
+
+def test_what_is_quantized_has_no_derivative():
+    q, _ = experts("mxfp4")
+    x, routing = tokens()
+    loss = lambda e: jaxmoe.moe_mlp(x, routing, e).sum()  # noqa: E731
+    message = r"^jaxmoe\.moe_mlp: no derivative is defined with respect to quantized weights \(here"
+    with pytest.raises(NotImplementedError, match=message):
+        jax.grad(loss, allow_int=True)(q)
+    grads = jax.jit(jax.grad(lambda e: loss(jax.lax.stop_gradient(e)), allow_int=True))(q)
+    assert grads.down.values.dtype == jax.dtypes.float0 and not grads.down.scales.any()
+    fp8, _ = experts("fp8_tensor")
+    with pytest.raises(NotImplementedError, match=message):
+        jax.grad(loss)(fp8)
+    given = jaxmoe.quantize_tokens(x, "fp8_tensor")
+    of_x = lambda s: QuantizedArray(given.values, s, given.format, given.layout, given.dtype)  # noqa: E731
+    with pytest.raises(NotImplementedError, match="with respect to quantized x"):
+        jax.grad(lambda s: jaxmoe.moe_mlp(of_x(s), routing, fp8).sum())(given.scales)
+    of_weights = lambda w: jaxmoe.moe_mlp(given, Routing(routing.expert_ids, w), fp8).sum()  # noqa: E731
+    assert jax.grad(of_weights)(routing.weights).any()
+
+
+def split(e, specs):
+    """Places quantized experts: the stored values of each weight, and the scales that follow."""
+
+    def place(q, spec):
+        scales = {"e": spec[:1], "e n": spec[:2], "e p q": spec}
+        scales = scales[QUANTIZED[q.format].weight_scales]
+        return QuantizedArray(P(*spec), P(*scales), q.format, q.layout, q.dtype)
+
+    places = {n: place(getattr(e, n), spec) for n, spec in specs.items()}
+    small = {n: P() for n in ("gate_up_bias", "down_bias", "gate_bias", "up_bias")}
+    small = {n: s for n, s in small.items() if getattr(e, n) is not None}
+    return Experts(**places, **small, order=e.order, layout="nk")
+
+
+MESHES = {
+    "E": {"gate_up": ("a", None, None), "down": ("a", None, None)},
+    "I": {"gate_up": (None, "a", None), "down": (None, None, "a")},
+    "H": {"gate_up": (None, None, "a"), "down": (None, "a", None)},
+}
+
+
+@pytest.mark.parametrize("name", ("fp8_tensor", "mxfp4", "int8_channel"))
+@pytest.mark.parametrize("kind", (AxisType.Auto, AxisType.Explicit))
+@pytest.mark.parametrize("axis", MESHES)
+def test_on_a_mesh(name, kind, axis):
+    q, plain = experts(name, order="interleaved")
+    x, routing = tokens()
+    moving = moving_of(q, x, routing)
+    run = jax.value_and_grad(loss_of(jaxmoe.moe_mlp))
+    want, (_, of_plain) = (jax.jit(run)(moving, e, routing) for e in (q, plain))
+    mesh = jax.make_mesh((2,), ("a",), axis_types=(kind,), devices=jax.devices()[:2])
+    place = lambda s: NamedSharding(mesh, s)  # noqa: E731
+    specs = split(q, MESHES[axis])
+    put = jax.device_put(q, jax.tree.map(place, specs, is_leaf=lambda s: isinstance(s, P)))
+    everywhere = jax.device_put((moving, routing), place(P()))
+    with jax.set_mesh(mesh):
+        got = jax.jit(run)(everywhere[0], put, everywhere[1])
+    close(got[0], want[0])
+    close(got[1], of_plain)
+
+
+@pytest.mark.parametrize("name", ("fp8_tensor", "mxfp4"))
+@pytest.mark.parametrize("dispatch", ("all_gather", "all_to_all", "ragged"))
+def test_expert_parallel(name, dispatch):
+    q, plain = experts(name, order="interleaved")
+    x, routing = tokens()
+    mesh = jax.make_mesh((2, 2), ("e", "i"), axis_types=(AxisType.Auto,) * 2)
+    layer = functools.partial(
+        expert_parallel.sharded_moe_mlp,
+        mesh=mesh,
+        axis_name="e",
+        tensor_axis="i",
+        dispatch=dispatch,
+    )
+    close(gradients(layer, q, x, routing), gradients(jaxmoe.moe_mlp, plain, x, routing))
+
+
+def test_cuda_dequantizes_into_scratch_that_explain_states():
+    q, _ = experts("fp8_channel", jnp.bfloat16)
+    q = Experts(gate_up=q.gate_up, down=q.down, layout="nk")
+    x, routing = tokens()
+
+    def of_x(x):
+        y = jaxmoe.moe_mlp(x, routing, q)
+        return jnp.sum(y.astype(jnp.float32) ** 2)
+
+    x = x.astype(jnp.bfloat16)
+    text = cuda_text(jax.grad(of_x), x)
+    assert text.count("custom_call @jaxmoe_moe_mlp_v1") == 1
+    assert text.count("custom_call @jaxmoe_grouped_gemm_v1") >= 3
+    with _targets.force_cuda_lowering():
+        report = jaxmoe.explain(jax.grad(of_x), x)
+    reasons = [op.cuda_fallback for op in report.ops if op.op == "jaxmoe_dequantize"]
+    assert f"weights are dequantized by XLA, to {4 * 256 * 256 * 2} bytes of scratch" in reasons
+    assert all(op.cuda_reason is None for op in report.ops)
