@@ -205,6 +205,11 @@ def test_experts_that_do_not_divide_and_copies_of_hot_ones():
     close(with_gradients(placed)(jnp.asarray(ids), a), whole()(jnp.asarray(ids), a))
 
 
+def test_a_device_may_have_one_expert():
+    table = np.array([[-1, 0], [0, -1]], np.int32)
+    assert expert_parallel.place_experts(jnp.array([5.0, 6.0]), table).tolist() == [6.0, 5.0]
+
+
 def test_replicated_tokens_use_one_copy_of_an_expert():
     """All devices agree on which, or they would add it up as often as there are copies."""
     table = expert_parallel.expert_placement(4, 2, copies={0: 2, 3: 2})

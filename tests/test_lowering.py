@@ -454,6 +454,37 @@ def test_cuda_refuses_results_without_a_kernel():
         cuda_text(lambda *a: grouped_gemm(*a, preferred_element_type=F16), *args)
 
 
+def test_absent_operands_of_moe_mlp_have_a_rank():
+    (call,) = calls(cuda_text(moe_mlp, *layer_structs()))
+    absent = [operand for operand in call[2] if operand.startswith("0x")]
+    weights = ["0xf32", "0x0x0xbf16", "0xf32", "0x0xbf16", "0x0xbf16"]
+    assert absent == ["0xf32", *weights, "0xi32", "0x0xbf16", "0xf32", "0xf32"]
+
+
+def test_the_tangent_of_a_bias_is_a_product_that_cuda_has():
+    """Of ones, in rows of 16 bytes."""
+    x, w, sizes = jnp.ones((10, 24), BF16), jnp.ones((E, 24, 40), BF16), jnp.ones(E, I32)
+    product = lambda bias: grouped_gemm(x, w, sizes, bias=bias)  # noqa: E731
+    found = calls(cuda_text(lambda b: jax.jvp(product, (b,), (b,)), struct(E, 40)))
+    assert [call[2][0] for call in found] == ["1x10x8xbf16", "1x10x24xbf16"]
+
+
+@pytest.mark.parametrize(
+    "dtype, hidden, message",
+    (
+        (F32, 32, "x and experts.gate_up must all be bf16 or all be f16 on CUDA"),
+        (BF16, 36, "x.shape[1]=36 must be a positive multiple of 8 on CUDA"),
+    ),
+)
+def test_cuda_refuses_the_first_product_of_a_gradient(dtype, hidden, message):
+    x, routing = struct(T, hidden, dtype=dtype), layer_structs()[1]
+    w = struct(E, hidden, 2 * INTER, dtype=dtype), struct(E, INTER, hidden, dtype=dtype)
+    loss = lambda x, *rest: jnp.sum(moe_mlp(x, *rest).astype(F32))  # noqa: E731
+    ops = jaxmoe.explain(jax.grad(loss), x, routing, *w).ops
+    (reason,) = (op.cuda_reason for op in ops if op.op == "jaxmoe_gate_up")
+    assert f"jaxmoe.moe_mlp: {message}" in reason
+
+
 @pytest.mark.parametrize("fields", (("gate_up",), ("gate", "up"), ("up",)))
 def test_cuda_refuses_weights_by_the_names_of_the_caller(fields):
     width = 2 * INTER if fields == ("gate_up",) else INTER

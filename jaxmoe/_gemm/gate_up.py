@@ -110,15 +110,16 @@ def _attrs(
     )
 
 
-def _reason(avals: Any, **_params: Any) -> str | None:
+def _reason(avals: Any, *, activation: Activation, **_params: Any) -> str | None:
     op, x, row_to_token, w = "moe_mlp", avals.x, avals.row_to_token, avals.w
     rows = x.shape[0] if row_to_token is None else row_to_token.size
+    name = "experts.gate_up" if activation.gated else "experts.up"
     return (
-        cuda.dtype_reason(op, x=x, w_gate_up=w)
+        cuda.dtype_reason(op, **{"x": x, name: w})
         or cuda.count_reason(op, rows, x=x)
         or cuda.row_reason(op, "x", x, 1)
-        or cuda.row_reason(op, "w_gate_up", w, 2)
-        or cuda.row_reason(op, "w_gate_up", w, 1)
+        or cuda.row_reason(op, name, w, 2)
+        or cuda.row_reason(op, name, w, 1)
     )
 
 
