@@ -230,10 +230,10 @@ def check_quantized(op: str, name: str, q: Any) -> None:
     """Refuses anything but a `QuantizedArray` whose leaves fit each other and its format."""
     if not isinstance(q, QuantizedArray):
         raise TypeError(_checks.message(op, f"{name} must be a jaxmoe.QuantizedArray", **{name: q}))
-    _checks.check_rank(op, f"{name}.values", q.values, "R,K" if q.layout == "tokens" else "E,N,K")
     format, tokens = format_of(q), q.layout == "tokens"
     if tokens and not format.quantizes_tokens:
         raise ValueError(_checks.message(op, _for_weights(q.format), **{name: q}))
+    _checks.check_rank(op, f"{name}.values", q.values, "R,K" if tokens else "E,N,K")
     if refused := format.refused_dtype(q.dtype):
         raise TypeError(_checks.message(op, f"{name}.{refused}", **{name: q}))
     allowed = [np.dtype(d).name for d in format.element_types.values()]

@@ -11,8 +11,8 @@ import pytest
 
 import jaxmoe
 from jaxmoe._export import export_checks
-from jaxmoe._testing import FP8
 from jaxmoe._jax import targets as _targets
+from jaxmoe._testing import FP8
 from jaxmoe.plan import plan_scratch_size
 
 E, H, WIDTH, K = 8, 16, 16, 2

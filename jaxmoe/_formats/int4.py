@@ -35,6 +35,12 @@ class Int4(Packed):
             return None
         return f"dtype={jnp.dtype(dtype).name} must be bf16 or f16 in {self.name}: scales have it"
 
+    def refused_tokens(self, dtype: Any) -> str | None:
+        """Kernels read scales as they read tokens."""
+        if jnp.dtype(dtype) == self.dtype:
+            return None
+        return f"dtype={jnp.dtype(dtype).name} must be that of the weights, {self.dtype.name}"
+
     def encode(
         self, x: jax.Array, scale: jax.Array | None, *, element_type: str, e8m0: bool, tokens: bool
     ) -> tuple[jax.Array, jax.Array]:

@@ -102,9 +102,10 @@ def kernel_reason(op: str, format: Format, dtype: Any, **arrays: Any) -> str | N
     """Why no kernel has this format and rounds to `dtype`, that of the one array given."""
     if format.code < 0:
         return _checks.message(op, f"{format.name} has no CUDA kernel", **arrays)
-    if jnp.dtype(dtype).name in ("bfloat16", "float16"):
-        return None
     (name,) = arrays
+    if jnp.dtype(dtype).name in ("bfloat16", "float16"):
+        refused = format.refused_tokens(dtype)
+        return refused and _checks.message(op, f"{name}.{refused} on CUDA", **arrays)
     rule = f"{name}.dtype={_checks.dtype_name(dtype)} must be bf16 or f16 on CUDA"
     return _checks.message(op, rule, **arrays)
 
