@@ -17,13 +17,14 @@ from jaxmoe import (
     Routing,
     dequantize,
     expert_parallel,
+    explain,
     export_checks,
     grouped_gemm,
     moe_mlp,
     quantize,
 )
 from jaxmoe._formats import QUANTIZED
-from jaxmoe._formats.codes import pack, unpack
+from jaxmoe._formats.parts import pack, unpack
 from jaxmoe._gemm import cuda
 from jaxmoe._testing import PACKED, Layer, assert_equal, layer_inputs
 from tests import packed_oracle as oracle
@@ -439,3 +440,18 @@ def test_i_that_no_device_can_have_a_part_of_is_refused():
         mesh = jax.make_mesh((2,), ("e",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
         options = {"mesh": mesh, "axis_name": "e", "dispatch_format": "mxfp4"}
         expert_parallel.sharded_moe_mlp(x, routing, q, **options)
+
+
+def test_cuda_refuses_what_has_no_kernel(name):
+    q, _, x, routing = experts(name)
+    (op,) = explain(moe_mlp, x, routing, q).ops
+    assert op.cuda_reason is not None and f"{name} has no CUDA kernel" in op.cuda_reason
+
+
+def test_forward_format():
+    """The value of the layer with quantized weights, and the gradients of that with plain ones."""
+    q, plain, x, routing = experts("mxfp4")  # which rounding to mxfp4 again leaves as they are
+    forward = dataclasses.replace(plain, forward_format="mxfp4")
+    assert_equal(moe_mlp(x, routing, forward), moe_mlp(x, routing, q))
+    loss = lambda e: jnp.sum(moe_mlp(x, routing, e).astype(jnp.float32))  # noqa: E731
+    close(jax.grad(loss)(forward).down, jax.grad(loss)(plain).down)
