@@ -1,4 +1,4 @@
-"""Quantized arrays: FP8 values with the scales that give the numbers back."""
+"""Quantized arrays: values of few bits with the scales that give the numbers back."""
 
 import dataclasses
 from typing import Any
@@ -24,13 +24,17 @@ class QuantizedArray:
 
     Made by `jaxmoe.quantize`, `jaxmoe.quantize_tokens` and `jaxmoe.checkpoints`. `shape`, `ndim`
     and `dtype` are those of the array it stands for. Values are stored with the contracted axis K
-    last: [E, N, K] for weights whatever their layout, [R, K] for tokens.
+    last: [E, N, K] for weights whatever their layout, [R, K] for tokens. Packed formats store them
+    in blocks, with the scales of groups among them: see docs/semantics.md.
 
     Attributes:
-      values: float8_e4m3fn or float8_e5m2, [E, N, K] or [R, K].
+      values: float8_e4m3fn or float8_e5m2, [E, N, K] or [R, K]; packed: uint8 [E, N / 64, bytes].
       scales: float32, dequantization multipliers. Weights: [E] (fp8_tensor), [E, N] (fp8_channel)
         or [E, ceil(N / 128), ceil(K / 128)] (fp8_block). Tokens: [], [R] or [R, ceil(K / 128)].
-      format: "fp8_tensor", "fp8_channel" or "fp8_block". Static.
+        Packed: what is left, [E], or [E, N] (int8_channel).
+      format: "fp8_tensor", "fp8_channel" or "fp8_block"; packed: "mxfp4", "mxfp8", "nvfp4",
+        "int4_g32", "int4_g64", "int4_g128", "int4_channel", these with "_zp", or "int8_channel".
+        Static.
       layout: what the array stands for: weights [E, K, N] ("kn") or [E, N, K] ("nk"), or "tokens"
         [R, K]. Static.
       dtype: bfloat16, float16 or float32, which `jaxmoe.dequantize` returns. Static.
@@ -77,11 +81,13 @@ def quantize(
     values = fp8(clip(w * (1 / scale), -M, M))     M = 448 (e4m3) or 57344 (e5m2)
 
     fp8_tensor shares a scale over an expert, fp8_channel over the K inputs of an output, fp8_block
-    over a block of 128 outputs by 128 inputs, blocks at the ends being smaller.
+    over a block of 128 outputs by 128 inputs, blocks at the ends being smaller. The formulas of the
+    packed formats are in docs/semantics.md.
 
     Args:
       w: [E, K, N] or [E, N, K] bfloat16, float16 or float32; K is the axis a product contracts.
-      format: "fp8_tensor", "fp8_channel" or "fp8_block".
+        int4 has no float32. Packed: N and K are multiples of 64, in int4_g128 K of 128.
+      format: a name that `QuantizedArray` lists.
       weight_layout: "kn" or "nk", which of the two shapes `w` has. No default: the wrong axis would
         give a good array that no product can use.
       element_type: the usual one of the format by default: "e4m3" (float8_e4m3fn) in FP8, where
@@ -95,7 +101,8 @@ def quantize(
 
     Raises:
       TypeError: `w` is no array or has another dtype, or `scale` has.
-      ValueError: a wrong rank or shape, an unknown name, or "e8m0" with `scale`.
+      ValueError: a wrong rank or shape, an unknown name, "e8m0" with `scale`, or these in a packed
+        format.
       NotImplementedError: "e5m2" in another format; a derivative is taken. Quantize
         `jax.lax.stop_gradient(w)`; a straight-through estimator is yours to add.
 
@@ -230,10 +237,10 @@ def check_quantized(op: str, name: str, q: Any) -> None:
     """Refuses anything but a `QuantizedArray` whose leaves fit each other and its format."""
     if not isinstance(q, QuantizedArray):
         raise TypeError(_checks.message(op, f"{name} must be a jaxmoe.QuantizedArray", **{name: q}))
-    _checks.check_rank(op, f"{name}.values", q.values, "R,K" if q.layout == "tokens" else "E,N,K")
     format, tokens = format_of(q), q.layout == "tokens"
     if tokens and not format.quantizes_tokens:
         raise ValueError(_checks.message(op, _for_weights(q.format), **{name: q}))
+    _checks.check_rank(op, f"{name}.values", q.values, "R,K" if tokens else "E,N,K")
     if refused := format.refused_dtype(q.dtype):
         raise TypeError(_checks.message(op, f"{name}.{refused}", **{name: q}))
     allowed = [np.dtype(d).name for d in format.element_types.values()]

@@ -82,14 +82,14 @@ GEMM_ERRORS = (
         {"rhs": zeros(E, K, N, dtype=jnp.int8)},
         NotImplementedError,
         "jaxmoe.grouped_gemm: rhs.dtype=i8 must be bf16 or f16 or f32; quantized weights and "
-        "tokens come with their scales as a jaxmoe.QuantizedArray, in FP8 only. "
+        "tokens come with their scales as a jaxmoe.QuantizedArray. "
         "Got rhs: i8[3,8,16].",
     ),
     (
         {"rhs": np.zeros((E, K, N), ml_dtypes.float8_e4m3fn)},
         NotImplementedError,
         "jaxmoe.grouped_gemm: rhs.dtype=f8_e4m3fn must be bf16 or f16 or f32; quantized weights "
-        "and tokens come with their scales as a jaxmoe.QuantizedArray, in FP8 only. "
+        "and tokens come with their scales as a jaxmoe.QuantizedArray. "
         "Got rhs: f8_e4m3fn[3,8,16].",
     ),
     (

@@ -33,7 +33,7 @@ MAP = zeros(7, dtype=I32)
 WINDOW_HINT = "give expert_map if it depends on the device"
 NEEDS_SCALES = (
     "must be bf16 or f16 or f32; quantized weights and tokens come with their scales as a "
-    "jaxmoe.QuantizedArray, in FP8 only"
+    "jaxmoe.QuantizedArray"
 )
 
 LAYER_ERRORS = (
@@ -103,14 +103,14 @@ LAYER_ERRORS = (
         {"w_gate_up": np.zeros((E, H, 2 * INTER), ml_dtypes.float8_e4m3fn)},
         NotImplementedError,
         "jaxmoe.Experts: gate_up.dtype=f8_e4m3fn must be bf16 or f16 or f32; quantized weights "
-        "and tokens come with their scales as a jaxmoe.QuantizedArray, in FP8 only. Got "
+        "and tokens come with their scales as a jaxmoe.QuantizedArray. Got "
         "gate_up: f8_e4m3fn[3,8,8].",
     ),
     (
         {"w_down": zeros(E, INTER, H, dtype=jnp.uint8)},
         NotImplementedError,
         "jaxmoe.Experts: down.dtype=u8 must be bf16 or f16 or f32; quantized weights and "
-        "tokens come with their scales as a jaxmoe.QuantizedArray, in FP8 only. Got down: "
+        "tokens come with their scales as a jaxmoe.QuantizedArray. Got down: "
         "u8[3,4,8].",
     ),
     (

@@ -24,11 +24,6 @@ from jaxmoe._testing import GPT_OSS, Layer, assert_close, assert_equal, layer_in
 pytestmark = pytest.mark.gpu
 
 PACKED = [name for name, f in _formats.QUANTIZED.items() if f.packed and f.code >= 0]
-KERNELS = [
-    pytest.param(tile, format, id=f"{tile}-{format}")
-    for tile in sorted(_gemm.tiles.PACKED)
-    for format in PACKED
-]
 # Each epilogue of the gate-up product; sizes that end inside a tile.
 CASES = (
     (1, Layer("swiglu", "", 256, 192, 9, 2)),
@@ -37,6 +32,13 @@ CASES = (
     (100, Layer("ungated", "", 640, 384, 9, 2, "relu2", bias=True)),
     (700, Layer("many", "", 256, 128, 9, 2)),
 )
+
+
+# Jitted: made of hundreds of small operations, each of which would be compiled by itself.
+quantized = jax.jit(
+    lambda w, format: quantize(w, format, weight_layout="nk"), static_argnames="format"
+)
+dequantized = jax.jit(lambda q: dequantize(q, dtype=jnp.float32))
 
 
 def on_cpu(tree):
@@ -57,7 +59,7 @@ def case(index, format, dtype):
     layer = legal(layer, format)
     rng = np.random.default_rng([index, len(format)])
     inputs = layer_inputs(layer, num_tokens, "zipf", rng, dtype, "nk")
-    first, down = (quantize(inputs[n], format, weight_layout="nk") for n in ("w_gate_up", "w_down"))
+    first, down = (quantized(inputs[n], format) for n in ("w_gate_up", "w_down"))
     experts = jaxmoe.Experts(
         gate_up=first,
         down=down,
@@ -68,9 +70,7 @@ def case(index, format, dtype):
         layout="nk",
     )
     host = on_cpu(inputs)
-    host["w_gate_up"], host["w_down"] = (
-        dequantize(on_cpu(q), dtype=jnp.float32) for q in (first, down)
-    )
+    host["w_gate_up"], host["w_down"] = (on_cpu(dequantized(q)) for q in (first, down))
     options = {
         "activation": layer.activation,
         "gate_up": layer.gate_up,
@@ -90,84 +90,68 @@ def compiled(x, routing, experts, **kwargs):
 
 
 @pytest.mark.sanitizer
-@pytest.mark.parametrize(("tile", "format"), KERNELS)
-def test_every_kernel(tile, format):
+@pytest.mark.parametrize("format", PACKED)
+def test_every_kernel(format):
     """Fetched by index or copied in expert order, rows of x are the same: so are the results."""
     for index in range(len(CASES)):
         x, routing, experts, wanted = case(index, format, (jnp.bfloat16, jnp.float16)[index % 2])
-        outs = []
-        for gather in (True, False):
-            config = GemmConfig(*tile, gather=gather), GemmConfig(*tile)
-            outs.append(compiled(x, routing, experts, config=config))
-        assert_close(outs[0], *wanted)
-        assert_equal(outs[0], outs[-1])
+        for tile in sorted(_gemm.tiles.PACKED):
+            configs = (GemmConfig(*tile, gather=gather) for gather in (True, False))
+            outs = [compiled(x, routing, experts, config=(c, GemmConfig(*tile))) for c in configs]
+            assert_close(outs[0], *wanted)
+            assert_equal(outs[0], outs[1])
 
 
 @pytest.mark.parametrize("format", PACKED)
 def test_tiles_that_are_chosen(format):
     for index, (num_tokens, _) in enumerate(CASES):
         x, routing, experts, wanted = case(index, format, jnp.bfloat16)
-        out = compiled(x, routing, experts)
-        assert_close(out, *wanted)
-        assert_equal(
-            compiled(x, routing, experts, batch_invariant=True)[: num_tokens // 2],
-            compiled(
-                x[: num_tokens // 2],
-                Routing(routing.expert_ids[: num_tokens // 2], routing.weights[: num_tokens // 2]),
-                experts,
-                batch_invariant=True,
-            ),
-        )
+        assert_close(compiled(x, routing, experts), *wanted)
+        half = num_tokens // 2
+        few = Routing(routing.expert_ids[:half], routing.weights[:half])
+        all_of_them = compiled(x, routing, experts, batch_invariant=True)
+        assert_equal(compiled(x[:half], few, experts, batch_invariant=True), all_of_them[:half])
 
 
 @pytest.mark.parametrize("format", PACKED)
 def test_two_arrays(format):
     x, routing, experts, _ = case(0, format, jnp.bfloat16)
-    half = legal(CASES[0][1], format).intermediate
-    dense = dequantize(experts.gate_up, dtype=jnp.float32)
-    gate, up = (
-        quantize(w.astype(jnp.bfloat16), format, weight_layout="nk")
-        for w in (dense[:, :half], dense[:, half:])
-    )
+    both = dequantized(experts.gate_up)
+    gate, up = (quantized(w.astype(x.dtype), format) for w in jnp.split(both, 2, axis=1))
     two = dataclasses.replace(experts, gate_up=None, gate=gate, up=up)
-    joined = jnp.concatenate([dequantize(q, dtype=jnp.float32) for q in (gate, up)], axis=1)
-    inputs = on_cpu((x, routing, joined, dequantize(experts.down, dtype=jnp.float32)))
-    refs = tuple(
-        reference.moe_mlp(
-            inputs[0],
-            inputs[1].expert_ids,
-            inputs[1].weights,
-            *inputs[2:],
-            weight_layout="nk",
-            dtype=d,
-        )
-        for d in (jnp.float32, jnp.bfloat16)
-    )
-    assert_close(compiled(x, routing, two), *refs)
+    joined = jnp.concatenate([dequantized(gate), dequantized(up)], axis=1)
+    host = on_cpu((x, routing.expert_ids, routing.weights, joined, dequantized(experts.down)))
+    wanted = (reference.moe_mlp(*host, weight_layout="nk", dtype=d) for d in (jnp.float32, x.dtype))
+    assert_close(compiled(x, routing, two), *wanted)
 
 
 @pytest.mark.parametrize("dtype", (jnp.bfloat16, jnp.float16))
 @pytest.mark.parametrize("format", PACKED)
 def test_weights_are_decoded_exactly(format, dtype):
-    """Rows of an identity give the decoded weights: those that `dequantize` gives."""
+    """Rows of an identity give the weights that `dequantize` gives, but for the sign of a zero."""
     k = 256
-    w = normal(np.random.default_rng(1), (2, k, 192), dtype)
-    q = quantize(w, format, weight_layout="kn")
+    q = quantized(normal(np.random.default_rng(1), (2, 192, k), dtype), format)
     lhs = jnp.tile(jnp.eye(k, dtype=dtype), (2, 1))
     sizes = jnp.array([k, k], jnp.int32)
+    w = dequantized(q).swapaxes(1, 2)
     for tile in sorted(_gemm.tiles.PACKED):
         out = grouped_gemm(
-            lhs, q, sizes, preferred_element_type=jnp.float32, config=GemmConfig(*tile)
+            lhs,
+            q,
+            sizes,
+            weight_layout="nk",
+            preferred_element_type=jnp.float32,
+            config=GemmConfig(*tile),
         )
-        assert_equal(out.reshape(2, k, 192), dequantize(q, dtype=jnp.float32))
+        assert_equal(out.reshape(2, k, 192), jnp.where(w == 0, 0, w))
 
 
 @pytest.mark.sanitizer
 @pytest.mark.parametrize("format", PACKED)
 def test_any_group_sizes_stay_in_bounds(format):
     rng = np.random.default_rng(2)
-    q = quantize(normal(rng, (3, 256, 192), jnp.bfloat16), format, weight_layout="kn")
+    q = quantized(normal(rng, (3, 192, 256), jnp.bfloat16), format)
     lhs = normal(rng, (40, 256), jnp.bfloat16)
     for sizes in ([2**31 - 1, -5, 7], [-(2**31), 2**30, 2**30], [0, 0, 0]):
-        out = grouped_gemm(lhs, q, jnp.array(sizes, jnp.int32))
+        out = grouped_gemm(lhs, q, jnp.array(sizes, jnp.int32), weight_layout="nk")
         assert out.shape == (40, 192)

@@ -1,16 +1,34 @@
 """Packed weights: their bytes against plain loops, what they stand for, and what is refused."""
 
+import dataclasses
+import functools
+import re
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from jaxmoe import dequantize, quantize
+from jaxmoe import (
+    Experts,
+    Routing,
+    dequantize,
+    expert_parallel,
+    explain,
+    export_checks,
+    grouped_gemm,
+    moe_mlp,
+    quantize,
+)
 from jaxmoe._formats import QUANTIZED
-from jaxmoe._formats.codes import pack, unpack
-from jaxmoe._testing import PACKED
+from jaxmoe._formats.parts import pack, unpack
+from jaxmoe._gemm import cuda
+from jaxmoe._testing import PACKED, Layer, assert_equal, layer_inputs
 from tests import packed_oracle as oracle
+from tests.sharding_programs import collectives
 
 
 def test_every_format_has_an_oracle():
@@ -199,3 +217,241 @@ def test_nan_and_infinity_stay_in_their_group(name):
     nan = np.isnan(got)
     assert nan[0, 3, 70] and nan.sum() == nan[0, 3].sum()
     assert np.isfinite(got[0, 5]).all() and got[0, 5, 70] > 1
+
+
+LAYER = Layer("", "one superblock of each format, or more", 256, 128, 4, 2, bias=True)
+
+
+def experts(name, dtype=jnp.bfloat16, two=False, **options):
+    """Experts in a format, the same dequantized, tokens and choices."""
+    layer = dataclasses.replace(LAYER, **options)
+    i = layer_inputs(layer, 24, "with_invalid", np.random.default_rng(5), dtype, "nk")
+    parts = {"gate_up": i["w_gate_up"], "down": i["w_down"]}
+    biases = {"gate_up_bias": i["b_gate_up"], "down_bias": i["b_down"]}
+    if two:
+        gate_up, bias = parts.pop("gate_up"), biases.pop("gate_up_bias")
+        parts |= dict(zip(("gate", "up"), jnp.split(gate_up, 2, axis=1), strict=True))
+        biases |= dict(zip(("gate_bias", "up_bias"), jnp.split(bias, 2, axis=1), strict=True))
+    quantized = {n: quantize(w, name, weight_layout="nk") for n, w in parts.items()}
+    static = {"layout": "nk", "activation": layer.activation, "order": layer.gate_up}
+    q = Experts(**quantized, **biases, **static)
+    plain = {n: dequantize(w) for n, w in quantized.items()}
+    routing = Routing(i["expert_ids"], i["weights"], layer.num_experts)
+    return q, Experts(**plain, **biases, **static), i["x"], routing
+
+
+def close(got, want):
+    """The products are of the same numbers, but for scales that multiply sums."""
+    got, want = (np.asarray(a, np.float32) for a in (got, want))
+    np.testing.assert_allclose(got, want, atol=2e-2 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("order", ("gate_up", "up_gate", "interleaved", "two", "relu2"))
+def test_layer(name, order):
+    options = {"activation": order} if order == "relu2" else {"gate_up": order}
+    options = {} if order == "two" else options
+    q, plain, x, routing = experts(name, two=order == "two", **options)
+    layer = jax.jit(moe_mlp)
+    close(layer(x, routing, q), layer(x, routing, plain))
+    batch = jnp.stack([x, -x])
+    mapped = jax.jit(jax.vmap(lambda x: moe_mlp(x, routing, q)))(batch)
+    for i in range(2):
+        assert_equal(mapped[i], layer(batch[i], routing, q))
+
+
+@pytest.mark.parametrize("dtype", (jnp.float16, jnp.float32))
+def test_dtypes_of_tokens(name, dtype):
+    """Weights of bf16 beside other tokens: what is rounded to bf16 stays so."""
+    q, plain, x, routing = experts(name)
+    q, plain = (
+        jax.tree.map(lambda a: a.astype(dtype) if a.dtype == jnp.bfloat16 else a, e)
+        for e in (q, plain)
+    )
+    y = moe_mlp(x.astype(dtype), routing, q)
+    assert y.dtype == dtype
+    close(y, moe_mlp(x.astype(dtype), routing, plain))
+
+
+def test_exported_for_any_number_of_tokens(name):
+    q, _, x, routing = experts(name)
+    (t,) = jax.export.symbolic_shape("t")
+    struct = lambda a: jax.ShapeDtypeStruct((t, *a.shape[1:]), a.dtype)  # noqa: E731
+
+    def layer(x, ids, weights):
+        return moe_mlp(x, Routing(ids, weights), q)
+
+    args = x, routing.expert_ids, routing.weights
+    program = jax.export.export(jax.jit(layer), disabled_checks=export_checks())(*map(struct, args))
+    assert_equal(program.call(*args), jax.jit(layer)(*args))
+
+
+DIVIDED = {
+    "E": ("a", None, None, "a", None, None),
+    "I": (None, "a", None, None, None, "a"),
+    "I of the first": (None, "a", None, None, None, None),
+    "H": (None, None, "a", None, "a", None),
+}
+
+
+@pytest.mark.parametrize("kind", (AxisType.Auto, AxisType.Explicit))
+@pytest.mark.parametrize("axis", DIVIDED)
+@pytest.mark.parametrize("order", ("interleaved", "gate_up"))
+@pytest.mark.parametrize("format", ("nvfp4", "int4_g128", "int8_channel"))
+def test_on_a_mesh(format, axis, kind, order):
+    """K is divided by superblocks: 256 of K are two of 128."""
+    q, _, x, routing = experts(format, intermediate=256, gate_up=order)
+    want = jax.jit(moe_mlp)(x, routing, q)
+    mesh = jax.make_mesh((2,), ("a",), axis_types=(kind,), devices=jax.devices()[:2])
+    specs = DIVIDED[axis]
+
+    def put(w, spec):
+        of_scales = spec[: w.scales.ndim]
+        place = lambda a, s: jax.device_put(a, NamedSharding(mesh, P(*s)))  # noqa: E731
+        return dataclasses.replace(
+            w, values=place(w.values, spec), scales=place(w.scales, of_scales)
+        )
+
+    weights = {"gate_up": put(q.gate_up, specs[:3]), "down": put(q.down, specs[3:])}
+    with jax.set_mesh(mesh):
+        everywhere = jax.device_put((x, routing, q), NamedSharding(mesh, P()))
+        divided = dataclasses.replace(everywhere[2], **weights)
+        close(jax.jit(moe_mlp)(*everywhere[:2], divided), want)
+
+
+def test_divided_products_do_not_gather_weights():
+    """What is split over E, N or K stays so: the only exchange is a sum."""
+    q, _, x, _ = experts("mxfp4")
+    sizes = jnp.array([7, 3, 9, 5], jnp.int32)
+    product = lambda x, w: grouped_gemm(x, w, sizes, weight_layout="nk")  # noqa: E731
+    want = product(x, q.gate_up)
+    mesh = jax.make_mesh((2,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    put = lambda a, *s: jax.device_put(a, NamedSharding(mesh, P(*s)))  # noqa: E731
+    for spec, found in (
+        (("a",), "1 all-reduce"),
+        ((None, "a"), "none"),
+        ((None, None, "a"), "1 all-reduce"),
+    ):
+        values, scales = put(q.gate_up.values, *spec), put(q.gate_up.scales, *spec[:1])
+        w = dataclasses.replace(q.gate_up, values=values, scales=scales)
+        program = jax.jit(product).lower(put(x), w).compile()
+        close(program(put(x), w), want)
+        assert collectives(program.as_text()) == found
+
+
+@pytest.mark.parametrize("dispatch", ("all_gather", "all_to_all", "ragged"))
+@pytest.mark.parametrize("format", ("nvfp4", "int8_channel"))
+def test_expert_parallel(format, dispatch):
+    q, _, x, routing = experts(format, gate_up="interleaved")
+    want = jax.jit(moe_mlp)(x, routing, q)
+    mesh = jax.make_mesh((4, 2), ("e", "i"), axis_types=(AxisType.Auto,) * 2)
+    options = {"mesh": mesh, "axis_name": "e", "tensor_axis": "i", "dispatch": dispatch}
+    layer = functools.partial(expert_parallel.sharded_moe_mlp, **options)
+    close(jax.jit(layer)(x, routing, q), want)
+    y, lost = jax.jit(functools.partial(layer, capacity_factor=4.0))(x, routing, q)
+    close(y, want)
+    assert lost == 0
+
+
+def test_place_experts_keeps_them(name):
+    q, _, x, routing = experts(name)
+    table = expert_parallel.expert_placement(4, 3, copies={1: 2})
+    placed = expert_parallel.place_experts(q, table)
+    order = [0, 1, 2, 1, 3, 3]
+    local = np.array([0, 1, 2, 4], np.int32)
+    assert placed.num_experts == 6 and len(order) == 6
+    assert_equal(moe_mlp(x, routing, placed, expert_map=jnp.asarray(local)), moe_mlp(x, routing, q))
+
+
+W = np.zeros((2, 128, 256), jnp.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("format", "shape", "message"),
+    [
+        ("mxfp4", (2, 100, 64), "w.shape[1]=100 (N) must be a positive multiple of 64 in mxfp4; "
+         "the nearest legal: 64 and 128"),
+        ("mxfp4", (2, 32, 64), "must be a positive multiple of 64 in mxfp4; the nearest legal: 64"),
+        ("int4_g128", (2, 64, 192), "w.shape[2]=192 (K) must be a positive multiple of 128 in "
+         "int4_g128; the nearest legal: 128 and 256"),
+        ("int4_channel", (2, 64, 96), "(K) must be a positive multiple of 64 in int4_channel"),
+    ],
+)  # fmt: skip
+def test_shapes_are_refused_with_the_nearest_legal(format, shape, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        quantize(jnp.zeros(shape, jnp.bfloat16), format, weight_layout="nk")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        ({"scale": np.ones(2, np.float32)}, ValueError, "scale must be None in mxfp4, whose"),
+        ({"scale_format": "e8m0"}, ValueError, "scale_format must be 'float32' in mxfp4"),
+        ({"element_type": "e4m3"}, NotImplementedError, "mxfp4 has e2m1"),
+        ({"format": "int4_g64", "w": W.astype(np.float32)}, TypeError, "w.dtype=float32 must be"),
+    ],
+)  # fmt: skip
+def test_options_are_refused(arguments, kind, message):
+    arguments = {"w": W, "format": "mxfp4", "weight_layout": "nk"} | arguments
+    with pytest.raises(kind, match=re.escape(message)):
+        quantize(**arguments)
+
+
+def test_arrays_that_do_not_fit_are_refused():
+    q = quantize(W, "mxfp4", weight_layout="nk")
+    replace = dataclasses.replace
+    for wrong, message in (
+        (replace(q, values=q.values[..., :-1]), "q.values.shape=[2,2,8703] must be [2,2,6528]"),
+        (replace(q, values=q.values.astype(jnp.int8)), "q.values.dtype=i8 must be u8"),
+        (replace(q, scales=q.scales[:1]), "q.scales.shape=[1] must be [2]"),
+        (replace(q, layout="tokens"), "is for weights: its tokens are not quantized"),
+        (replace(q, format="int4_g32", dtype=np.dtype(np.float32)), "q.dtype=float32 must be bf16"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+            dequantize(wrong)
+    half = quantize(W.astype(np.float16), "int4_g64", weight_layout="nk")
+    both = quantize(W, "int4_g64", weight_layout="nk")
+    down = quantize(W.swapaxes(1, 2)[:, :, :64], "int4_g64", weight_layout="nk")
+    with pytest.raises(ValueError, match="gate_up.dtype=f16 must equal down.dtype=bf16"):
+        Experts(gate_up=half, down=down, layout="nk")
+    with pytest.raises(
+        ValueError, match="gate_up.format='int4_g64' must equal down.format='mxfp4'"
+    ):
+        Experts(gate_up=both, down=quantize(W[:, :, :64].repeat(2, 1), "mxfp4", weight_layout="nk"),
+                layout="nk")  # fmt: skip
+    with pytest.raises(TypeError, match="nvfp4 is made of codes, scales, global_scale, not of 2"):
+        pack("nvfp4", W.astype(np.uint8), W.astype(np.uint8), weight_layout="nk")
+
+
+def test_kernels_need_tokens_in_the_dtype_of_the_scales():
+    known = dataclasses.replace(QUANTIZED["int4_g64"].of(np.dtype(np.float16)), code=9)
+    x = jax.ShapeDtypeStruct((2, 64), jnp.bfloat16)
+    reason = cuda.kernel_reason("moe_mlp", known, x.dtype, x=x)
+    assert reason is not None and "x.dtype=bfloat16 must be that of the weights, float16" in reason
+    assert cuda.kernel_reason("moe_mlp", known, np.dtype(np.float16), x=x) is None
+
+
+def test_i_that_no_device_can_have_a_part_of_is_refused():
+    q, _, x, routing = experts("int4_channel", gate_up="interleaved")
+    mesh = jax.make_mesh((2,), ("i",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    with pytest.raises(ValueError, match="tensor_axis='i' must be None in int4_channel"):
+        expert_parallel.sharded_moe_mlp(x, routing, q, mesh=mesh, axis_name=(), tensor_axis="i")
+    with pytest.raises(ValueError, match="mxfp4 is a format of weights alone"):
+        q, *_ = experts("mxfp4")
+        mesh = jax.make_mesh((2,), ("e",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+        options = {"mesh": mesh, "axis_name": "e", "dispatch_format": "mxfp4"}
+        expert_parallel.sharded_moe_mlp(x, routing, q, **options)
+
+
+def test_cuda_refuses_what_has_no_kernel(name):
+    q, _, x, routing = experts(name)
+    (op,) = explain(moe_mlp, x, routing, q).ops
+    assert op.cuda_reason is not None and f"{name} has no CUDA kernel" in op.cuda_reason
+
+
+def test_forward_format():
+    """The value of the layer with quantized weights, and the gradients of that with plain ones."""
+    q, plain, x, routing = experts("mxfp4")  # which rounding to mxfp4 again leaves as they are
+    forward = dataclasses.replace(plain, forward_format="mxfp4")
+    assert_equal(moe_mlp(x, routing, forward), moe_mlp(x, routing, q))
+    loss = lambda e: jnp.sum(moe_mlp(x, routing, e).astype(jnp.float32))  # noqa: E731
+    close(jax.grad(loss)(forward).down, jax.grad(loss)(plain).down)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe import explain, finalize, plan, quantize, reference
+from jaxmoe import explain, finalize, plan, reference
 from jaxmoe._jax import targets as _targets
 from jaxmoe._mlp import derivative as _derivative
 from jaxmoe._testing import SMALL, Layer, assert_close, assert_equal, layer_inputs, normal
@@ -254,15 +254,6 @@ def test_jacobian_of_the_tokens():
 def test_recompute_is_checked(recompute, error, message):
     with pytest.raises(error, match=message):
         jax.eval_shape(lambda *a: moe_mlp(*a, recompute=recompute), *layer_structs())
-
-
-def test_quantized_weights_have_nothing_to_recompute():
-    def layer(x, routing, *weights):
-        weights = (quantize(w, "fp8_tensor", weight_layout="kn") for w in weights)
-        return moe_mlp(x, routing, *weights, recompute="z")
-
-    with pytest.raises(ValueError, match="recompute must be None with quantized weights"):
-        jax.eval_shape(layer, *layer_structs())
 
 
 @pytest.mark.parametrize("layout", ("kn", "nk"))

@@ -270,6 +270,9 @@ def _check_dispatch_format(wanted: Any, format: Format, x: Any, w: Any) -> bool:
             f"{what}: experts multiply tokens as they arrive"
         )
         raise ValueError(_checks.message(OP, rule, **{"experts.down": w}))
+    if not format.quantizes_tokens:
+        rule = f"dispatch_format={wanted!r} must be None: {wanted} is a format of weights alone"
+        raise ValueError(_checks.message(OP, rule, **{"experts.down": w}))
     return not isinstance(x, QuantizedArray)
 
 

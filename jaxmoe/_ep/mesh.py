@@ -1,6 +1,7 @@
 """How the arguments of the expert-parallel layer lie on a mesh."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -80,14 +81,20 @@ def check_tensor_axis(mesh: Any, tensor: tuple[str, ...], experts: Experts) -> N
             "holds gates without their ups"
         )
         raise ValueError(_checks.message(OP, rule))
-    count, block = size_of(mesh, tensor), format_of(experts).block
-    if experts.intermediate % (count * block):
+    count, format, size = size_of(mesh, tensor), format_of(experts), experts.intermediate
+    unit = math.lcm(*(format.unit(size, axis) for axis in "nk"))
+    if size % (count * unit) == 0:
+        return
+    rule = (
+        f"experts.intermediate={size} must be a multiple of {count * unit} "
+        f"(devices of tensor_axis={tensor[0]!r}" + (f", blocks of {unit})" if unit > 1 else ")")
+    )
+    if unit == size > 1:
         rule = (
-            f"experts.intermediate={experts.intermediate} must be a multiple of {count * block} "
-            f"(devices of tensor_axis={tensor[0]!r}"
-            + (f", blocks of {block})" if block > 1 else ")")
+            f"tensor_axis={tensor[0]!r} must be None in {format.name}, whose scales are those of "
+            "all of the contracted axis"
         )
-        raise ValueError(_checks.message(OP, rule, **{"experts.down": experts.down}))
+    raise ValueError(_checks.message(OP, rule, **{"experts.down": experts.down}))
 
 
 def expert_specs(experts: Experts, expert: tuple[str, ...], tensor: tuple[str, ...]) -> Experts:

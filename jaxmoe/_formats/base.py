@@ -90,11 +90,6 @@ class Format:
         """Whether kernels decode weights in registers, which not all tiles leave."""
         return False
 
-    def refused_tokens(self, dtype: Any) -> str | None:
-        """Why kernels do not multiply tokens of this 16-bit dtype, None if they do."""
-        del dtype
-        return None
-
     @property
     def steps(self) -> tuple[int, int]:
         """What N and K of weights must be multiples of."""
@@ -108,10 +103,15 @@ class Format:
         """The shape [.., N, K] of weights whose values have the shape `stored`."""
         return tuple(stored)
 
+    def unit(self, size: int, axis: str) -> int:
+        """Elements of N ("n") or K ("k"), `size` of them, that are not divided."""
+        del size, axis
+        return self.block
+
     def parts(self, size: int, axis: str) -> int:
         """Into how many parts N ("n") or K ("k") of weights can be divided at most."""
-        del axis
-        return size // self.block if size % self.block == 0 else 1
+        unit = self.unit(size, axis)
+        return size // unit if unit and size % unit == 0 else 1
 
     def of(self, dtype: Any) -> "Format":
         """The format of an array that stands for numbers in `dtype`, if that makes a difference."""
@@ -120,6 +120,11 @@ class Format:
 
     def refused_dtype(self, dtype: Any) -> str | None:
         """Why no array of this dtype is in the format, None if it can be."""
+        del dtype
+        return None
+
+    def refused_tokens(self, dtype: Any) -> str | None:
+        """Why no kernel multiplies tokens of a 16-bit dtype by an array in the format; or None."""
         del dtype
         return None
 

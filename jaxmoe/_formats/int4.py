@@ -30,17 +30,17 @@ class Int4(Packed):
         """The format with scales in the dtype of the array."""
         return dataclasses.replace(self, dtype=jnp.dtype(dtype))
 
-    def refused_tokens(self, dtype: Any) -> str | None:
-        """Kernels multiply by scales as they are stored."""
-        if self.dtype == jnp.dtype(dtype):
-            return None
-        return f"weights in {self.name} of {self.dtype} have scales for tokens of that dtype"
-
     def refused_dtype(self, dtype: Any) -> str | None:
         """Scales have 16 bits, and the dtype of the array."""
         if jnp.dtype(dtype).itemsize == 2:
             return None
         return f"dtype={jnp.dtype(dtype).name} must be bf16 or f16 in {self.name}: scales have it"
+
+    def refused_tokens(self, dtype: Any) -> str | None:
+        """Kernels read scales as they read tokens."""
+        if jnp.dtype(dtype) == self.dtype:
+            return None
+        return f"dtype={jnp.dtype(dtype).name} must be that of the weights, {self.dtype.name}"
 
     def encode(
         self, x: jax.Array, scale: jax.Array | None, *, element_type: str, e8m0: bool, tokens: bool

@@ -59,10 +59,9 @@ class Packed(Format):
             k = max(size - strip, 0) // block * ROWS
         return (*lead, rows * ROWS, k)
 
-    def parts(self, size: int, axis: str) -> int:
-        """N is divided by 64 rows, K by superblocks, or by blocks if there are no strips."""
-        step = ROWS if axis == "n" or not self.strips else self.superblock or size
-        return size // step if step and size % step == 0 else 1
+    def unit(self, size: int, axis: str) -> int:
+        """64 rows, and a superblock of K, or a block if there are no strips."""
+        return ROWS if axis == "n" or not self.strips else self.superblock or size
 
     def refused_option(self, scale: bool, e8m0: bool) -> str | None:
         """Scales follow from the weights of their group."""

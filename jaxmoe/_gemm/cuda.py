@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -105,7 +106,7 @@ def kernel_reason(op: str, format: Format, dtype: Any, **arrays: Any) -> str | N
     (name,) = arrays
     if jnp.dtype(dtype).name in ("bfloat16", "float16"):
         refused = format.refused_tokens(dtype)
-        return None if refused is None else _checks.message(op, f"{name}: {refused}", **arrays)
+        return refused and _checks.message(op, f"{name}.{refused} on CUDA", **arrays)
     rule = f"{name}.dtype={_checks.dtype_name(dtype)} must be bf16 or f16 on CUDA"
     return _checks.message(op, rule, **arrays)
 
@@ -129,3 +130,48 @@ def mixed_reason(x: Any, other: Any) -> str:
         "gradients run on CPU, and on GPUs where the CUDA extension is not loaded"
     )
     return _checks.message("grouped_gemm", rule, lhs=x, rhs=other)
+
+
+def gmm_reason(a: Any, *, format: Format, dtype: Any, out_dtype: Any, **_params: Any) -> str | None:
+    """Why the kernels cannot run this product, or None."""
+    op = "grouped_gemm"
+    # Messages show shapes as the caller of grouped_gemm knows them, without batch axis.
+    one = lambda v: jax.ShapeDtypeStruct(v.shape[1:], v.dtype)  # noqa: E731
+    x, w = one(a.x), one(a.w)
+    if format.quantized:
+        w = jax.ShapeDtypeStruct(format.weight_shape(w.shape), w.dtype)
+        reason = kernel_reason(op, format, dtype, lhs=x)
+        name, itemsize = "rhs.values", jnp.dtype(dtype).itemsize
+    elif x.dtype != w.dtype:  # never so in a public call, only in a transpose
+        return mixed_reason(x, w)
+    else:
+        of_bias = {} if a.bias is None else {"bias": one(a.bias)}
+        reason = dtype_reason(op, **{"lhs": x, "rhs": w} | of_bias)
+        name, itemsize = "rhs", None
+    reason = (
+        reason
+        or result_reason(dtype, out_dtype, x)
+        or count_reason(op, a.x.shape[0] * x.shape[0], lhs=x)
+    )
+    if not format.quantized:
+        reason = reason or row_reason(op, "lhs", x, 1)
+    return reason or row_reason(op, name, w, 2) or row_reason(op, name, w, 1, itemsize=itemsize)
+
+
+def tgmm_reason(avals: Any, *, out_dtype: Any, **_params: Any) -> str | None:
+    """Why the kernel cannot make this gradient of weights, or None."""
+    op = "grouped_gemm"
+    # Messages show shapes as the caller of grouped_gemm knows them, without batch axis.
+    x, dy = (jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for a in (avals.x, avals.dy))
+    if x.dtype != dy.dtype:
+        return mixed_reason(x, dy)
+    reason = dtype_reason(op, x=x, dy=dy)
+    if reason is None and out_dtype not in (x.dtype, jnp.float32):
+        rule = f"the gradient of rhs must be {_checks.dtype_name(x.dtype)} or f32 on CUDA"
+        reason = _checks.message(op, rule, x=x, dy=dy)
+    return (
+        reason
+        or count_reason(op, avals.x.shape[0] * x.shape[0], x=x)
+        or row_reason(op, "x", x, 1)
+        or row_reason(op, "dy", dy, 1)
+    )

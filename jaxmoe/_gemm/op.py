@@ -340,55 +340,6 @@ def _gmm_attrs(
     return cuda.attrs(config, layout=weight_layout, format=format, promoted=promoted)
 
 
-def _gmm_reason(
-    a: Product, *, format: Format, dtype: Any, out_dtype: Any, **_params: Any
-) -> str | None:
-    op = "grouped_gemm"
-    # Messages show shapes as the caller of grouped_gemm knows them, without batch axis.
-    one = lambda v: jax.ShapeDtypeStruct(v.shape[1:], v.dtype)  # noqa: E731
-    x, w = one(a.x), one(a.w)
-    if format.quantized:
-        w = jax.ShapeDtypeStruct(format.weight_shape(w.shape), w.dtype)
-        reason = cuda.kernel_reason(op, format, dtype, lhs=x)
-        name, itemsize = "rhs.values", jnp.dtype(dtype).itemsize
-    elif x.dtype != w.dtype:  # never so in a public call, only in a transpose
-        return cuda.mixed_reason(x, w)
-    else:
-        of_bias = {} if a.bias is None else {"bias": one(a.bias)}
-        reason = cuda.dtype_reason(op, **{"lhs": x, "rhs": w} | of_bias)
-        name, itemsize = "rhs", None
-    reason = (
-        reason
-        or cuda.result_reason(dtype, out_dtype, x)
-        or cuda.count_reason(op, a.x.shape[0] * x.shape[0], lhs=x)
-    )
-    if not format.quantized:
-        reason = reason or cuda.row_reason(op, "lhs", x, 1)
-    return (
-        reason
-        or cuda.row_reason(op, name, w, 2)
-        or cuda.row_reason(op, name, w, 1, itemsize=itemsize)
-    )
-
-
-def _tgmm_reason(avals: Any, *, out_dtype: Any, **_params: Any) -> str | None:
-    op = "grouped_gemm"
-    # Messages show shapes as the caller of grouped_gemm knows them, without batch axis.
-    x, dy = (jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for a in (avals.x, avals.dy))
-    if x.dtype != dy.dtype:
-        return cuda.mixed_reason(x, dy)
-    reason = cuda.dtype_reason(op, x=x, dy=dy)
-    if reason is None and out_dtype not in (x.dtype, jnp.float32):
-        rule = f"the gradient of rhs must be {_checks.dtype_name(x.dtype)} or f32 on CUDA"
-        reason = _checks.message(op, rule, x=x, dy=dy)
-    return (
-        reason
-        or cuda.count_reason(op, avals.x.shape[0] * x.shape[0], x=x)
-        or cuda.row_reason(op, "x", x, 1)
-        or cuda.row_reason(op, "dy", dy, 1)
-    )
-
-
 gmm_p = _primitive.define(
     "jaxmoe_gmm",
     operands=Product,
@@ -402,7 +353,7 @@ gmm_p = _primitive.define(
         "dtype",
         attrs=_gmm_attrs,
         scratch=lambda _a, *, dtype, **_: cuda.scratch(dtype),
-        reason=_gmm_reason,
+        reason=cuda.gmm_reason,
     ),
     rule=sharding.gmm_rule(lambda *arrays, **params: gmm_p(*arrays, **params)),
     composed=lambda *, format, **_: format.composed,
@@ -419,7 +370,7 @@ tgmm = _primitive.define(
         "jaxmoe_weight_grad_v1",
         attrs=lambda avals, **_: {"cluster": tgmm_cluster(avals.x.shape[2])},
         scratch=lambda _avals, **_: cuda.scratch(),
-        reason=_tgmm_reason,
+        reason=cuda.tgmm_reason,
         absent={"init": (4, "out_dtype")},
         aliases=lambda avals, **_: {} if avals.init is None else {"init": 0},
     ),

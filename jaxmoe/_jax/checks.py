@@ -110,7 +110,7 @@ def check_float(op: str, name: str, x: Any) -> None:
     if dtype.name not in FLOATS and dtype.itemsize == 1 and dtype.kind != "b":
         rule = (
             f"{name}.dtype={dtype_name(dtype)} must be bf16 or f16 or f32; quantized "
-            "weights and tokens come with their scales as a jaxmoe.QuantizedArray, in FP8 only"
+            "weights and tokens come with their scales as a jaxmoe.QuantizedArray"
         )
         raise NotImplementedError(message(op, rule, **{name: x}))
     check_dtype(op, name, x, FLOATS)

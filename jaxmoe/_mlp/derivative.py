@@ -30,11 +30,11 @@ from jaxmoe._formats import PLAIN, Format, Tokens
 from jaxmoe._gemm.gate_up import activate, gate_up_p, of_moving
 from jaxmoe._gemm.op import tgmm
 from jaxmoe._jax import primitive as _primitive
-from jaxmoe._jax import sizes as _sizes
+from jaxmoe._mlp.by_row import COLUMNS, columns_of, row_weights, slot_values, to_rows
 from jaxmoe._mlp.operands import Layer, Operands, halves
 from jaxmoe._mlp.stages import order_of, product, result
 from jaxmoe.finalize import sum_rows
-from jaxmoe.permute import permute, permute_p
+from jaxmoe.permute import permute
 
 # Operands that can have a tangent, in the order in which tangents are passed.
 VARIABLES = (
@@ -43,7 +43,6 @@ VARIABLES = (
 )
 _FIRST = ("x", "w_gate_up", "w_up", "b_gate_up")  # what z depends on
 _OTHER_LAYOUT = {"kn": "nk", "nk": "kn"}
-_COLUMNS = 8  # the shortest row that the kernels multiply
 
 
 class Kept(NamedTuple):
@@ -203,43 +202,10 @@ def _contract(r: Any, x: jax.Array, dy: jax.Array, count: int, dtype: Any) -> ja
     return dw[0]
 
 
-def _to_rows(r: Any, tokens: jax.Array) -> jax.Array:
-    (rows,) = permute_p(tokens, r.row_to_token, r.slot_to_row)
-    return rows
-
-
-def _row_weights(r: Any, weights: jax.Array | None) -> jax.Array:
-    """[T,K] -> [R], 0 in the rows of no slot; without weights ones."""
-    if weights is None:
-        return jnp.ones(r.row_to_token.shape, jnp.float32)
-    slots, values = r.slot_to_row.reshape(-1), weights.reshape(-1)
-    past_the_end = slots.size + jnp.arange(slots.size, dtype=slots.dtype)
-    place = jnp.where(slots < 0, past_the_end, slots)  # distinct, as unique_indices promises
-    return jnp.zeros_like(values).at[place].set(values, mode="drop", unique_indices=True)
-
-
-def _slot_values(r: Any, values: jax.Array) -> jax.Array:
-    """[R] -> [T,K], 0 where a slot has no row."""
-    exists = r.slot_to_row >= 0
-    values = _sizes.with_a_row(values)
-    return jnp.where(exists, values[jnp.where(exists, r.slot_to_row, 0)], 0.0)
-
-
-def _columns(values: jax.Array, dtype: Any) -> jax.Array:
-    """[R] float32 -> [R,8] whose rows add up to it: a factor that keeps more bits than `dtype`."""
-    info, parts = jnp.finfo(dtype), []
-    for _ in range(3):
-        # NOTE: not astype and back, which XLA may leave out.
-        parts.append(jax.lax.reduce_precision(values, info.nexp, info.nmant))
-        values = values - parts[-1]
-    columns = jnp.stack(parts, axis=1).astype(dtype)
-    return jnp.pad(columns, ((0, 0), (0, _COLUMNS - 3)))
-
-
 def _times_bias(r: Any, values: jax.Array, bias: Any) -> jax.Array:
     """Returns values[row] * bias[expert of the row] as a product, so 0 in rows of no expert."""
-    repeated = jnp.broadcast_to(bias[:, None, :], (bias.shape[0], _COLUMNS, bias.shape[1]))
-    columns = _columns(values, bias.dtype)
+    repeated = jnp.broadcast_to(bias[:, None, :], (bias.shape[0], COLUMNS, bias.shape[1]))
+    columns = columns_of(values, bias.dtype)
     return _product(columns, repeated, None, r.expert_offsets, layout="kn", out_dtype=jnp.float32)
 
 
@@ -259,7 +225,7 @@ def _tangent(*args: Any, layer: Layer) -> tuple[jax.Array]:
         for at in layer.layouts
     )
     ones = jnp.ones(r.row_to_token.shape, jnp.float32)
-    s = _row_weights(r, r.weights)
+    s = row_weights(r, r.weights)
     act = functools.partial(activate, activation=layer.activation, gate_up=layer.gate_up)
     z_terms = _z_terms(r, layer, first, ones, narrow)
     h_terms: list[jax.Array] = []
@@ -270,7 +236,7 @@ def _tangent(*args: Any, layer: Layer) -> tuple[jax.Array]:
         h = act(r.z)
     terms: list[jax.Array] = []
     if r.t_weights is not None:
-        ds = _row_weights(r, r.t_weights)
+        ds = row_weights(r, r.t_weights)
         h_terms.append(ds[:, None] * h)
         if r.b_down is not None:
             terms.append(_times_bias(r, ds, r.b_down))
@@ -292,9 +258,9 @@ def _z_terms(r: Any, layer: Layer, first: Any, ones: jax.Array, narrow: Any) -> 
     """Terms of the tangent of z, from those of x, of the first weights and of their bias."""
     terms: list[jax.Array] = []
     if r.t_x is not None:
-        terms.append(_both(first, _to_rows(r, narrow(r.t_x)), _of_halves(r, layer)))
+        terms.append(_both(first, to_rows(r, narrow(r.t_x)), _of_halves(r, layer)))
     if r.t_w_gate_up is not None or r.t_w_up is not None:
-        rows = _to_rows(r, r.x)
+        rows = to_rows(r, r.x)
         moved = [
             None if w is None else jnp.zeros_like(w) if t is None else narrow(t)
             for w, t in ((r.w_gate_up, r.t_w_gate_up), (r.w_up, r.t_w_up))
@@ -340,8 +306,8 @@ def _gradients(
     dtype, grads = layer.dtype, {"residual": dy}
     backward = functools.partial(_product, bias=None, expert_offsets=r.expert_offsets)
     contract = functools.partial(_contract, r)
-    s = _row_weights(r, r.weights)
-    rows = _to_rows(r, dy) if layer.finalize else dy
+    s = row_weights(r, r.weights)
+    rows = to_rows(r, dy) if layer.finalize else dy
     act = functools.partial(activate, activation=layer.activation, gate_up=layer.gate_up)
     h, pull = jax.vjp(act, r.z)
     dz: Any = None
@@ -359,9 +325,9 @@ def _gradients(
         if "weights" in wanted:
             ds = jnp.sum(dh * h, axis=-1)
             if r.b_down is not None:
-                column = jnp.pad(r.b_down[:, :, None], ((0, 0), (0, 0), (0, _COLUMNS - 1)))
+                column = jnp.pad(r.b_down[:, :, None], ((0, 0), (0, 0), (0, COLUMNS - 1)))
                 ds += backward(rows, column, layout="kn", out_dtype=jnp.float32)[:, 0]
-            grads["weights"] = _slot_values(r, ds)
+            grads["weights"] = slot_values(r, ds)
     if wanted.keys() & {*_FIRST}:
         grads |= _of_first(r, dz, wanted, layer, backward, contract)
     if "w_down" in wanted:
@@ -387,7 +353,7 @@ def _of_first(
     for name, part in zip(("w_gate_up", "w_up"), parts, strict=False):
         if name in wanted:
             # NOTE: copied, as fetching them by index takes the product twice as long.
-            rows = _to_rows(r, r.x)
+            rows = to_rows(r, r.x)
             pair = (rows, part) if layout == "kn" else (part, rows)
             grads[name] = contract(*pair, getattr(r, name).shape[0], wanted[name].dtype)
     if "b_gate_up" in wanted:
@@ -398,7 +364,7 @@ def _of_first(
 
 def _bias_gradient(r: Kept, s: jax.Array, rows: jax.Array, aval: Any, dtype: Any) -> jax.Array:
     """Sums s * row over the rows of each expert."""
-    sums = _contract(r, _columns(s, dtype), rows, aval.shape[0], jnp.float32).sum(1)
+    sums = _contract(r, columns_of(s, dtype), rows, aval.shape[0], jnp.float32).sum(1)
     return sums.astype(aval.dtype)
 
 
