@@ -39,7 +39,6 @@ ONLY_PROMOTED = {(128, 256, 1, 1)}
 # Tiles of packed weights, which are decoded in registers that more accumulators would take.
 PACKED = {
     (128, 8, 1, 1),
-    (128, 8, 1, 2),
     (128, 32, 1, 1),
     (128, 192, 1, 1),
     (256, 128, 1, 1),
@@ -143,15 +142,15 @@ def gmm_config(
     row_bytes = k * (2 if promoted is None else 1)
     if usual < (8 if promoted is None else 9):
         hit = local_share * num_groups * (1.0 - (1.0 - 1.0 / max(num_groups, 1)) ** num_rows)
-        return GemmConfig(128, 8, split_k=_split_k(row_bytes, hit * math.ceil(weight_rows / 128)))
+        split_k = _split_k(row_bytes, hit * math.ceil(weight_rows / 128))
+        return GemmConfig(128, 8, split_k=1 if packed else split_k)
     # Twice or four times as wide as usual groups need, which costs up to 3 % of an even routing:
     # groups past a tile read their weights again, up to 30 % of a skewed one.
-    # Promoted sums multiply as many rows as a tile of this kind can have.
-    if usual <= (32 if promoted else 16):
+    # Promoted sums multiply as many rows as a tile of this kind can have; decoding packed weights
+    # takes as long as multiplying them by as many.
+    if usual <= (32 if promoted or packed else 16):
         return GemmConfig(128, 32)
     if packed:
-        # Decoding a weight takes as long as multiplying it by about 32 tokens: wider tiles decode
-        # fewer times.
         if 128 < usual <= 192:
             return GemmConfig(128, 192)
         return GemmConfig(256, 128, raster=8 if num_rows >= 2048 * num_groups else 1)
