@@ -455,3 +455,17 @@ def test_forward_format():
     assert_equal(moe_mlp(x, routing, forward), moe_mlp(x, routing, q))
     loss = lambda e: jnp.sum(moe_mlp(x, routing, e).astype(jnp.float32))  # noqa: E731
     close(jax.grad(loss)(forward).down, jax.grad(loss)(plain).down)
+
+
+@pytest.mark.parametrize("kind", (AxisType.Auto, AxisType.Explicit))
+def test_quantize_where_experts_are(name, kind):
+    w = np.random.default_rng(6).standard_normal((2, 128, 256)).astype(jnp.bfloat16)
+    want = dequantize(quantize(w, name, weight_layout="kn"))
+    mesh = jax.make_mesh((2,), ("a",), axis_types=(kind,), devices=jax.devices()[:2])
+    with jax.set_mesh(mesh):
+        split = jax.device_put(w, NamedSharding(mesh, P("a")))
+        q = jax.jit(lambda w: quantize(w, name, weight_layout="kn"))(split)
+        out = jax.jit(dequantize)(q)
+    for a in (q.values, out, *((q.scales,) if kind == AxisType.Explicit else ())):
+        assert a.sharding.is_equivalent_to(NamedSharding(mesh, P("a")), a.ndim)
+    assert_equal(out, want)

@@ -78,7 +78,7 @@ class Int4(Packed):
         `scales`: [E, N, K / group] in the dtype of the array, and uint8 zero points if there are.
         """
         strips = (packed.pack_strips(part, self.groups) for part in scales)
-        return self.joined(codes, *strips), jnp.ones(codes.shape[:-2], jnp.float32)
+        return self.joined(codes, *strips), jnp.ones_like(codes[..., 0, 0], jnp.float32)
 
     def unpack(self, values: jax.Array, scales: jax.Array) -> tuple[jax.Array, ...]:
         """What `pack` was given."""

@@ -11,6 +11,7 @@ strip. Weights are [E, N / 64, superblocks].
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -37,11 +38,9 @@ def pack_values(codes: jax.Array, *, bits: int, scattered: bool) -> jax.Array:
 
     `scattered`: the bits of a code of 4 lie where e2m1 has them, not side by side.
     """
-    *lead, n, k = codes.shape
-    codes = codes.reshape(*lead, n // ROWS, *_ROW_AXES, k // ROWS, *_K_AXES)
+    codes = _split(_split(codes, -1, -1, *_K_AXES), -2 - len(_K_AXES), -1, *_ROW_AXES)
     if bits == 8:
-        data = _transposed(codes, "NwuiKdbpch", "NKdwicbphu")
-        return data.reshape(*lead, n // ROWS, k // ROWS, -1)
+        return _merged(_transposed(codes, "NwuiKdbpch", "NKdwicbphu"), -8, 8)
     words = _transposed(codes, "NwuiKdbpch", "NKdwicbpuh").astype(jnp.uint32)
     if scattered:
         bit = _like(np.arange(4, dtype=np.uint32), words.ndim + 1, words.ndim - 3)
@@ -50,19 +49,16 @@ def pack_values(codes: jax.Array, *, bits: int, scattered: bool) -> jax.Array:
     shifts = jnp.asarray(shifts.reshape((1,) * (words.ndim - shifts.ndim) + shifts.shape))
     axes = tuple(range(-4 if scattered else -3, 0))
     words = jnp.sum(words << shifts, axis=axes, dtype=jnp.uint32)
-    data = jax.lax.bitcast_convert_type(words, jnp.uint8)
-    return data.reshape(*lead, n // ROWS, k // ROWS, -1)
+    return _merged(jax.lax.bitcast_convert_type(words, jnp.uint8), -6, 6)
 
 
 @functools.partial(jax.jit, static_argnames=("bits", "scattered"))
 def unpack_values(data: jax.Array, *, bits: int, scattered: bool) -> jax.Array:
     """The codes [.., N, K] of blocks [.., N / 64, K / 64, bytes]."""
-    *lead, rows, columns, _ = data.shape
-    shape = (*lead, rows * ROWS, columns * ROWS)
     if bits == 8:
-        data = data.reshape(*lead, rows, columns, 2, 4, 8, 4, 2, 2, 2, 2)
-        return _transposed(data, "NKdwicbphu", "NwuiKdbpch").reshape(shape)
-    data = data.reshape(*lead, rows, columns, 2, 4, 8, 4, 2, 4)
+        data = _split(data, -1, 2, 4, 8, 4, 2, 2, 2, 2)
+        return _matrix(_transposed(data, "NKdwicbphu", "NwuiKdbpch"), 6)
+    data = _split(data, -1, 2, 4, 8, 4, 2, 4)
     words = jax.lax.bitcast_convert_type(data, jnp.uint32)[..., None, None, None]
     if scattered:
         words = words[..., None]
@@ -73,7 +69,7 @@ def unpack_values(data: jax.Array, *, bits: int, scattered: bool) -> jax.Array:
         shifts = jnp.asarray(_INT4_SHIFTS.reshape((1,) * (words.ndim - 3) + (2, 2, 2)))
         codes = (words >> shifts) & jnp.uint32(15)
     codes = _transposed(codes.astype(jnp.uint8), "NKdwicbpuh", "NwuiKdbpch")
-    return codes.reshape(shape)
+    return _matrix(codes, 6)
 
 
 def pack_strips(scales: jax.Array, groups: int) -> jax.Array:
@@ -81,32 +77,25 @@ def pack_strips(scales: jax.Array, groups: int) -> jax.Array:
 
     A strip has the scales of its rows i and i + 8 of each 16 side by side, group by group.
     """
-    *lead, n, count = scales.shape
-    scales = scales.reshape(*lead, n // ROWS, *_ROW_AXES, count // groups, groups)
+    scales = _split(_split(scales, -1, -1, groups), -3, -1, *_ROW_AXES)
     scales = _transposed(scales, "NwuiKg", "NKwigu")
-    if scales.dtype.itemsize > 1:
-        scales = jax.lax.bitcast_convert_type(scales, jnp.uint8)
-    return scales.reshape(*lead, n // ROWS, count // groups, -1)
+    if scales.dtype.itemsize == 1:
+        return _merged(scales, -4, 4)
+    return _merged(jax.lax.bitcast_convert_type(scales, jnp.uint8), -5, 5)
 
 
 def unpack_strips(data: jax.Array, groups: int, dtype: jax.typing.DTypeLike) -> jax.Array:
     """The scales [.., N, superblocks * groups] of strips."""
-    *lead, rows, count, _ = data.shape
     size = jnp.dtype(dtype).itemsize
-    sizes = (4, 8, groups, 2) if size == 1 else (4, 8, groups, 2, size)
-    data = data.reshape(*lead, rows, count, *sizes)
+    data = _split(data, -1, 4, 8, groups, 2, *(() if size == 1 else (size,)))
     scales = data if size == 1 else jax.lax.bitcast_convert_type(data, dtype)
-    scales = _transposed(scales, "NKwigu", "NwuiKg")
-    return scales.reshape(*lead, rows * ROWS, count * groups)
+    return _matrix(_transposed(scales, "NKwigu", "NwuiKg"), 2)
 
 
 def join(blocks: jax.Array, strips: list[jax.Array], per_superblock: int) -> jax.Array:
     """Makes superblocks [.., N / 64, bytes] of blocks and of the parts of their strips."""
-    *lead, rows, columns, size = blocks.shape
-    count = columns // per_superblock
-    blocks = blocks.reshape(*lead, rows, count, per_superblock * size)
-    data = jnp.concatenate([blocks, *strips], axis=-1) if strips else blocks
-    return data.reshape(*lead, rows, -1)
+    blocks = _merged(_split(blocks, -2, -1, per_superblock), -2, 2)
+    return _merged(jnp.concatenate([blocks, *strips], axis=-1) if strips else blocks, -2, 2)
 
 
 def split(values: jax.Array, per_superblock: int, sizes: tuple[int, ...]) -> tuple[jax.Array, ...]:
@@ -114,13 +103,36 @@ def split(values: jax.Array, per_superblock: int, sizes: tuple[int, ...]) -> tup
 
     `sizes` begins with the bytes of a block.
     """
-    *lead, rows, total = values.shape
     block, *strips = sizes
-    superblock = per_superblock * block + sum(strips)
-    values = values.reshape(*lead, rows, total // superblock, superblock)
+    values = _split(values, -1, -1, per_superblock * block + sum(strips))
     ends = [int(end) for end in np.cumsum([per_superblock * block, *strips])]
     first, *rest = jnp.split(values, ends[:-1], axis=-1)
-    return first.reshape(*lead, rows, -1, block), *rest
+    return _merged(_split(first, -1, per_superblock, block), -3, 2), *rest
+
+
+def _matrix(a: jax.Array, k_axes: int) -> jax.Array:
+    """[.., N, w, u, i, K, ..] with `k_axes` axes from K on -> [.., N, K]."""
+    return _merged(_merged(a, -k_axes, k_axes), -5, 4)
+
+
+# NOTE: one axis at a time, which is what arrays that are split over Explicit mesh axes can do.
+def _split(a: jax.Array, axis: int, *sizes: int) -> jax.Array:
+    """Makes of one axis several."""
+    axis += a.ndim
+    return a.reshape(*a.shape[:axis], *_known(a.shape[axis], sizes), *a.shape[axis + 1 :])
+
+
+def _merged(a: jax.Array, axis: int, count: int) -> jax.Array:
+    """Makes of `count` axes from `axis` on one."""
+    axis += a.ndim
+    size = math.prod(a.shape[axis : axis + count])
+    return a.reshape(*a.shape[:axis], size, *a.shape[axis + count :])
+
+
+def _known(size: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """The sizes, -1 being what the others leave of `size`."""
+    rest = math.prod(s for s in sizes if s >= 0)
+    return tuple(size // rest if s < 0 else s for s in sizes)
 
 
 def _transposed(a: jax.Array, names: str, wanted: str) -> jax.Array:
