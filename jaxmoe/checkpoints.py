@@ -295,7 +295,8 @@ def to_flashinfer(experts: Experts) -> tuple[jax.Array, jax.Array, list[jax.Arra
       ((2, 6, 4), (2, 4, 3), 2)
     """
     op = "checkpoints.to_flashinfer"
-    if not isinstance(experts, Experts):
+    given: Any = experts
+    if not isinstance(given, Experts):
         raise TypeError(_checks.message(op, "experts must be a jaxmoe.Experts", experts=experts))
     for name in ("gate_up_bias", "gate_bias", "up_bias", "down_bias"):
         if getattr(experts, name) is not None:

@@ -19,7 +19,7 @@ from jaxmoe._formats.checks import (
 from jaxmoe._gemm.cuda import MAX_ROWS
 from jaxmoe._gemm.gate_up import of_moving
 from jaxmoe._gemm.op import multiply
-from jaxmoe._gemm.tiles import NOT_PROMOTED, ONLY_PROMOTED, STEP_K, GemmConfig, gmm_config
+from jaxmoe._gemm.tiles import NOT_PROMOTED, ONLY_PROMOTED, PACKED, STEP_K, GemmConfig, gmm_config
 from jaxmoe._jax import checks as _checks
 from jaxmoe._jax import sizes as _sizes
 from jaxmoe._jax.checks import check_float
@@ -109,7 +109,15 @@ def grouped_gemm(
     if preferred_element_type is not None:
         out_dtype = element_type(op, preferred_element_type)
     float_out = out_dtype == jnp.float32
-    check_config(op, "config", config, lhs.shape[1], promoted=promoted, float_out=float_out)
+    check_config(
+        op,
+        "config",
+        config,
+        lhs.shape[1],
+        promoted=promoted,
+        float_out=float_out,
+        packed=format.packed,
+    )
     if type(batch_invariant) is not bool:
         rule = "batch_invariant must be a bool"
         raise TypeError(_checks.message(op, rule, batch_invariant=batch_invariant))
@@ -318,10 +326,12 @@ def check_config(
     *,
     promoted: bool | None = None,
     float_out: bool = False,
+    packed: bool = False,
 ) -> None:
     """Refuses anything but None or a `GemmConfig` that products over `k` elements can have.
 
     `promoted` says whether the sums of an FP8 product are promoted; None: elements of 2 bytes.
+    `packed`: whether weights are packed.
     """
     if config is None:
         return
@@ -333,6 +343,10 @@ def check_config(
             f"{name}.split_k={config.split_k} needs a product over more than {least} elements, "
             f"not {k}"
         )
+        raise ValueError(_checks.message(op, rule, **{name: config}))
+    if packed and config.tile not in PACKED:
+        allowed = ", ".join(map(str, sorted(PACKED)))
+        rule = f"{name}: the tile {config.tile} must be one of {allowed} with packed weights"
         raise ValueError(_checks.message(op, rule, **{name: config}))
     if config.tile in ONLY_PROMOTED and not promoted:
         rule = (

@@ -297,7 +297,7 @@ def _static(
     sums = format.sums(accum, hidden), format.sums(accum, intermediate)
     promoted = None if sums[0] is None else sums
     odd = odd_blocks(format.block > 1, act.gated, experts.order, intermediate)
-    checks.check_configs(op, config, hidden, intermediate, promoted, odd)
+    checks.check_configs(op, config, hidden, intermediate, promoted, odd, format.packed)
     return Layer(
         format=format,
         dtype=jnp.dtype(x.dtype),

@@ -227,3 +227,10 @@ def test_index_scratch_covers_its_parts():
     assert _gemm.tiles.mlp_index_size(18, 4) == 4 + 8 + 40 + 1
     # A plan of so many rows counts 8 experts in each of 65 chunks.
     assert _gemm.tiles.mlp_index_size(2**18 + 1, 8) == 4 + 12 + 2 * (2**18 + 4) + 65 * 8
+
+
+@pytest.mark.parametrize("mean", (1 / 64, 1, 3, 8, 20, 60, 100, 150, 300, 3000))
+def test_packed_weights_have_tiles_of_their_own(mean):
+    rows = max(int(mean * 64), 1)
+    for config in _gemm.tiles.mlp_configs(rows, 64, 64, 2880, 2880, True, packed=True):
+        assert config.tile in _gemm.tiles.PACKED

@@ -14,10 +14,10 @@ from jax.sharding import PartitionSpec as P
 
 from jaxmoe import (
     Experts,
+    GemmConfig,
     Routing,
     dequantize,
     expert_parallel,
-    explain,
     export_checks,
     grouped_gemm,
     moe_mlp,
@@ -25,9 +25,10 @@ from jaxmoe import (
 )
 from jaxmoe._formats import QUANTIZED
 from jaxmoe._formats.parts import pack, unpack
-from jaxmoe._gemm import cuda
+from jaxmoe._gemm import cuda, tiles
 from jaxmoe._testing import PACKED, Layer, assert_equal, layer_inputs
 from tests import packed_oracle as oracle
+from tests.lowered import calls, cuda_text, layer_call
 from tests.sharding_programs import collectives
 
 
@@ -442,10 +443,26 @@ def test_i_that_no_device_can_have_a_part_of_is_refused():
         expert_parallel.sharded_moe_mlp(x, routing, q, **options)
 
 
-def test_cuda_refuses_what_has_no_kernel(name):
+def test_cuda_makes_one_call(name):
+    """The kernels get the bytes as they are stored, and a tile that they have."""
     q, _, x, routing = experts(name)
-    (op,) = explain(moe_mlp, x, routing, q).ops
-    assert op.cuda_reason is not None and f"{name} has no CUDA kernel" in op.cuda_reason
+    (call,) = calls(cuda_text(moe_mlp, x, routing, q))
+    attrs, ins, _ = layer_call(call)
+    assert attrs["format"] == f"{QUANTIZED[name].code}:i64" and attrs["layout1"] == "1:i64"
+    for array, operand in ((q.gate_up, "w_gate_up"), (q.down, "w_down")):
+        assert ins[operand] == "x".join(map(str, array.values.shape)) + "xui8"
+    for gemm in ("gemm1", "gemm2"):
+        tile = (attrs[gemm][n] for n in ("weight_tile", "token_tile", "cluster", "split_k"))
+        assert tuple(int(value.split(":")[0]) for value in tile) in tiles.PACKED
+
+
+def test_tiles_without_a_kernel_are_refused(name):
+    q, _, x, routing = experts(name)
+    config = GemmConfig(256, 160, cluster=2)
+    with pytest.raises(
+        ValueError, match=r"config\[0\]: the tile \(256, 160, 2, 1\) must be one of"
+    ):
+        moe_mlp(x, routing, q, config=(config, config))
 
 
 def test_forward_format():

@@ -258,21 +258,21 @@ __device__ __forceinline__ void WgmmaTokensOnM(uint64_t tokens,
   WgmmaCall<Atom>(tokens, weights, acc, accumulate, std::make_integer_sequence<int, 64>{});
 }
 
-// wgmma whose A is in registers: row lane / 4 + 8 (j % 2) of a warp's 16, k 2 (lane % 4) + 8 (j / 2)
-// and the next of a[j].
+// wgmma whose A is in registers: row lane / 4 + 8 (j % 2) of a warp's 16, k 2 (lane % 4) + 8 (j /
+// 2) and the next of a[j].
 template <class Element, int kN>
 struct WgmmaRegistersAtom;
 
-#define JAXMOE_REGISTERS_ATOM(N)                                                           \
-  template <>                                                                              \
-  struct WgmmaRegistersAtom<__nv_bfloat16, N> {                                            \
-    using type = cute::SM90::GMMA::MMA_64x##N##x16_F32BF16BF16_RS<cute::SM90::GMMA::Major::K,    \
-                                                                  cute::SM90::GMMA::Major::K>;   \
-  };                                                                                       \
-  template <>                                                                              \
-  struct WgmmaRegistersAtom<__half, N> {                                                   \
-    using type = cute::SM90::GMMA::MMA_64x##N##x16_F32F16F16_RS<cute::SM90::GMMA::Major::K,      \
-                                                                cute::SM90::GMMA::Major::K>;     \
+#define JAXMOE_REGISTERS_ATOM(N)                                                               \
+  template <>                                                                                  \
+  struct WgmmaRegistersAtom<__nv_bfloat16, N> {                                                \
+    using type = cute::SM90::GMMA::MMA_64x##N##x16_F32BF16BF16_RS<cute::SM90::GMMA::Major::K,  \
+                                                                  cute::SM90::GMMA::Major::K>; \
+  };                                                                                           \
+  template <>                                                                                  \
+  struct WgmmaRegistersAtom<__half, N> {                                                       \
+    using type = cute::SM90::GMMA::MMA_64x##N##x16_F32F16F16_RS<cute::SM90::GMMA::Major::K,    \
+                                                                cute::SM90::GMMA::Major::K>;   \
   }
 JAXMOE_REGISTERS_ATOM(8);
 JAXMOE_REGISTERS_ATOM(32);

@@ -68,8 +68,8 @@ struct MoeGemmArgs {
   bool writes_plan;     // the kernel writes slot_to_row and the number of rows for later ones
   PlanParams plan;
   ActivationParams activation;
-  void* z;               // sums before the activation, to be written; or null. Not FP8
-  ScaleArgs scales;      // FP8; packed weights: w, num_x and half only
+  void* z;           // sums before the activation, to be written; or null. Not FP8
+  ScaleArgs scales;  // FP8; packed weights: w, num_x and half only
   PackedArgs packed;
   CUtensorMap w_up_map;  // like w_map, for up rows in an array of their own
   int up_origin;         // weight row of the first row of that array, 0 if there is none

@@ -36,9 +36,9 @@ const Variant* FindVariant(const MoeGemmProblem& p, const TileConfig& tile) {
     for (int i = 0; i < table.size; ++i) {
       const Variant& v = table.rows[i];
       if (v.packing == p.packed.packing && v.dtype == p.dtype && v.layout == p.layout &&
-          v.promoted == p.scales.promoted && v.gated == p.gated && v.weight_tile == tile.weight_tile &&
-          v.token_tile == tile.token_tile && v.cluster == tile.cluster &&
-          v.split_k == tile.split_k) {
+          v.promoted == p.scales.promoted && v.gated == p.gated &&
+          v.weight_tile == tile.weight_tile && v.token_tile == tile.token_tile &&
+          v.cluster == tile.cluster && v.split_k == tile.split_k) {
         return &v;
       }
     }

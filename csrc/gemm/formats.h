@@ -24,17 +24,17 @@ enum class WeightFormat : int {
   kMxfp8,
 };
 
-// Encoding of packed weights, which a kernel decodes to the type of the tokens before it multiplies.
-// jaxmoe/_formats/packed.py has the order of bytes.
+// Encoding of packed weights, which a kernel decodes to the type of the tokens before it
+// multiplies. jaxmoe/_formats/packed.py has the order of bytes.
 enum class Packing : int { kNone, kMxfp4, kNvfp4, kInt4, kInt8, kMxfp8 };
 
 // Packed weights lie in superblocks: 64 rows by a multiple of 64 of k. One has its values, 64 of k
 // after the other, then the strip of its scales.
 struct PackedLayout {
   Packing packing = Packing::kNone;
-  int k = 64;             // of a superblock; 0: all of it
-  int strip_bytes = 0;    // of a superblock
-  int groups = 1;         // scales of a row in 64 of k, at most one in a longer superblock
+  int k = 64;              // of a superblock; 0: all of it
+  int strip_bytes = 0;     // of a superblock
+  int groups = 1;          // scales of a row in 64 of k, at most one in a longer superblock
   bool has_zeros = false;  // int4: each scale has a zero point
 
   constexpr int superblock_k(int64_t whole) const { return k == 0 ? static_cast<int>(whole) : k; }

@@ -62,7 +62,8 @@ constexpr bool OverlapsPrevious(int64_t rows, int64_t groups) { return rows <= 1
 // Slots that a GEMM can plan by itself: a lane of a warp each.
 inline constexpr int64_t kMaxPlannedSlots = 32;
 
-// Scales of operands that are values times scales; of packed weights those outside of them. jaxmoe/quantize.py defines the formats.
+// Scales of operands that are values times scales; of packed weights those outside of them.
+// jaxmoe/quantize.py defines the formats.
 struct Fp8Scales {
   Shared shared = Shared::kTensor;  // of weights: kTensor, kRow or kBlock
   bool promoted = false;            // float32 sums over every 128 of k; always so with blocks

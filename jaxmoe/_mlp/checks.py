@@ -144,6 +144,7 @@ def check_configs(
     intermediate: int,
     promoted: tuple[bool, bool] | None,
     odd_blocks: bool,
+    packed: bool,
 ) -> None:
     """Checks the tiles against the products they are for."""
     if config is None:
@@ -153,7 +154,12 @@ def check_configs(
         raise TypeError(_checks.message(op, rule, config=config))
     for i, k in enumerate((hidden, intermediate)):
         check_config(
-            op, f"config[{i}]", config[i], k, promoted=None if promoted is None else promoted[i]
+            op,
+            f"config[{i}]",
+            config[i],
+            k,
+            promoted=None if promoted is None else promoted[i],
+            packed=packed,
         )
     first = config[0]
     if promoted is not None and first and first.gather and first.token_tile > MAX_FP8_GATHER:

@@ -140,10 +140,8 @@ class Epilogue {
     if constexpr (T::kScaled && !T::kTokenScaled) {
       const float w0 = scales_.weight(block, 0);
       const float w1 = scales_.weight(block, 1);
-      return make_float4(fmaf(a[0], w0, b[0]),
-                         fmaf(a[1], w0, b[0]),
-                         fmaf(a[2], w1, b[1]),
-                         fmaf(a[3], w1, b[1]));
+      return make_float4(
+          fmaf(a[0], w0, b[0]), fmaf(a[1], w0, b[0]), fmaf(a[2], w1, b[1]), fmaf(a[3], w1, b[1]));
     } else if constexpr (T::kScaled) {
       const float2 x =
           *reinterpret_cast<const float2*>(token_scales_ + 8 * group + 2 * (lane_ % 4));

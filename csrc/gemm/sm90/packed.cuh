@@ -75,8 +75,8 @@ __device__ __forceinline__ void RunPackedKSteps(const PackedArgs& packed,
     // Rows copied by threads were written through the generic proxy, wgmma reads through the
     // async one.
     if (T::kGatherByThreads && share.gathered) ptx::FenceProxyAsync();
-    const uint64_t tokens = ptx::Swizzle128Descriptor(
-        ptx::SmemAddress(smem.tokens(stage.index)) + share.first_token * T::kTokenStepBytes);
+    const uint64_t tokens = ptx::Swizzle128Descriptor(ptx::SmemAddress(smem.tokens(stage.index)) +
+                                                      share.first_token * T::kTokenStepBytes);
     const int current = stage.index;
     stage.Advance();
 #pragma unroll

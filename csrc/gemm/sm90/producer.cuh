@@ -121,8 +121,8 @@ __device__ void RunPackedProducer(const MoeGemmArgs& args, const SharedStorage<T
       const int row = RowInArray<T>(args, WeightRow<T>(args, info.w_tile, b), b);
       const uint8_t* w = IsUpBlock<T>(b) && args.up_origin != 0 ? packed.w_up : packed.w;
       const bool exists = row < last_row;
-      block[b] = !exists ? nullptr
-                         : w + info.weight * packed.weight_bytes + row / 64 * packed.block_bytes;
+      block[b] =
+          !exists ? nullptr : w + info.weight * packed.weight_bytes + row / 64 * packed.block_bytes;
       bytes += exists ? T::kValueBytes + packed.strip_bytes : 0;
     }
     int superblock = steps.first / packed.superblock_steps;

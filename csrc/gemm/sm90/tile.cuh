@@ -134,8 +134,9 @@ struct Tile {
   static constexpr bool kLateScales = kWarpgroupTokens > (kPromoted || kPacked ? 64 : 128);
 
   // Scales of X: one a token for the epilogue, one a token and step for the promotion.
-  static constexpr int kTokenScaleBytes = kTokenScaled ? kWarpgroupTokens * 4 : 0;  // of one warpgroup
-  static constexpr int kBlockScales = (kTokenTile + 15) / 16 * 16;             // see StepScaleAt
+  static constexpr int kTokenScaleBytes =
+      kTokenScaled ? kWarpgroupTokens * 4 : 0;                      // of one warpgroup
+  static constexpr int kBlockScales = (kTokenTile + 15) / 16 * 16;  // see StepScaleAt
   static constexpr int kStepScaleBytes = kPromoted ? kBlockScales * 4 : 0;
   // Scale and bias of each weight row of a warpgroup, see TokenMajorEpilogue.
   static constexpr int kColumnBytes = kTokensOnM ? kWarpgroupRows * 8 : 0;
