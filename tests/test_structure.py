@@ -111,7 +111,7 @@ def native(besides: tuple[str, ...] = ()) -> list[Path]:
 
 
 def test_a_format_is_named_where_formats_are() -> None:
-    assert found(package("jaxmoe/_formats/", "jaxmoe/checkpoints.py"), named_formats) == []
+    assert found(package("jaxmoe/_formats/", "jaxmoe/checkpoints/"), named_formats) == []
 
 
 def test_operands_have_names() -> None:

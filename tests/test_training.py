@@ -11,7 +11,7 @@ import pytest
 
 from jaxmoe import explain, finalize, plan, reference
 from jaxmoe._jax import targets as _targets
-from jaxmoe._mlp import derivative as _derivative
+from jaxmoe._mlp.by_row import row_weights
 from jaxmoe._testing import SMALL, Layer, assert_close, assert_equal, layer_inputs, normal
 from jaxmoe.activation import ACTIVATIONS, GATE_UP_ORDERS, split_gate_up
 from tests.layers import moe_mlp
@@ -325,5 +325,5 @@ def test_explain_names_the_calls_of_forward_mode():
 
 def test_rows_that_no_choice_has_weigh_nothing():
     nothing = plan(jnp.full((3, 2), -1, jnp.int32), 4)
-    weights = _derivative._row_weights(nothing, jnp.ones((3, 2)))
+    weights = row_weights(nothing, jnp.ones((3, 2)))
     assert_equal(weights, jnp.zeros(6))

@@ -1,0 +1,322 @@
+"""Weights of 4 bits in the layouts of checkpoints as quantized arrays, which kernels read.
+
+Each reader takes the tensors of all experts, stacked on a new first axis, packs them once and
+changes no number. Call it under `jax.jit`, or its temporaries live as long as Python holds them.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmoe._formats.parts import pack, unpack
+from jaxmoe._jax import checks as _checks
+from jaxmoe.quantize import QuantizedArray, check_quantized
+
+_E2M1_GROUP = 32
+_NVFP4_GROUP = 16
+# AWQ has column j of eight in this nibble of a word.
+_AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
+
+
+def from_mxfp4(weight: jax.Array, scale: jax.Array, *, dtype: Any = "bfloat16") -> QuantizedArray:
+    """Reads MXFP4 weights: w = e2m1 * 2^(scale - 127), a scale for 32 neighbours of k.
+
+    Args:
+      weight: uint8 or int8, two values a byte, the first in the low bits. [E, N, K / 2]
+        (compressed-tensors' `weight_packed`, DeepSeek-V4's `weight`), or [E, N, K / 32, 16]
+        (gpt-oss' `gate_up_proj_blocks` and `down_proj_blocks`).
+      scale: uint8 or float8_e8m0fnu [E, N, K / 32] (`weight_scale`, `scale`, `.._scales`).
+      dtype: bfloat16, float16 or float32, which `jaxmoe.dequantize` shall return.
+
+    Returns:
+      An mxfp4 array [E, N, K] of layout "nk".
+
+    Raises:
+      TypeError, ValueError: a wrong dtype, or shapes that do not go together or into blocks.
+
+    Numerics: exact. Groups 2^252 or more below the largest scale of their expert are zeros.
+    Source: OCP Microscaling Formats 1.0; gpt-oss' model card.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxmoe
+      >>> from jaxmoe import checkpoints
+      >>> blocks = jnp.full((1, 64, 2, 16), 0x92, jnp.uint8)  # 1 and -0.5
+      >>> q = checkpoints.from_mxfp4(blocks, jnp.full((1, 64, 2), 128, jnp.uint8))
+      >>> q.shape, jaxmoe.dequantize(q)[0, 0, :4].tolist()
+      ((1, 64, 64), [2.0, -1.0, 2.0, -1.0])
+    """
+    op = "checkpoints.from_mxfp4"
+    _checks.check_dtype(op, "weight", weight, ("uint8", "int8"))
+    weight = jnp.asarray(weight)
+    if weight.ndim == 4:
+        weight = weight.reshape(*weight.shape[:2], -1)
+    codes = _nibbles(op, weight)
+    _check_groups(op, "scale", scale, codes, _E2M1_GROUP, ("uint8", "float8_e8m0fnu"))
+    return pack("mxfp4", codes, _bytes(scale), weight_layout="nk", dtype=dtype)
+
+
+def to_mxfp4(q: QuantizedArray) -> tuple[jax.Array, jax.Array]:
+    """Returns `weight` [E, N, K / 2] uint8 and `scale` [E, N, K / 32] uint8, see `from_mxfp4`.
+
+    Args:
+      q: mxfp4 weights.
+
+    Raises:
+      TypeError, ValueError: no quantized array, or one of another format.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxmoe
+      >>> q = jaxmoe.quantize(jnp.ones((2, 64, 128)), "mxfp4", weight_layout="nk")
+      >>> [a.shape for a in jaxmoe.checkpoints.to_mxfp4(q)]
+      [(2, 64, 64), (2, 64, 4)]
+    """
+    op = "checkpoints.to_mxfp4"
+    check_quantized(op, "q", q)
+    if q.format != "mxfp4":
+        raise ValueError(_checks.message(op, f"q must be weights in mxfp4, not {q.format}", q=q))
+    codes, scale = unpack(q)
+    return codes[..., ::2] | codes[..., 1::2] << 4, scale
+
+
+def from_nvfp4(
+    weight: jax.Array,
+    weight_scale: jax.Array,
+    *,
+    weight_scale_2: jax.Array | None = None,
+    weight_global_scale: jax.Array | None = None,
+    dtype: Any = "bfloat16",
+) -> QuantizedArray:
+    """Reads NVFP4 weights: w = e2m1 * weight_scale * global, a scale for 16 neighbours of k.
+
+    Args:
+      weight: uint8 [E, N, K / 2], two values a byte, the first in the low bits (ModelOpt's
+        `weight`, compressed-tensors' `weight_packed`).
+      weight_scale: float8_e4m3fn [E, N, K / 16].
+      weight_scale_2: float32 [E] or [E, 1], ModelOpt's multiplier.
+      weight_global_scale: float32 [E] or [E, 1], compressed-tensors' divisor, in its place.
+      dtype: bfloat16, float16 or float32, which `jaxmoe.dequantize` shall return.
+
+    Returns:
+      An nvfp4 array [E, N, K] of layout "nk".
+
+    Raises:
+      TypeError, ValueError: a wrong dtype or shape, or not one of the two global scales.
+
+    Numerics: exact; a divisor is turned into a multiplier with one float32 rounding.
+    Source: compressed-tensors' nvfp4-pack-quantized; NVIDIA ModelOpt.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxmoe
+      >>> from jaxmoe import checkpoints
+      >>> weight, scale = jnp.full((1, 64, 32), 0x22, jnp.uint8), jnp.ones((1, 64, 4))
+      >>> q = checkpoints.from_nvfp4(
+      ...     weight, scale.astype(jnp.float8_e4m3fn), weight_global_scale=jnp.array([4.0]))
+      >>> float(jaxmoe.dequantize(q)[0, 0, 0])
+      0.25
+    """
+    op = "checkpoints.from_nvfp4"
+    _checks.check_dtype(op, "weight", weight, ("uint8",))
+    codes = _nibbles(op, jnp.asarray(weight))
+    _check_groups(op, "weight_scale", weight_scale, codes, _NVFP4_GROUP, ("float8_e4m3fn",))
+    given = {"weight_scale_2": weight_scale_2, "weight_global_scale": weight_global_scale}
+    names = [name for name, value in given.items() if value is not None]
+    if len(names) != 1:
+        rule = "weight_scale_2 or weight_global_scale must be given, one of them"
+        raise ValueError(_checks.message(op, rule, **given))
+    (name,) = names
+    scale: Any = given[name]
+    _checks.check_dtype(op, name, scale, ("float32",))
+    if tuple(scale.shape) not in ((codes.shape[0],), (codes.shape[0], 1)):
+        rule = f"{name}.shape={list(scale.shape)} must be [{codes.shape[0]}] (num_experts)"
+        raise ValueError(_checks.message(op, rule, **{name: scale}))
+    scale = jnp.asarray(scale).reshape(-1)
+    scale = scale if name == "weight_scale_2" else 1 / scale
+    parts = codes, jnp.asarray(weight_scale), scale
+    return pack("nvfp4", *parts, weight_layout="nk", dtype=dtype)
+
+
+def from_int4(
+    weight_packed: jax.Array, weight_scale: jax.Array, *, dtype: Any = None
+) -> QuantizedArray:
+    """Reads compressed-tensors' `pack-quantized` weights of 4 bits: w = (code - 8) * scale.
+
+    Args:
+      weight_packed: int32 [E, N, K / 8], eight codes a word, the first in the lowest bits.
+      weight_scale: bfloat16 or float16 [E, N, K / g] with g of 32, 64, 128 or K.
+      dtype: bfloat16 or float16, that of the array and of its scales; that of `weight_scale`.
+
+    Returns:
+      An int4_g32, int4_g64, int4_g128 or int4_channel array [E, N, K] of layout "nk".
+
+    Raises:
+      TypeError, ValueError: a wrong dtype or shape, or groups that no format has.
+
+    Numerics: codes and scales keep their bits, unless `dtype` is another than the scales'.
+    Source: compressed-tensors' pack_quantized (Kimi-K2-Thinking, K2.5).
+
+    Example:
+      >>> import jax.numpy as jnp, jaxmoe
+      >>> from jaxmoe import checkpoints
+      >>> words = jnp.full((1, 64, 8), 0x99999999 - 2**32, jnp.int32)  # all codes 9
+      >>> q = checkpoints.from_int4(words, jnp.full((1, 64, 2), 0.5, jnp.bfloat16))
+      >>> q.format, float(jaxmoe.dequantize(q)[0, 0, 0])
+      ('int4_g32', 0.5)
+    """
+    op = "checkpoints.from_int4"
+    _checks.check_rank(op, "weight_packed", weight_packed, "E,N,K/8")
+    codes = _codes_of_words(op, "weight_packed", weight_packed)
+    return _int4(op, "weight_scale", codes, jnp.asarray(weight_scale), None, dtype)
+
+
+def from_gptq(
+    qweight: jax.Array,
+    qzeros: jax.Array,
+    scales: jax.Array,
+    g_idx: Any = None,
+    *,
+    dtype: Any = None,
+) -> QuantizedArray:
+    """Reads GPTQ weights of 4 bits: w = (code - (zero + 1)) * scale.
+
+    Args:
+      qweight: int32 [E, K / 8, N], eight codes along k a word, the first in the lowest bits.
+      qzeros: int32 [E, K / g, N / 8], eight zero points along n a word, each less 1.
+      scales: float16 or bfloat16 [E, K / g, N] with g of 32, 64, 128 or K.
+      g_idx: [K] or [E, K], the group of each k; known numbers. Only groups of neighbours.
+      dtype: bfloat16 or float16, that of the array and of its scales; that of `scales`.
+
+    Returns:
+      An array in int4_g32_zp, int4_g64_zp, int4_g128_zp or int4_channel_zp, [E, N, K] of layout
+      "nk".
+
+    Raises:
+      TypeError, ValueError: a wrong dtype or shape, or groups that no format has.
+      NotImplementedError: `g_idx` of weights whose columns were sorted (`desc_act`).
+
+    Numerics: as `from_int4`.
+    Source: https://arxiv.org/abs/2210.17323 and AutoGPTQ's files (format "gptq").
+
+    Example:
+      >>> import jax.numpy as jnp, jaxmoe
+      >>> from jaxmoe import checkpoints
+      >>> words = lambda *shape: jnp.full(shape, 0x77777777, jnp.int32)
+      >>> q = checkpoints.from_gptq(
+      ...     words(1, 8, 64), words(1, 1, 8), jnp.ones((1, 1, 64), jnp.float16))
+      >>> q.format, float(jaxmoe.dequantize(q)[0, 0, 0])
+      ('int4_g64_zp', -1.0)
+    """
+    op = "checkpoints.from_gptq"
+    _checks.check_rank(op, "qweight", qweight, "E,K/8,N")
+    codes = _codes_of_words(op, "qweight", jnp.swapaxes(jnp.asarray(qweight), 1, 2))
+    zeros = _zeros(op, qzeros) + jnp.uint8(1)
+    scales = _turned(op, "scales", scales)
+    if g_idx is not None:
+        size = codes.shape[2] // max(scales.shape[2], 1)
+        if (np.asarray(g_idx) != np.arange(codes.shape[2]) // max(size, 1)).any():
+            rule = "g_idx must be k // group: sorted columns (desc_act) need a permuted x"
+            raise NotImplementedError(_checks.message(op, rule))
+    return _int4(op, "scales", codes, scales, zeros, dtype)
+
+
+def from_awq(
+    qweight: jax.Array, qzeros: jax.Array, scales: jax.Array, *, dtype: Any = None
+) -> QuantizedArray:
+    """Reads AWQ weights of 4 bits: w = (code - zero) * scale.
+
+    Args:
+      qweight: int32 [E, K, N / 8], eight codes along n a word; from the lowest bits on columns 0,
+        2, 4, 6, 1, 3, 5, 7.
+      qzeros: int32 [E, K / g, N / 8], in the same order.
+      scales: float16 or bfloat16 [E, K / g, N] with g of 32, 64, 128 or K.
+      dtype: bfloat16 or float16, that of the array and of its scales; that of `scales`.
+
+    Returns:
+      An array in int4_g32_zp, int4_g64_zp, int4_g128_zp or int4_channel_zp, [E, N, K] of layout
+      "nk".
+
+    Raises:
+      TypeError, ValueError: a wrong dtype or shape, or groups that no format has.
+
+    Numerics: as `from_int4`.
+    Source: https://arxiv.org/abs/2306.00978 and AutoAWQ's files (version "gemm").
+
+    Example:
+      >>> import jax.numpy as jnp, jaxmoe
+      >>> from jaxmoe import checkpoints
+      >>> q = checkpoints.from_awq(
+      ...     jnp.full((1, 64, 8), 0x33333333, jnp.int32), jnp.zeros((1, 1, 8), jnp.int32),
+      ...     jnp.ones((1, 1, 64), jnp.float16))
+      >>> float(jaxmoe.dequantize(q)[0, 0, 0])
+      3.0
+    """
+    op = "checkpoints.from_awq"
+    _checks.check_rank(op, "qweight", qweight, "E,K,N/8")
+    codes = jnp.swapaxes(_codes_of_words(op, "qweight", qweight, _AWQ_NIBBLES), 1, 2)
+    zeros = _zeros(op, qzeros, _AWQ_NIBBLES)
+    return _int4(op, "scales", codes, _turned(op, "scales", scales), zeros, dtype)
+
+
+def _nibbles(op: str, weight: jax.Array) -> jax.Array:
+    """Codes [E, N, K] of bytes [E, N, K / 2], the first in the low bits."""
+    _checks.check_rank(op, "weight", weight, "E,N,K/2")
+    data = _bytes(weight)
+    return jnp.stack([data & 15, data >> 4], axis=-1).reshape(*data.shape[:2], -1)
+
+
+def _bytes(a: Any) -> jax.Array:
+    a = jnp.asarray(a)
+    return a if a.dtype == jnp.uint8 else jax.lax.bitcast_convert_type(a, jnp.uint8)
+
+
+def _codes_of_words(
+    op: str, name: str, words: Any, nibbles: tuple[int, ...] = tuple(range(8))
+) -> jax.Array:
+    """Codes [.., 8 n] of words [.., n]: code j of a word is in its nibble nibbles[j]."""
+    _checks.check_dtype(op, name, words, ("int32",))
+    bits = jax.lax.bitcast_convert_type(jnp.asarray(words), jnp.uint32)
+    shifts = [jnp.uint32(4 * nibble) for nibble in nibbles]
+    codes = jnp.stack([(bits >> shift) & jnp.uint32(15) for shift in shifts], axis=-1)
+    return codes.astype(jnp.uint8).reshape(*bits.shape[:-1], -1)
+
+
+def _zeros(op: str, qzeros: Any, nibbles: tuple[int, ...] = tuple(range(8))) -> jax.Array:
+    """Zero points [E, N, groups] of words [E, groups, N / 8]."""
+    _checks.check_rank(op, "qzeros", qzeros, "E,K/g,N/8")
+    return jnp.swapaxes(_codes_of_words(op, "qzeros", qzeros, nibbles), 1, 2)
+
+
+def _turned(op: str, name: str, scales: Any) -> jax.Array:
+    """[E, groups, N] -> [E, N, groups]."""
+    _checks.check_rank(op, name, scales, "E,K/g,N")
+    return jnp.swapaxes(jnp.asarray(scales), 1, 2)
+
+
+def _int4(
+    op: str, name: str, codes: jax.Array, scales: jax.Array, zeros: Any, dtype: Any
+) -> QuantizedArray:
+    """The array of codes [E, N, K] in the format that has their groups."""
+    _checks.check_dtype(op, name, scales, ("bfloat16", "float16"))
+    k, count = codes.shape[2], scales.shape[2] if scales.ndim == 3 else 0
+    group = k // count if count and k % count == 0 else 0
+    # One group of 64 or 128 is all of K as well: then the format with groups.
+    by = {32: "g32", 64: "g64", 128: "g128"}.get(group, "channel" if group == k else None)
+    if by is None or (*codes.shape[:2], count) != scales.shape:
+        rule = (
+            f"{name} must hold a scale for each 32, 64, 128 or all of K={k} of "
+            f"{list(codes.shape[:2])} rows"
+        )
+        raise ValueError(_checks.message(op, rule, **{name: scales}))
+    dtype = scales.dtype if dtype is None else np.dtype(dtype)
+    parts = (codes, scales.astype(dtype), *(() if zeros is None else (zeros,)))
+    suffix = "" if zeros is None else "_zp"
+    return pack(f"int4_{by}{suffix}", *parts, weight_layout="nk", dtype=dtype)
+
+
+def _check_groups(
+    op: str, name: str, scale: Any, codes: jax.Array, group: int, dtypes: tuple[str, ...]
+) -> None:
+    _checks.check_dtype(op, name, scale, dtypes)
+    wanted = (*codes.shape[:2], codes.shape[2] // group)
+    _checks.check_shape(op, name, scale, wanted, f"a scale for {group} of K={codes.shape[2]}")

@@ -1,0 +1,177 @@
+"""Readers of 4-bit checkpoints against the numbers that their files stand for."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jaxmoe import Experts, Routing, checkpoints, dequantize, moe_mlp
+from jaxmoe._testing import assert_equal
+
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+E, N, K = 2, 128, 256
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # column of each nibble, from the lowest bits on
+
+
+def rng():
+    return np.random.default_rng(0)
+
+
+def numbers(q):
+    return np.asarray(dequantize(q, dtype=jnp.float32))
+
+
+def words(codes, order=tuple(range(8))):
+    """Eight codes of the last axis a word, that of order[i] in nibble i."""
+    parts = codes.reshape(*codes.shape[:-1], -1, 8).astype(np.uint32)
+    word = sum(parts[..., column] << np.uint32(4 * i) for i, column in enumerate(order))
+    return word.astype(np.uint32).view(np.int32)
+
+
+def mxfp4():
+    """Bytes, exponents, and the weights."""
+    codes = rng().integers(0, 16, (E, N, K), np.uint8)
+    scale = rng().integers(100, 140, (E, N, K // 32), np.uint8)
+    weight = codes[..., 0::2] | codes[..., 1::2] << 4
+    return weight, scale, E2M1[codes] * np.repeat(2.0 ** (scale.astype(np.float64) - 127), 32, -1)
+
+
+@pytest.mark.parametrize("kind", ("gpt-oss", "compressed-tensors", "DeepSeek-V4"))
+def test_mxfp4(kind):
+    weight, scale, want = mxfp4()
+    given = {
+        "gpt-oss": (weight.reshape(E, N, K // 32, 16), scale),
+        "compressed-tensors": (weight, scale),
+        "DeepSeek-V4": (weight.view(np.int8), scale.view(ml_dtypes.float8_e8m0fnu)),
+    }[kind]
+    q = jax.jit(checkpoints.from_mxfp4)(*map(jnp.asarray, given))
+    assert (q.format, q.layout, q.shape) == ("mxfp4", "nk", (E, N, K))
+    np.testing.assert_array_equal(numbers(q), want)
+    for back, was in zip(checkpoints.to_mxfp4(q), (weight, scale), strict=True):
+        assert_equal(back, was)
+
+
+@pytest.mark.parametrize("name", ("weight_scale_2", "weight_global_scale"))
+def test_nvfp4(name):
+    codes = rng().integers(0, 16, (E, N, K), np.uint8)
+    scale = rng().integers(1, 127, (E, N, K // 16), np.uint8).view(ml_dtypes.float8_e4m3fn)
+    whole = np.array([[0.25], [8.0]], np.float32)
+    q = checkpoints.from_nvfp4(codes[..., 0::2] | codes[..., 1::2] << 4, scale, **{name: whole})
+    factor = whole if name == "weight_scale_2" else 1 / whole
+    want = E2M1[codes] * np.repeat(scale.astype(np.float32), 16, -1) * factor[:, :, None]
+    np.testing.assert_array_equal(numbers(q), want)
+
+
+def scales_of(group, dtype):
+    return rng().uniform(0.5, 2, (E, N, K // group)).astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", (ml_dtypes.bfloat16, np.float16))
+@pytest.mark.parametrize("group", (32, 64, 128, K))
+def test_int4(group, dtype):
+    codes = rng().integers(0, 16, (E, N, K))
+    scales = scales_of(group, dtype)
+    q = checkpoints.from_int4(words(codes), scales)
+    assert q.dtype == dtype
+    step = np.repeat(scales, group, -1).astype(np.float32)
+    np.testing.assert_array_equal(numbers(q), ((codes - 8) * step).astype(dtype).astype(np.float32))
+
+
+def with_zeros(group):
+    """Codes and zero points of [E, N, K], and the weights of fp16 scales."""
+    codes = rng().integers(0, 16, (E, N, K))
+    zeros = rng().integers(1, 16, (E, N, K // group))
+    scales = scales_of(group, np.float16)
+    spread = lambda a: np.repeat(a, group, -1).astype(np.float32)  # noqa: E731
+    want = (codes - spread(zeros)) * spread(scales)
+    return codes, zeros, scales, want.astype(np.float16).astype(np.float32)
+
+
+@pytest.mark.parametrize("group", (32, 128, K))
+def test_gptq(group):
+    codes, zeros, scales, want = with_zeros(group)
+    turn = lambda a: np.ascontiguousarray(a.swapaxes(1, 2))  # noqa: E731
+    qweight, qzeros = turn(words(codes)), words(turn(zeros - 1))
+    q = checkpoints.from_gptq(qweight, qzeros, turn(scales), np.arange(K) // group)
+    np.testing.assert_array_equal(numbers(q), want)
+    shuffled = rng().permutation(np.arange(K) // max(group // 2, 1))
+    with pytest.raises(NotImplementedError, match=r"g_idx must be k // group"):
+        checkpoints.from_gptq(qweight, qzeros, turn(scales), shuffled)
+
+
+@pytest.mark.parametrize("group", (64, 128))
+def test_awq(group):
+    codes, zeros, scales, want = with_zeros(group)
+    turn = lambda a: np.ascontiguousarray(a.swapaxes(1, 2))  # noqa: E731
+    args = words(turn(codes), AWQ_ORDER), words(turn(zeros), AWQ_ORDER), turn(scales)
+    np.testing.assert_array_equal(numbers(checkpoints.from_awq(*args)), want)
+
+
+def test_a_layer_of_gpt_oss():
+    """From the tensors of a file to the result of the layer, that of its weights in float32."""
+    hidden, inter = 64, 64
+    make = rng()
+    blocks = lambda n, k: make.integers(0, 256, (E, n, k // 32, 16), np.uint8)  # noqa: E731
+    scales = lambda n, k: make.integers(118, 124, (E, n, k // 32), np.uint8)  # noqa: E731
+    first = checkpoints.from_mxfp4(blocks(2 * inter, hidden), scales(2 * inter, hidden))
+    down = checkpoints.from_mxfp4(blocks(hidden, inter), scales(hidden, inter))
+    static = {"order": "interleaved", "layout": "nk"}
+    x = make.standard_normal((5, hidden)).astype(np.float32)
+    routing = Routing(jnp.zeros((5, 1), jnp.int32), jnp.ones((5, 1)))
+    plain = Experts(gate_up=numbers(first), down=numbers(down), **static)
+    got = moe_mlp(x, routing, Experts(gate_up=first, down=down, **static), num_experts=E)
+    want = moe_mlp(x, routing, plain, num_experts=E)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
+
+
+U8 = np.zeros((E, N, K // 2), np.uint8)
+WORDS = np.zeros((E, N, K // 8), np.int32)
+BF16 = np.ones((E, N, K // 32), ml_dtypes.bfloat16)
+E4M3 = np.ones((E, N, K // 16), ml_dtypes.float8_e4m3fn)
+ERRORS = (
+    ("from_mxfp4", (U8.astype(np.int32), U8), {}, TypeError, "weight.dtype=i32 must be u8 or i8"),
+    ("from_mxfp4", (U8[0], U8), {}, ValueError, "weight must have 3 axes [E,N,K/2], not 2"),
+    (
+        "from_mxfp4",
+        (U8, U8[..., :4]),
+        {},
+        ValueError,
+        "scale.shape=[2,128,4] must be [2,128,8] (a scale for 32 of K=256)",
+    ),
+    (
+        "from_nvfp4",
+        (U8, E4M3),
+        {},
+        ValueError,
+        "weight_scale_2 or weight_global_scale must be given, one of them",
+    ),
+    (
+        "from_nvfp4",
+        (U8, E4M3),
+        {"weight_scale_2": np.ones(3, np.float32)},
+        ValueError,
+        "weight_scale_2.shape=[3] must be [2] (num_experts)",
+    ),
+    (
+        "from_int4",
+        (WORDS, BF16[..., :3]),
+        {},
+        ValueError,
+        "weight_scale must hold a scale for each 32, 64, 128 or all of K=256 of [2, 128] rows",
+    ),
+    (
+        "from_int4",
+        (WORDS, BF16.astype(np.float32)),
+        {},
+        TypeError,
+        "weight_scale.dtype=f32 must be bf16 or f16",
+    ),
+)
+
+
+@pytest.mark.parametrize(("name", "args", "kwargs", "kind", "message"), ERRORS)
+def test_errors(name, args, kwargs, kind, message):
+    with pytest.raises(kind) as error:
+        getattr(checkpoints, name)(*args, **kwargs)
+    assert str(error.value).startswith(f"jaxmoe.checkpoints.{name}: {message}")
