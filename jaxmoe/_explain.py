@@ -12,6 +12,12 @@ from jaxmoe._jax import checks as _checks
 from jaxmoe._jax import primitive as _primitive
 from jaxmoe._jax import targets as _targets
 
+# Operands of products that hold weights and their scales.
+_WEIGHTS = (
+    *("w", "w_scales", "w_gate_up", "gate_up_scales", "w_up", "up_scales"),
+    *("w_down", "down_scales"),
+)
+
 # Names of JAX's collectives, by those of their primitives in programs.
 _COLLECTIVES = {
     "all_gather": "all_gather",
@@ -57,6 +63,7 @@ class OpReport:
       cuda_attrs: attributes of the call, the tiles of the matrix products among them.
       cuda_scratch: buffers of the call beyond arguments and results.
       runs: what runs on the default device of this process.
+      weight_bytes: bytes of the weights of a product and of their scales, as they are stored.
     """
 
     op: str
@@ -69,6 +76,7 @@ class OpReport:
     cuda_attrs: dict[str, Any]
     cuda_scratch: tuple[Scratch, ...]
     runs: str
+    weight_bytes: int
 
     @property
     def cuda_scratch_bytes(self) -> int:
@@ -78,6 +86,8 @@ class OpReport:
     def __str__(self) -> str:
         lines = [f"{self.op} ({', '.join(self.operands)})" + (self.where and f" in {self.where}")]
         lines.append(f"  here: {self.runs}")
+        if self.weight_bytes:
+            lines.append(f"  weights: {self.weight_bytes} bytes")
         if self.why_no_cuda is not None:
             lines.append(f"  CUDA: pure XLA, the kernels are not loaded: {self.why_no_cuda}")
             if self.cuda_reason is not None:
@@ -226,7 +236,12 @@ def _explain_op(op: _primitive.Op, eqn: Any, where: str, platform: str) -> OpRep
         runs = f"FFI call {target}" if reason is None else "nothing: it is refused"
     operands = tuple(_checks.describe(a) for a in avals if a is not None)
     why = None if _targets.cuda_lowering_forced() else _targets.why_not()
-    return OpReport(op.name, where, operands, why, target, reason, fallback, attrs, scratch, runs)
+    weights = (getattr(avals, name, None) for name in _WEIGHTS)
+    weight_bytes = sum(w.size * w.dtype.itemsize for w in weights if w is not None)
+    return OpReport(
+        *(op.name, where, operands, why, target, reason, fallback, attrs, scratch, runs),
+        weight_bytes,
+    )
 
 
 def _text(value: Any) -> str:

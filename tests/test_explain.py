@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxmoe import GemmConfig, Routing, explain, grouped_gemm, route
+from jaxmoe import GemmConfig, Routing, explain, grouped_gemm, quantize, route
 from jaxmoe._jax import targets as _targets
 from tests.layers import moe_mlp
 
@@ -40,6 +40,17 @@ def test_report_of_a_layer():
     assert (index.dtype, index.bytes) == ("i32", 4 * index.shape[0])
     assert mlp.cuda_scratch_bytes == rows.bytes + act.bytes + index.bytes
     assert mlp.runs == "pure XLA"
+    assert mlp.weight_bytes == (8 * 64 * 96 + 8 * 48 * 64) * 2 and report.ops[0].weight_bytes == 0
+
+
+def test_report_of_packed_weights():
+    """The bytes of the array, values with their scales, and the float32 scale of each expert."""
+    q = quantize(jnp.ones((3, 64, 128), jnp.bfloat16), "mxfp4", weight_layout="nk")
+    sizes = jnp.array([1, 1, 0], jnp.int32)
+    x = jnp.ones((2, 128), jnp.bfloat16)
+    (op,) = explain(lambda x: grouped_gemm(x, q, sizes, weight_layout="nk"), x).ops
+    assert op.weight_bytes == 3 * (64 * 128 // 2 + 64 * 128 // 32 + 4)
+    assert f"weights: {op.weight_bytes} bytes" in str(op)
 
 
 def test_printed_report():
@@ -51,7 +62,8 @@ def test_printed_report():
     )
     arrays = "bf16[16,64], i32[16,2], bf16[8,64,96], bf16[8,48,64], f32[16,2]"
     assert f"jaxmoe_moe_mlp ({arrays})" in text
-    assert "  here: pure XLA\n  CUDA: FFI call jaxmoe_moe_mlp_v1\n" in text
+    assert f"  here: pure XLA\n  weights: {(96 + 48) * 8 * 64 * 2} bytes\n" in text
+    assert "  CUDA: FFI call jaxmoe_moe_mlp_v1\n" in text
     assert "activation: gated 1, kind sigmoid, c1 1, c3 0, limit inf, beta 0" in text
     for line in ("gate_up: gate_up", "layout1: kn", "format: plain"):
         assert f"    {line}\n" in text
@@ -63,7 +75,7 @@ def test_without_kernels_cuda_runs_pure_xla(monkeypatch):
     monkeypatch.setattr(_targets, "cuda_available", lambda: False)
     monkeypatch.setattr(_targets, "why_not", lambda: "left out")
     text = str(explain(layer, *LAYER))
-    line = "  here: pure XLA\n  CUDA: pure XLA, the kernels are not loaded: left out"
+    line = "  CUDA: pure XLA, the kernels are not loaded: left out"
     assert text.count(line) == 2  # route and the layer
     assert "FFI call" not in text and "scratch" not in text
     refused = explain(grouped_gemm, struct(4, 12), struct(2, 12, 16), struct(2, dtype=I32))
