@@ -36,8 +36,17 @@ def test_every_format_has_an_oracle():
     assert set(PACKED) == oracle.FORMATS.keys()
 
 
+# One of each class, for what does not depend on the groups: each program takes a second to compile.
+CLASSES = ("mxfp4", "nvfp4", "int4_g128", "int4_channel_zp", "int8_channel")
+
+
 @pytest.fixture(params=PACKED)
 def name(request):
+    return request.param
+
+
+@pytest.fixture(params=CLASSES)
+def one_of_each(request):
     return request.param
 
 
@@ -248,10 +257,10 @@ def close(got, want):
 
 
 @pytest.mark.parametrize("order", ("gate_up", "up_gate", "interleaved", "two", "relu2"))
-def test_layer(name, order):
+def test_layer(one_of_each, order):
     options = {"activation": order} if order == "relu2" else {"gate_up": order}
     options = {} if order == "two" else options
-    q, plain, x, routing = experts(name, two=order == "two", **options)
+    q, plain, x, routing = experts(one_of_each, two=order == "two", **options)
     layer = jax.jit(moe_mlp)
     close(layer(x, routing, q), layer(x, routing, plain))
     batch = jnp.stack([x, -x])
@@ -261,9 +270,9 @@ def test_layer(name, order):
 
 
 @pytest.mark.parametrize("dtype", (jnp.float16, jnp.float32))
-def test_dtypes_of_tokens(name, dtype):
+def test_dtypes_of_tokens(one_of_each, dtype):
     """Weights of bf16 beside other tokens: what is rounded to bf16 stays so."""
-    q, plain, x, routing = experts(name)
+    q, plain, x, routing = experts(one_of_each)
     q, plain = (
         jax.tree.map(lambda a: a.astype(dtype) if a.dtype == jnp.bfloat16 else a, e)
         for e in (q, plain)
@@ -273,8 +282,8 @@ def test_dtypes_of_tokens(name, dtype):
     close(y, moe_mlp(x.astype(dtype), routing, plain))
 
 
-def test_exported_for_any_number_of_tokens(name):
-    q, _, x, routing = experts(name)
+def test_exported_for_any_number_of_tokens(one_of_each):
+    q, _, x, routing = experts(one_of_each)
     (t,) = jax.export.symbolic_shape("t")
     struct = lambda a: jax.ShapeDtypeStruct((t, *a.shape[1:]), a.dtype)  # noqa: E731
 
@@ -353,8 +362,8 @@ def test_expert_parallel(format, dispatch):
     assert lost == 0
 
 
-def test_place_experts_keeps_them(name):
-    q, _, x, routing = experts(name)
+def test_place_experts_keeps_them(one_of_each):
+    q, _, x, routing = experts(one_of_each)
     table = expert_parallel.expert_placement(4, 3, copies={1: 2})
     placed = expert_parallel.place_experts(q, table)
     order = [0, 1, 2, 1, 3, 3]
@@ -475,13 +484,13 @@ def test_forward_format():
 
 
 @pytest.mark.parametrize("kind", (AxisType.Auto, AxisType.Explicit))
-def test_quantize_where_experts_are(name, kind):
+def test_quantize_where_experts_are(one_of_each, kind):
     w = np.random.default_rng(6).standard_normal((2, 128, 256)).astype(jnp.bfloat16)
-    want = dequantize(quantize(w, name, weight_layout="kn"))
+    want = dequantize(quantize(w, one_of_each, weight_layout="kn"))
     mesh = jax.make_mesh((2,), ("a",), axis_types=(kind,), devices=jax.devices()[:2])
     with jax.set_mesh(mesh):
         split = jax.device_put(w, NamedSharding(mesh, P("a")))
-        q = jax.jit(lambda w: quantize(w, name, weight_layout="kn"))(split)
+        q = jax.jit(lambda w: quantize(w, one_of_each, weight_layout="kn"))(split)
         out = jax.jit(dequantize)(q)
     for a in (q.values, out, *((q.scales,) if kind == AxisType.Explicit else ())):
         assert a.sharding.is_equivalent_to(NamedSharding(mesh, P("a")), a.ndim)
