@@ -18,6 +18,17 @@ from tests.lowered import cuda_text
 
 SHAPE = Layer("", "one block of 128 each way, or two", 256, 128, 4, 2, bias=True)
 SOME = ("fp8_tensor", "fp8_block", "mxfp4", "int4_g64_zp", "int8_channel")
+# A format of each class; those of int4 differ in their groups alone.
+FORMATS = (
+    "fp8_tensor",
+    "fp8_channel",
+    "fp8_block",
+    "mxfp4",
+    "mxfp8",
+    "nvfp4",
+    "int4_g128_zp",
+    "int8_channel",
+)
 
 
 def experts(name, dtype=jnp.float32, two=False, order="gate_up", seed=0):
@@ -82,7 +93,7 @@ def gradients(layer, e, x, routing):
     return jax.jit(jax.grad(loss_of(layer)))(moving_of(e, x, routing), e, routing)
 
 
-@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize("name", FORMATS)
 def test_gradients_are_those_of_dequantized_weights(name):
     q, plain = experts(name)
     x, routing = tokens()
@@ -191,8 +202,10 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("name", ("fp8_tensor", "mxfp4", "int8_channel"))
-@pytest.mark.parametrize("kind", (AxisType.Auto, AxisType.Explicit))
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    (("fp8_tensor", AxisType.Auto), ("mxfp4", AxisType.Explicit), ("int8_channel", AxisType.Auto)),
+)
 @pytest.mark.parametrize("axis", MESHES)
 def test_on_a_mesh(name, kind, axis):
     q, plain = experts(name, order="interleaved")
