@@ -1,6 +1,7 @@
 """Quantized arrays: values of few bits with the scales that give the numbers back."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -214,7 +215,9 @@ def dequantize(q: QuantizedArray, *, dtype: Any = None) -> jax.Array:
     check_quantized(op, "q", q)
     out_dtype = _float_dtype(op, q.dtype if dtype is None else dtype)
     values, scales = jnp.asarray(q.values), jnp.asarray(q.scales)
-    out = format_of(q).decode(values, scales, q.layout == "tokens")
+    format, tokens = format_of(q), q.layout == "tokens"
+    decode = _decode_packed if format.packed else _decode
+    out = decode(values, scales, format=format, tokens=tokens)
     return (jnp.swapaxes(out, 1, 2) if q.layout == "kn" else out).astype(out_dtype)
 
 
@@ -341,14 +344,34 @@ def _quantized(
         check_scales(op, "scale", scale, format, layout, x.shape)
         scale = _without_derivative(jnp.asarray(scale), op)
     in_dtype = _formats.QUANTIZED[format].of(np.dtype(x.dtype))
-    values, scales = in_dtype.encode(
-        _without_derivative(x, op),
-        scale,
-        element_type=element_type,
-        e8m0=scale_format == "e8m0",
-        tokens=layout == "tokens",
-    )
+    x = _without_derivative(x, op)
+    if in_dtype.packed:
+        values, scales = _encode_packed(x, format=in_dtype)
+    else:
+        values, scales = in_dtype.encode(
+            x,
+            scale,
+            element_type=element_type,
+            e8m0=scale_format == "e8m0",
+            tokens=layout == "tokens",
+        )
     return QuantizedArray(values, scales, format, layout, np.dtype(x.dtype))
+
+
+# Programs of their own: packing is a hundred small operations, each with a temporary as large as
+# the weights.
+@functools.partial(jax.jit, static_argnames="format")
+def _encode_packed(x: jax.Array, *, format: _formats.Format) -> tuple[jax.Array, jax.Array]:
+    return format.encode(x, None, element_type="", e8m0=False, tokens=False)
+
+
+def _decode(
+    values: jax.Array, scales: jax.Array, *, format: _formats.Format, tokens: bool
+) -> jax.Array:
+    return format.decode(values, scales, tokens)
+
+
+_decode_packed = jax.jit(_decode, static_argnames=("format", "tokens"))
 
 
 def _identity(x: jax.Array, _op: str) -> jax.Array:
