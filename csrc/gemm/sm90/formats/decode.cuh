@@ -6,9 +6,33 @@
 #pragma once
 
 #include "csrc/gemm/args.h"
-#include "csrc/gemm/sm90/formats/format.cuh"
+#include "csrc/gemm/sm90/formats/plain.cuh"
 
 namespace jaxmoe {
+
+// What traits of packed weights share: tokens are plain, and so are weights once they are decoded.
+template <class Element, Packing kPacking_, int kStripBytes_>
+struct PackedWeights : Plain<Element> {
+  static constexpr Scaling kScaling = Scaling::kWeight;
+  static constexpr Packing kPacking = kPacking_;
+  static constexpr int kValueBytes = PackedLayout{kPacking_}.value_bytes();
+  static constexpr int kStripBytes = kStripBytes_;
+};
+
+// A power of two for each 32 of k, so one a row in half a step.
+template <class Element, Packing kPacking_>
+struct PackedWithPowers : PackedWeights<Element, kPacking_, 128> {
+  struct Scales {
+    uint32_t bytes;  // of the rows
+  };
+
+  static __device__ __forceinline__ Scales LoadScales(const uint8_t* strip,
+                                                      int site,
+                                                      int half,
+                                                      const PackedArgs&) {
+    return {reinterpret_cast<const uint16_t*>(strip)[2 * site + half]};
+  }
+};
 
 template <class Element>
 using Pair = std::conditional_t<std::is_same_v<Element, __half>, __half2, __nv_bfloat162>;

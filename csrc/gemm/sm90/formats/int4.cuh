@@ -7,17 +7,7 @@
 namespace jaxmoe {
 
 template <class Element>
-struct Int4 {
-  using Weight = Element;
-  using Token = Element;
-  using Out = Element;
-  static constexpr int kStepK = 64;
-  static constexpr Scaling kScaling = Scaling::kWeight;
-  static constexpr bool kGathersByThreads = true;
-  static constexpr Packing kPacking = Packing::kInt4;
-  static constexpr bool kQuantizesOut = false;
-  static constexpr int kValueBytes = 2048;
-  static constexpr int kStripBytes = 384;
+struct Int4 : PackedWeights<Element, Packing::kInt4, 384> {
   static constexpr float kFactor = 1.0f;
 
   struct Scales {

@@ -6,17 +6,7 @@
 namespace jaxmoe {
 
 template <class Element>
-struct Int8 {
-  using Weight = Element;
-  using Token = Element;
-  using Out = Element;
-  static constexpr int kStepK = 64;
-  static constexpr Scaling kScaling = Scaling::kWeight;
-  static constexpr bool kGathersByThreads = true;
-  static constexpr Packing kPacking = Packing::kInt8;
-  static constexpr bool kQuantizesOut = false;
-  static constexpr int kValueBytes = 4096;
-  static constexpr int kStripBytes = 0;
+struct Int8 : PackedWeights<Element, Packing::kInt8, 0> {
   static constexpr float kFactor = 1.0f;
 
   struct Scales {};

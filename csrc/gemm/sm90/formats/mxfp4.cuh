@@ -6,31 +6,12 @@
 namespace jaxmoe {
 
 template <class Element>
-struct Mxfp4 {
-  using Weight = Element;
-  using Token = Element;
-  using Out = Element;
-  static constexpr int kStepK = 64;
-  static constexpr Scaling kScaling = Scaling::kWeight;
-  static constexpr bool kGathersByThreads = true;
-  static constexpr Packing kPacking = Packing::kMxfp4;
-  static constexpr bool kQuantizesOut = false;
-  static constexpr int kValueBytes = 2048;
-  static constexpr int kStripBytes = 128;
+struct Mxfp4 : PackedWithPowers<Element, Packing::kMxfp4> {
   // bf16: 2^-126 of the values, 2^126 of the scales. fp16: 2^-14 and 2^15, so that no scale is the
   // infinity; scales below 2^-29 of the largest of an expert are zero there.
   static constexpr float kFactor = std::is_same_v<Element, __half> ? 0.5f : 1.0f;
 
-  struct Scales {
-    uint32_t bytes;  // of the rows
-  };
-
-  static __device__ __forceinline__ Scales LoadScales(const uint8_t* strip,
-                                                      int site,
-                                                      int half,
-                                                      const PackedArgs&) {
-    return {reinterpret_cast<const uint16_t*>(strip)[2 * site + half]};
-  }
+  using typename PackedWithPowers<Element, Packing::kMxfp4>::Scales;
 
   static __device__ __forceinline__ void Decode(const uint32_t* word,
                                                 const Scales& scales,

@@ -6,17 +6,7 @@
 namespace jaxmoe {
 
 template <class Element>
-struct Nvfp4 {
-  using Weight = Element;
-  using Token = Element;
-  using Out = Element;
-  static constexpr int kStepK = 64;
-  static constexpr Scaling kScaling = Scaling::kWeight;
-  static constexpr bool kGathersByThreads = true;
-  static constexpr Packing kPacking = Packing::kNvfp4;
-  static constexpr bool kQuantizesOut = false;
-  static constexpr int kValueBytes = 2048;
-  static constexpr int kStripBytes = 256;
+struct Nvfp4 : PackedWeights<Element, Packing::kNvfp4, 256> {
   static constexpr float kFactor = 128.0f;  // of both elements, see Scale
 
   struct Scales {
