@@ -34,7 +34,7 @@ def own(theirs: dict[str, Any]) -> dict[str, Any]:
         "format": _formats.codes(),
         "tiles": {t: n for t, n in tiles.TILES.items() if t not in tiles.ONLY_PROMOTED},
         "promoted_tiles": {t: n for t, n in tiles.TILES.items() if t not in tiles.NOT_PROMOTED},
-        "packed_tiles": {t: tiles.TILES[t] for t in tiles.PACKED},
+        "packed_tiles": tiles.PACKED,
         "max_route_experts": MAX_CUDA_EXPERTS,
         "quant_block": quantization.BLOCK,
         "max_quant_partials": quantization.MAX_PARTIALS,

@@ -19,7 +19,16 @@ from jaxmoe._formats.checks import (
 from jaxmoe._gemm.cuda import MAX_ROWS
 from jaxmoe._gemm.gate_up import of_moving
 from jaxmoe._gemm.op import multiply
-from jaxmoe._gemm.tiles import NOT_PROMOTED, ONLY_PROMOTED, PACKED, STEP_K, GemmConfig, gmm_config
+from jaxmoe._gemm.tiles import (
+    NOT_PROMOTED,
+    ONLY_PROMOTED,
+    PACKED,
+    PACKED_ROUNDED,
+    STEP_K,
+    TILES,
+    GemmConfig,
+    gmm_config,
+)
 from jaxmoe._jax import checks as _checks
 from jaxmoe._jax import sizes as _sizes
 from jaxmoe._jax.checks import check_float
@@ -347,6 +356,12 @@ def check_config(
     if packed and config.tile not in PACKED:
         allowed = ", ".join(map(str, sorted(PACKED)))
         rule = f"{name}: the tile {config.tile} must be one of {allowed} with packed weights"
+        raise ValueError(_checks.message(op, rule, **{name: config}))
+    if packed and float_out and config.tile in PACKED_ROUNDED:
+        rule = f"{name}: no kernel of the tile {config.tile} has float32 output"
+        raise ValueError(_checks.message(op, rule, **{name: config}))
+    if not packed and config.tile not in TILES:
+        rule = f"{name}: the tile {config.tile} is for packed weights"
         raise ValueError(_checks.message(op, rule, **{name: config}))
     if config.tile in ONLY_PROMOTED and not promoted:
         rule = (

@@ -96,6 +96,8 @@ def strip_of(scales):
         w, i, u = row // 16, row % 8, row // 8 % 2
         for g in range(groups):
             at = ((8 * w + i) * groups + g) * 2 + u
+            if size == 1 and groups % 2 == 0:  # two groups of a row are neighbours
+                at = (((8 * w + i) * groups // 2 + g // 2) * 2 + u) * 2 + g % 2
             data[at * size : (at + 1) * size] = scales[row : row + 1, g].view(np.uint8)
     return data
 

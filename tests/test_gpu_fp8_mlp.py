@@ -99,7 +99,7 @@ def test_every_kernel(tile, format, accum):
         dtype = (jnp.bfloat16, jnp.float16)[index % 2]
         inputs, kwargs, wanted = case(index, format, dtype)
         outs = []
-        for gather in (True, False) if tile[1] <= _gemm.tiles.MAX_FP8_GATHER else (False,):
+        for gather in (True, False) if tile[1] <= _gemm.tiles.MAX_GATHER else (False,):
             config = GemmConfig(*tile, gather=gather), GemmConfig(*tile)
             outs.append(compiled(inputs, config=config, accum=accum, **kwargs))
         assert_close(outs[0], *wanted)

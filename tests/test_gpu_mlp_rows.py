@@ -123,7 +123,7 @@ def test_fp8_tiles_on_gpu(tile, format, num_tokens):
     q = jax.device_put(quantize_tokens(on_cpu, format), jax.devices()[0])
     window = {"num_experts": 9, "expert_offset": 2}
     outs = []
-    for gather in (False, True) if tile[1] <= _gemm.tiles.MAX_FP8_GATHER else (False,):
+    for gather in (False, True) if tile[1] <= _gemm.tiles.MAX_GATHER else (False,):
         config = GemmConfig(*tile, gather=gather), GemmConfig(*tile)
         outs.append(check_on_gpu(inputs, window, config=config))
         check_fused(outs[-1], inputs, config=config, **window)

@@ -234,3 +234,27 @@ def test_packed_weights_have_tiles_of_their_own(mean):
     rows = max(int(mean * 64), 1)
     for config in _gemm.tiles.mlp_configs(rows, 64, 64, 2880, 2880, True, packed=True):
         assert config.tile in _gemm.tiles.PACKED
+
+
+def test_packed_groups_have_the_narrowest_tile_that_holds_most_of_them():
+    def tile(mean):
+        return _gemm.tiles.gmm_config(mean * 128, 128, 2880, 5760, packed=True).tile
+
+    assert [tile(mean)[1] for mean in (1, 4, 5, 9, 10, 22, 23, 49, 50, 400)] == [
+        *(8, 8, 16, 16, 32, 32, 64, 64, 128, 160)
+    ]
+
+
+def test_packed_products_with_float32_output_have_a_tile_that_writes_it():
+    config = _gemm.tiles.gmm_config(400 * 128, 128, 2880, 5760, packed=True, float_out=True)
+    assert config.tile not in _gemm.tiles.PACKED_ROUNDED
+
+
+def test_packed_products_split_the_k_loop_while_sms_have_room():
+    def split(num_groups, k, weight_rows):
+        return _gemm.tiles.gmm_config(num_groups, num_groups, k, weight_rows, packed=True).split_k
+
+    # every group is hit by one row or more with probability 0.63 or so
+    assert split(4, 2880, 5760) == 2
+    assert split(4, 448, 5760) == 1  # few steps
+    assert split(16, 2880, 5760) == 1  # more tiles than half of the CTAs that fit

@@ -483,6 +483,23 @@ def test_tiles_without_a_kernel_are_refused(name):
         moe_mlp(x, routing, q, config=(config, config))
 
 
+def test_tiles_of_packed_weights_are_theirs_alone():
+    x, sizes = jnp.ones((4, 128), jnp.bfloat16), jnp.array([2, 2], jnp.int32)
+    w = jnp.ones((2, 128, 128), jnp.bfloat16)
+    rule = r"config: the tile \(128, 16, 1, 1\) is for packed weights"
+    with pytest.raises(ValueError, match=rule):
+        grouped_gemm(x, w, sizes, config=GemmConfig(128, 16))
+    q = quantize(w, "mxfp4", weight_layout="nk")
+    rule = r"config: no kernel of the tile \(256, 160, 1, 1\) has float32 output"
+    with pytest.raises(ValueError, match=rule):
+        grouped_gemm(
+            *(x, q, sizes),
+            weight_layout="nk",
+            preferred_element_type=jnp.float32,
+            config=GemmConfig(256, 160),
+        )
+
+
 def test_forward_format():
     """The value of the layer with quantized weights, and the gradients of that with plain ones."""
     q, plain, x, routing = experts("mxfp4")  # which rounding to mxfp4 again leaves as they are

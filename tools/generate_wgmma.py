@@ -15,6 +15,9 @@ TYPES = (
     ("F32E5M2E4M3", "e5m2", "e4m3", 32),
 )
 
+# With A in registers, for which B is K-major.
+REGISTER_SHAPES = (160,)
+
 HEADER = """\
 // wgmma shapes that CUTLASS's light headers lack. Written by tools/generate_wgmma.py.
 #pragma once
@@ -57,8 +60,34 @@ def atom(n: int, name: str, ptx_a: str, ptx_b: str, k: int) -> str:
 """
 
 
+def register_atom(n: int, name: str, ptx_a: str, ptx_b: str, k: int) -> str:
+    count = n // 2
+    parameters = ", ".join(f"float& d{i}" for i in range(count))
+    registers = ", ".join(f"%{i}" for i in range(count))
+    operands = ", ".join(f'"+f"(d{i})' for i in range(count))
+    a = [count + i for i in range(4)]
+    return f"""
+struct Mma64x{n}x{k}{name}Registers {{
+  static __device__ __forceinline__ void fma(uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint64_t b, {parameters},
+                                             cute::SM90::GMMA::ScaleOut scale_d) {{
+    asm volatile(
+        "{{\\n"
+        ".reg .pred p;\\n"
+        "setp.ne.b32 p, %{count + 5}, 0;\\n"
+        "wgmma.mma_async.sync.aligned.m64n{n}k{k}.f32.{ptx_a}.{ptx_b} "
+        "{{{registers}}}, "
+        "{{%{a[0]}, %{a[1]}, %{a[2]}, %{a[3]}}}, %{count + 4}, p, 1, 1, 0;\\n"
+        "}}\\n"
+        : {operands}
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(static_cast<int32_t>(scale_d)));
+  }}
+}};
+"""
+
+
 def main() -> None:
     body = "".join(atom(n, *kind) for n in SHAPES for kind in TYPES)
+    body += "".join(register_atom(n, *kind) for n in REGISTER_SHAPES for kind in TYPES[:2])
     path = pathlib.Path("csrc/common/wgmma_shapes.cuh")
     path.write_text(HEADER + body + "\n}  // namespace jaxmoe::ptx\n// clang-format on\n")
 

@@ -140,9 +140,10 @@ def load(folder: Path, peers: Path | None = None) -> Measurements:
 
 
 def _peers(path: Path) -> dict[str, Any]:
-    """The file of other libraries' times, its three lists as one, each row with pass and format."""
+    """The file of other libraries' times, its lists as one, each row with pass and format."""
     content = json.loads(path.read_text(encoding="utf-8"))
-    plain, fp8 = {"pass": "forward", "format": "bf16"}, {"pass": "forward"}
+    plain, forward = {"pass": "forward", "format": "bf16"}, {"pass": "forward"}
     rows = [row | plain for row in content["rows"]]
     rows += [row | plain | {"pass": "forward+backward"} for row in content["training"]]
-    return content | {"rows": rows + [row | fp8 for row in content["fp8"]["rows"]]}
+    rows += [row | forward for part in ("fp8", "packed") for row in content[part]["rows"]]
+    return content | {"rows": rows}

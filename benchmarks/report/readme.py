@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from benchmarks.report import fp8, train
+from benchmarks.report import fp8, packed, train
 from benchmarks.report.measurements import Measurements, Point, by_model
 from benchmarks.report.tables import filled, geometric_mean, table, time_of, where
 from benchmarks.rows import Row
@@ -17,14 +17,15 @@ _RATIOS_NOTE = (
 )
 _HEAD = [
     *("model", "tokens", "bf16", "of floor", "ratio*"),
-    *("FP8 tensor", "ratio*", "FP8 block", "ratio*", "training", "ratio*"),
+    *("FP8 tensor", "ratio*", "FP8 block", "ratio*", "MXFP4", "ratio*", "int4", "ratio*"),
+    *("training", "ratio*"),
 ]
 _NOTE = (
     "Microseconds of one layer with uniform routing, in bursts; *ratio\\**: the fastest other "
     "library's time over jaxmoe's. *of floor*: the larger of bytes / 4.3 TB/s and FLOPs / 780 "
     "TFLOP/s, over the time. *FP8 tensor*: a scale for each expert's matrix, static scales of "
-    "tokens; *FP8 block*: a scale for each 128 x 128 weights. *training*: forward and backward in "
-    "bf16."
+    "tokens; *FP8 block*: a scale for each 128 x 128 weights; *MXFP4*, *int4*: weights of 4 bits "
+    "(groups of 128) beside bf16 tokens. *training*: forward and backward in bf16."
 )
 
 
@@ -68,12 +69,18 @@ COLUMNS = (
         Column(f"FP8 {name}", f"jaxmoe[{format}]", ("FlashInfer",), "layer", (("format", format),))
         for name, format in fp8.COMPARED
     ),
+    *(
+        Column(name, f"jaxmoe[{format}]", packed.PEERS, "layer", (("format", format),))
+        for name, format in packed.COMPARED
+    ),
     Column("training", "jaxmoe", ("SonicMoE",), "train", train.PEER_FIELDS),
 )
 _IN_WORDS = (
     "forward, bf16",
     "forward, FP8 with a scale for each expert",
     "forward, FP8 with a scale for each 128 x 128",
+    "forward, MXFP4 weights and bf16 tokens",
+    "forward, int4 weights in groups of 128 and bf16 tokens",
     "forward and backward, bf16",
 )
 

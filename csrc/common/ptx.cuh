@@ -263,7 +263,7 @@ __device__ __forceinline__ void WgmmaTokensOnM(uint64_t tokens,
 template <class Element, int kN>
 struct WgmmaRegistersAtom;
 
-#define JAXMOE_REGISTERS_ATOM(N)                                                               \
+#define JAXMOE_CUTLASS_ATOM(N)                                                                 \
   template <>                                                                                  \
   struct WgmmaRegistersAtom<__nv_bfloat16, N> {                                                \
     using type = cute::SM90::GMMA::MMA_64x##N##x16_F32BF16BF16_RS<cute::SM90::GMMA::Major::K,  \
@@ -274,12 +274,21 @@ struct WgmmaRegistersAtom;
     using type = cute::SM90::GMMA::MMA_64x##N##x16_F32F16F16_RS<cute::SM90::GMMA::Major::K,    \
                                                                 cute::SM90::GMMA::Major::K>;   \
   }
-JAXMOE_REGISTERS_ATOM(8);
-JAXMOE_REGISTERS_ATOM(32);
-JAXMOE_REGISTERS_ATOM(64);
-JAXMOE_REGISTERS_ATOM(96);
-JAXMOE_REGISTERS_ATOM(128);
-#undef JAXMOE_REGISTERS_ATOM
+#define JAXMOE_OWN_ATOM(N)                           \
+  template <>                                        \
+  struct WgmmaRegistersAtom<__nv_bfloat16, N> {      \
+    using type = Mma64x##N##x16F32BF16BF16Registers; \
+  };                                                 \
+  template <>                                        \
+  struct WgmmaRegistersAtom<__half, N> {             \
+    using type = Mma64x##N##x16F32F16F16Registers;   \
+  }
+JAXMOE_CUTLASS_ATOM(64);
+JAXMOE_CUTLASS_ATOM(96);
+JAXMOE_CUTLASS_ATOM(128);
+JAXMOE_OWN_ATOM(160);
+#undef JAXMOE_CUTLASS_ATOM
+#undef JAXMOE_OWN_ATOM
 
 template <class Atom, int kSize, int... kIs>
 __device__ __forceinline__ void WgmmaRegistersCall(const uint32_t (&a)[4],
@@ -306,6 +315,38 @@ __device__ __forceinline__ void WgmmaRegisters(const uint32_t (&a)[4],
   static_assert(kN / 2 <= kSize, "the accumulator is too small");
   using Atom = typename WgmmaRegistersAtom<Element, kN>::type;
   WgmmaRegistersCall<Atom>(a, b, acc, accumulate, std::make_integer_sequence<int, kN / 2>{});
+}
+
+// acc[16 x 8] += A[16 x 16] * B[8 x 16]^T of one warp: A as WgmmaRegisters has it, accumulators as
+// wgmma has 8 columns of a warp's rows.
+template <class Element>
+__device__ __forceinline__ void MmaWarp(const uint32_t (&a)[4],
+                                        uint32_t b0,
+                                        uint32_t b1,
+                                        float* acc) {
+  static_assert(std::is_same_v<Element, __nv_bfloat16> || std::is_same_v<Element, __half>);
+  if constexpr (std::is_same_v<Element, __nv_bfloat16>) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  } else {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  }
+}
+
+// Loads four 8x8 matrices of 16-bit elements; lanes 8 i to 8 i + 7 give the addresses of the rows
+// of matrix i.
+__device__ __forceinline__ void LoadMatrix4(uint32_t row, uint32_t (&m)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+               : "r"(row)
+               : "memory");
 }
 
 // Keeps registers that wgmma reads from being moved across its issue or its end.

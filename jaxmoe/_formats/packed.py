@@ -75,21 +75,28 @@ def unpack_values(data: jax.Array, *, bits: int, scattered: bool) -> jax.Array:
 def pack_strips(scales: jax.Array, groups: int) -> jax.Array:
     """Makes strips [.., N / 64, superblocks, bytes] of [.., N, superblocks * groups] scales.
 
-    A strip has the scales of its rows i and i + 8 of each 16 side by side, group by group.
+    A strip has the scales of its rows i and i + 8 of each 16 side by side, group by group; of
+    bytes, two groups of a row are neighbours.
     """
-    scales = _split(_split(scales, -1, -1, groups), -3, -1, *_ROW_AXES)
-    scales = _transposed(scales, "NwuiKg", "NKwigu")
+    pair = _pair(groups, scales.dtype)
+    scales = _split(_split(scales, -1, -1, groups // pair, pair), -4, -1, *_ROW_AXES)
+    scales = _transposed(scales, "NwuiKgp", "NKwigup")
     if scales.dtype.itemsize == 1:
-        return _merged(scales, -4, 4)
-    return _merged(jax.lax.bitcast_convert_type(scales, jnp.uint8), -5, 5)
+        return _merged(scales, -5, 5)
+    return _merged(jax.lax.bitcast_convert_type(scales, jnp.uint8), -6, 6)
 
 
 def unpack_strips(data: jax.Array, groups: int, dtype: jax.typing.DTypeLike) -> jax.Array:
     """The scales [.., N, superblocks * groups] of strips."""
-    size = jnp.dtype(dtype).itemsize
-    data = _split(data, -1, 4, 8, groups, 2, *(() if size == 1 else (size,)))
+    size, pair = jnp.dtype(dtype).itemsize, _pair(groups, dtype)
+    data = _split(data, -1, 4, 8, groups // pair, 2, pair, *(() if size == 1 else (size,)))
     scales = data if size == 1 else jax.lax.bitcast_convert_type(data, dtype)
-    return _matrix(_transposed(scales, "NKwigu", "NwuiKg"), 2)
+    return _matrix(_transposed(scales, "NKwigup", "NwuiKgp"), 3)
+
+
+def _pair(groups: int, dtype: jax.typing.DTypeLike) -> int:
+    """Groups whose scales of a row are neighbours."""
+    return 2 if groups % 2 == 0 and jnp.dtype(dtype).itemsize == 1 else 1
 
 
 def join(blocks: jax.Array, strips: list[jax.Array], per_superblock: int) -> jax.Array:

@@ -36,15 +36,22 @@ STEP_K = 64
 NOT_PROMOTED = {(256, 160, 2, 1)}
 ONLY_PROMOTED = {(128, 256, 1, 1)}
 
-# Tiles of packed weights, which are decoded in registers that more accumulators would take.
-PACKED = {
-    (128, 8, 1, 1),
-    (128, 32, 1, 1),
-    (128, 192, 1, 1),
-    (256, 128, 1, 1),
+# Tiles of packed weights, which are decoded in registers that more accumulators would take. Warps
+# that decode wait for themselves, so tiles of few tokens have more CTAs an SM.
+PACKED: dict[tuple[int, int, int, int], int] = {
+    (128, 8, 1, 1): 3,
+    (128, 8, 1, 2): 3,
+    (128, 16, 1, 1): 3,
+    (128, 32, 1, 1): 3,
+    (128, 64, 1, 1): 2,
+    (256, 128, 1, 1): 1,
+    (256, 160, 1, 1): 1,
 }
 
-MAX_FP8_GATHER = 32  # tokens of a tile that fetches FP8 rows by index
+# Those that have no registers for the addresses of a float32 output.
+PACKED_ROUNDED = {(256, 160, 1, 1)}
+
+MAX_GATHER = 32  # tokens of a tile that fetches rows by index beside quantized weights
 
 # Rows of a half of a gate-up weight whose blocks of scales these tiles can tell apart.
 BLOCK_ROWS = 64
@@ -55,6 +62,9 @@ WHOLE_BLOCKS = {(256, 128, 1, 1), (128, 256, 1, 1)}
 # round of clusters would leave most SMs without one.
 _MIN_SPLIT_BYTES = 2048
 _MAX_SPLIT_TILES = 12 * _SMS
+
+# Elements of a packed product whose k loop is split while that gives each SM another CTA.
+_MIN_PACKED_SPLIT = 512
 
 # Elements of FP8 rows that token tiles of the same weights still find in L2.
 _MAX_SHARED_K = 2048
@@ -97,8 +107,8 @@ class GemmConfig:
             _checks.check_int(op, name, getattr(self, name), 0)
         if type(self.gather) is not bool:
             raise TypeError(_checks.message(op, "gather must be a bool", gather=self.gather))
-        if self.tile not in TILES:
-            allowed = ", ".join(map(str, TILES))
+        if self.tile not in TILES and self.tile not in PACKED:
+            allowed = ", ".join(map(str, {**TILES, **PACKED}))
             raise ValueError(
                 f"jaxmoe.GemmConfig: (weight_tile, token_tile, cluster, split_k)={self.tile} must "
                 f"be one of {allowed}."
@@ -106,7 +116,7 @@ class GemmConfig:
 
     @property
     def tile(self) -> tuple[int, int, int, int]:
-        """The key of this tile in `TILES`."""
+        """The key of this tile in `TILES` or `PACKED`."""
         return self.weight_tile, self.token_tile, self.cluster, self.split_k
 
     def attrs(self) -> dict[str, int]:
@@ -140,20 +150,19 @@ def gmm_config(
         return ANY_ROWS
     usual = _usual_rows(num_rows, num_groups)
     row_bytes = k * (2 if promoted is None else 1)
+    hit = local_share * num_groups * (1.0 - (1.0 - 1.0 / max(num_groups, 1)) ** num_rows)
+    if packed:
+        raster = 8 if num_rows >= 2048 * num_groups else 1
+        tiles = hit * math.ceil(weight_rows / 128)
+        return _packed_config(usual, k, tiles, raster, float_out)
     if usual < (8 if promoted is None else 9):
-        hit = local_share * num_groups * (1.0 - (1.0 - 1.0 / max(num_groups, 1)) ** num_rows)
         split_k = _split_k(row_bytes, hit * math.ceil(weight_rows / 128))
-        return GemmConfig(128, 8, split_k=1 if packed else split_k)
+        return GemmConfig(128, 8, split_k=split_k)
     # Twice or four times as wide as usual groups need, which costs up to 3 % of an even routing:
     # groups past a tile read their weights again, up to 30 % of a skewed one.
-    # Promoted sums multiply as many rows as a tile of this kind can have; decoding packed weights
-    # takes as long as multiplying them by as many.
-    if usual <= (32 if promoted or packed else 16):
+    # Promoted sums multiply as many rows as a tile of this kind can have.
+    if usual <= (32 if promoted else 16):
         return GemmConfig(128, 32)
-    if packed:
-        if 128 < usual <= 192:
-            return GemmConfig(128, 192)
-        return GemmConfig(256, 128, raster=8 if num_rows >= 2048 * num_groups else 1)
     # With very many token tiles a group, panels of weight tiles share X in L2.
     raster = 8 if num_rows >= 2048 * num_groups else 1
     if promoted:  # blocks of 64 tokens are multiplied
@@ -167,6 +176,20 @@ def gmm_config(
     if usual <= 192:
         return GemmConfig(128, 192)
     return GemmConfig(256, 160, cluster=2, raster=raster)
+
+
+def _packed_config(usual: float, k: int, tiles: float, raster: int, float_out: bool) -> GemmConfig:
+    """The tile for packed weights and groups of `usual` rows; `tiles` are those of 128 x 8.
+
+    Decoding takes longer than multiplying: the narrowest tile that holds a group is the best.
+    """
+    if usual <= 8:
+        few = tiles <= _SMS * PACKED[128, 8, 1, 1] / 2 and k >= _MIN_PACKED_SPLIT
+        return GemmConfig(128, 8, split_k=2 if few else 1)
+    for token_tile in (16, 32, 64):
+        if usual <= token_tile:
+            return GemmConfig(128, token_tile)
+    return GemmConfig(256, 128 if usual <= 128 or float_out else 160, raster=raster)
 
 
 def _split_k(row_bytes: int, tiles: float) -> int:
@@ -198,10 +221,10 @@ def mlp_configs(
     if odd_blocks and gate_up.tile in WHOLE_BLOCKS:
         gate_up = GemmConfig(128, 192)
     down = gmm_config(num_rows, num_experts, intermediate, hidden, share, second, packed=packed)
-    if promoted is None:
+    if promoted is None and not packed:
         gather = gate_up.token_tile != 192 or intermediate <= _MAX_GATHER_INTERMEDIATE
     else:  # the quantization of x can write its rows in expert order at no cost
-        gather = gate_up.token_tile <= MAX_FP8_GATHER
+        gather = gate_up.token_tile <= MAX_GATHER
     return dataclasses.replace(gate_up, gather=gather), down
 
 

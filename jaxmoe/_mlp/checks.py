@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxmoe._formats import QUANTIZED, Format
 from jaxmoe._formats import checks as _formats_checks
-from jaxmoe._gemm.tiles import BLOCK_ROWS, MAX_FP8_GATHER, WHOLE_BLOCKS
+from jaxmoe._gemm.tiles import BLOCK_ROWS, MAX_GATHER, WHOLE_BLOCKS
 from jaxmoe._jax import checks as _checks
 from jaxmoe.experts import Experts, check_parts, format_of
 from jaxmoe.grouped_gemm import check_config
@@ -162,10 +162,11 @@ def check_configs(
             packed=packed,
         )
     first = config[0]
-    if promoted is not None and first and first.gather and first.token_tile > MAX_FP8_GATHER:
+    plain = promoted is None and not packed
+    if not plain and first and first.gather and first.token_tile > MAX_GATHER:
         rule = (
             f"config[0].gather must be False with token_tile={first.token_tile} and quantized "
-            f"weights: only tiles of up to {MAX_FP8_GATHER} tokens fetch rows of a byte by index"
+            f"weights: only tiles of up to {MAX_GATHER} tokens fetch rows by index then"
         )
         raise ValueError(_checks.message(op, rule, config=config))
     if odd_blocks and first and first.tile in WHOLE_BLOCKS:

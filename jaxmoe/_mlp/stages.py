@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxmoe._formats import Format, Tokens
 from jaxmoe._gemm.gate_up import activate
 from jaxmoe._gemm.op import multiply
-from jaxmoe._gemm.tiles import NOT_PROMOTED, GemmConfig
+from jaxmoe._gemm.tiles import NOT_PROMOTED, PACKED_ROUNDED, GemmConfig
 from jaxmoe._jax import sizes as _sizes
 from jaxmoe._mlp.operands import Layer, Operands, halves
 from jaxmoe.finalize import finalize
@@ -162,6 +162,8 @@ def _gathered(a: Operands, layer: Layer, order: Plan) -> Tokens:
 
 def _with_float_output(config: Any, promoted: bool | None) -> Any:
     """The tile asked for, or one that can have float32 output if a quantized product's cannot."""
-    if config is not None and promoted is False and config.tile in NOT_PROMOTED:
+    if config is None:
+        return None
+    if config.tile in PACKED_ROUNDED or (promoted is False and config.tile in NOT_PROMOTED):
         return GemmConfig(256, 128, raster=config.raster)
     return config

@@ -58,7 +58,7 @@ __device__ __forceinline__ void RunKSteps(const SharedStorage<T>& smem,
 
 // Runs the k loop with the smallest wgmma N that covers the share. Columns past that N stay
 // undefined. With tokens on M there is one N, and blocks of tokens past the share are zeros.
-template <class T, int kN = T::kTokenStep>
+template <class T, int kN = T::kFirstN>
 __device__ __forceinline__ void RunMainloop(const MoeGemmArgs& args,
                                             const SharedStorage<T>& smem,
                                             int num_k_steps,
@@ -76,6 +76,8 @@ __device__ __forceinline__ void RunMainloop(const MoeGemmArgs& args,
   }
   if constexpr (T::kTokensOnM) {
     RunTokenMajorKSteps<T>(smem, num_k_steps, share, thread, scales, stage, acc);
+  } else if constexpr (T::kWarpProducts) {
+    RunPackedWarpKSteps<T>(args.packed, smem, num_k_steps, share, thread, stage, acc);
   } else if constexpr (T::kPacked) {
     RunPackedKSteps<T, kN>(args.packed, smem, num_k_steps, share, thread, stage, acc);
   } else if constexpr (T::kPromoted) {

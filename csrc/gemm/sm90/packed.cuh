@@ -4,16 +4,14 @@
 //   kValueBytes  of 64 rows by 64 of k
 //   kStripBytes  of the scales of such a block, at most
 //   kFactor      by which sums are to be multiplied, beside the scale of their weight
-//   Scales       those of the two rows of a thread in half a step, as LoadScales gives them
-//   Decode       the A operand of an instruction, which is 16 k: the first or second of this half
+//   Site         where a thread finds the scales of its rows in a strip
+//   Scales       those of half a step, as LoadScales gives them
+//   Decode       the A operand of an instruction, which is 16 k: the first or second of a half
 #pragma once
 
 #include "csrc/gemm/sm90/warpgroup.cuh"
 
 namespace jaxmoe {
-
-// Place of a thread's rows, 16 warp + lane / 4 and 8 more, in a strip of scales.
-__device__ __forceinline__ int StripSite(int thread) { return thread / 32 * 8 + thread % 32 / 4; }
 
 // Words and scales of half a step, of a thread: rows of the two weight blocks of its warpgroup.
 template <class T>
@@ -25,22 +23,23 @@ struct PackedHalf {
   Words words[2];
   typename Decoder::Scales scales[2];
 
-  __device__ __forceinline__ void Load(const PackedArgs& packed,
-                                       const SharedStorage<T>& smem,
+  __device__ __forceinline__ void Load(const SharedStorage<T>& smem,
                                        int stage,
                                        int first_block,
                                        int half,
-                                       int thread) {
+                                       int thread,
+                                       const typename Decoder::Site& site) {
 #pragma unroll
     for (int block = 0; block < 2; ++block) {
       const uint8_t* values = smem.weights(stage) + (first_block + block) * T::kBlockBytes;
       words[block] = reinterpret_cast<const Words*>(values)[half * 128 + thread];
-      scales[block] = Decoder::LoadScales(values + T::kValueBytes, StripSite(thread), half, packed);
+      scales[block] = Decoder::LoadScales(values + T::kValueBytes, site, half);
     }
   }
 
-  // The operand of the first or second instruction of this half.
-  __device__ __forceinline__ void Decode(int block, int part, uint32_t (&a)[4]) const {
+  // The operand of the first or second instruction of the half that was loaded.
+  __device__ __forceinline__ void Decode(
+      const typename Decoder::Site& site, int block, int half, int part, uint32_t (&a)[4]) const {
     const Words& pair = words[block];
     uint32_t mine[kWords];
     if constexpr (kWords == 1) {
@@ -49,13 +48,79 @@ struct PackedHalf {
       mine[0] = part == 0 ? pair.x : pair.z;
       mine[1] = part == 0 ? pair.y : pair.w;
     }
-    Decoder::Decode(mine, scales[block], part, a);
+    Decoder::Decode(mine, scales[block], site, half, part, a);
   }
 };
 
+// K loop of tiles with few tokens: each warp multiplies its own rows, and waits for no other. Sums
+// have the bits of wgmma's. A stage goes back before all of it is multiplied.
+template <class T>
+__device__ __forceinline__ void RunPackedWarpKSteps(const PackedArgs& packed,
+                                                    const SharedStorage<T>& smem,
+                                                    int num_k_steps,
+                                                    const WarpgroupShare& share,
+                                                    int thread,
+                                                    PipelineState<T::kStages>& stage,
+                                                    Accumulators<T>& acc) {
+  constexpr int kTokenBlocks = T::kWarpgroupTokens / 8;
+  const int lane = thread % 32;
+#pragma unroll
+  for (int i = 0; i < T::kWarpgroupTokens / 2; ++i) acc[0][i] = acc[1][i] = 0.0f;
+  // Lane l reads 16 bytes of token l % 8, the l / 8th of half a step, where the swizzle put them.
+  uint32_t token_row[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    token_row[half] = ptx::SmemAddress(smem.tokens(0)) + lane % 8 * T::kTokenStepBytes +
+                      ((4 * half + lane / 8) ^ (lane % 8)) * 16;
+  }
+  const typename T::Decoder::Site site(packed, thread);
+  PackedHalf<T> halves[2];
+  const auto load = [&](int half) {
+    halves[half].Load(smem, stage.index, share.first_block, half, thread, site);
+  };
+  ptx::BarrierWait(smem.full(stage.index), stage.parity);
+  load(0);
+  load(1);
+  for (int step = 0; step < num_k_steps; ++step) {
+    const int current = stage.index;
+    stage.Advance();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      uint32_t tokens[kTokenBlocks][4];  // [..][8 of k]
+#pragma unroll
+      for (int j = 0; j < kTokenBlocks; ++j) {
+        ptx::LoadMatrix4(token_row[half] + current * T::kTokenPitch + j * 8 * T::kTokenStepBytes,
+                         tokens[j]);
+      }
+#pragma unroll
+      for (int part = 0; part < 2; ++part) {
+#pragma unroll
+        for (int block = 0; block < 2; ++block) {
+          uint32_t a[4];
+          halves[half].Decode(site, block, half, part, a);
+#pragma unroll
+          for (int j = 0; j < kTokenBlocks; ++j) {
+            ptx::MmaWarp<typename T::Weight>(
+                a, tokens[j][2 * part], tokens[j][2 * part + 1], &acc[block][4 * j]);
+          }
+        }
+      }
+      if (half == 1) {
+        __syncwarp();  // every lane has read its tokens
+        ReleaseStage(smem, current, lane);
+      }
+      if (step + 1 < num_k_steps) {
+        if (half == 0) ptx::BarrierWait(smem.full(stage.index), stage.parity);
+        load(half);
+      }
+    }
+  }
+}
+
 // Operands are decoded while wgmma multiplies those before them, so there are two sets; what they
-// are decoded of is read while the set before is issued. Decode tiles have registers for operands
-// of two instructions in a set, so that there is less to wait for.
+// are decoded of is read while the set before is issued. Tiles of few tokens have registers for
+// operands of two instructions in a set, so that there is less to wait for; those of more than 128
+// for one set alone, and one warpgroup decodes while the other multiplies.
 template <class T, int kN>
 __device__ __forceinline__ void RunPackedKSteps(const PackedArgs& packed,
                                                 const SharedStorage<T>& smem,
@@ -65,12 +130,14 @@ __device__ __forceinline__ void RunPackedKSteps(const PackedArgs& packed,
                                                 PipelineState<T::kStages>& stage,
                                                 Accumulators<T>& acc) {
   constexpr int kSet = T::kDecode ? 2 : 1;
+  constexpr int kSets = T::kWarpgroupTokens > 128 ? 1 : 2;
   const int lane = thread % 32;
   int previous = -1;
-  uint32_t a[2][kSet][2][4];  // [set][instruction][weight block][register]
+  uint32_t a[kSets][kSet][2][4];  // [set][instruction][weight block][register]
+  const typename T::Decoder::Site site(packed, thread);
   PackedHalf<T> half;
   ptx::BarrierWait(smem.full(stage.index), stage.parity);
-  half.Load(packed, smem, stage.index, share.first_block, 0, thread);
+  half.Load(smem, stage.index, share.first_block, 0, thread, site);
   for (int step = 0; step < num_k_steps; ++step) {
     // Rows copied by threads were written through the generic proxy, wgmma reads through the
     // async one.
@@ -81,19 +148,19 @@ __device__ __forceinline__ void RunPackedKSteps(const PackedArgs& packed,
     stage.Advance();
 #pragma unroll
     for (int i = 0; i < 4; i += kSet) {
-      auto& set = a[i / kSet % 2];
+      auto& set = a[i / kSet % kSets];
 #pragma unroll
       for (int j = 0; j < kSet; ++j) {
 #pragma unroll
         for (int block = 0; block < 2; ++block) {
-          half.Decode(block, (i + j) % 2, set[j][block]);
+          half.Decode(site, block, (i + j) / 2, (i + j) % 2, set[j][block]);
           ptx::FenceRegisters(set[j][block]);
         }
       }
-      if (i + kSet == 2) half.Load(packed, smem, current, share.first_block, 1, thread);
+      if (i + kSet == 2) half.Load(smem, current, share.first_block, 1, thread, site);
       if (i + kSet == 4 && step + 1 < num_k_steps) {
         ptx::BarrierWait(smem.full(stage.index), stage.parity);
-        half.Load(packed, smem, stage.index, share.first_block, 0, thread);
+        half.Load(smem, stage.index, share.first_block, 0, thread, site);
       }
       ptx::FenceAccumulator(acc[0]);
       ptx::FenceAccumulator(acc[1]);
@@ -110,9 +177,9 @@ __device__ __forceinline__ void RunPackedKSteps(const PackedArgs& packed,
       cute::warpgroup_commit_batch();
       ptx::FenceAccumulator(acc[0]);
       ptx::FenceAccumulator(acc[1]);
-      cute::warpgroup_wait<1>();
-      // The operands before these have been read.
-      auto& other = a[(i / kSet + 1) % 2];
+      cute::warpgroup_wait<kSets - 1>();
+      // The operands that the next ones replace have been read.
+      auto& other = a[(i / kSet + 1) % kSets];
 #pragma unroll
       for (int j = 0; j < kSet; ++j) {
         ptx::FenceRegisters(other[j][0]);

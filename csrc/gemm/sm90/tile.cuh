@@ -64,7 +64,11 @@ struct Tile {
   static constexpr int kSplitK = kSplitK_;
   static_assert(kMulticast == 1 || kSplitK == 1, "a cluster shares rows or the k loop");
   static constexpr int kCluster = kMulticast * kSplitK;
-  static constexpr bool kDecode = kCtasPerSm == 2;  // bound by reading weights, not by wgmma
+  static constexpr bool kDecode = kCtasPerSm >= 2;  // bound by reading weights, not by wgmma
+
+  // Packed weights times few tokens are multiplied by the warps themselves: wgmma would make four
+  // of them wait for each other.
+  static constexpr bool kWarpProducts = kPacked && kTokenTile_ <= 32;
 
   // A consumer warpgroup always owns 128 weight rows: two wgmma M blocks, when gated one of gate
   // rows and one of the matching up rows.
@@ -103,8 +107,10 @@ struct Tile {
   // Promoted sums: one N, as ptxas cannot keep several loops with two sets of accumulators apart
   // (C7511: wgmma serialized).
   static constexpr bool kOneN = kDecode || kPromoted;
-  // Packed: fewer kernels to compile; decoding takes as long as multiplying 32 tokens anyway.
+  // Packed: fewer loops to compile.
   static constexpr int kTokenStep = kOneN ? kWarpgroupTokens : kPacked ? 32 : 16;  // of a warpgroup
+  // Packed weights take as long to decode as products with some 64 tokens take: no narrower ones.
+  static constexpr int kFirstN = kPacked && !kDecode ? kWarpgroupTokens - 64 : kTokenStep;
   static constexpr int kBoxRows = kDecode ? kTokenTile : 32;
 
   // Gathered rows of X come in one-row boxes while a tile has few of them, else by a warpgroup of
@@ -160,10 +166,12 @@ struct Tile {
                 "tile does not fit the shared memory of an SM");
 
   // setmaxnreg budgets: only where the launch bound leaves fewer registers than the accumulators
-  // need (65536 at 512 threads: 48 * 256 + 208 * 256; 64512 at 384: 56 * 128 + 224 * 256).
-  static constexpr bool kReconfigureRegisters = kConsumers == 2;
-  static constexpr int kProducerRegisters = kProducers == 2 ? 48 : 56;
-  static constexpr int kConsumerRegisters = kProducers == 2 ? 208 : 224;
+  // need (65536 at 512 threads: 48 * 256 + 208 * 256; 64512 at 384: 56 * 128 + 224 * 256; 20480 of
+  // 21845 at 256 of three CTAs: 40 * 128 + 120 * 128).
+  static constexpr bool kReconfigureRegisters =
+      kConsumers == 2 || (kCtasPerSm == 3 && kTokenTile == 32);
+  static constexpr int kProducerRegisters = kCtasPerSm == 3 ? 40 : kProducers == 2 ? 48 : 56;
+  static constexpr int kConsumerRegisters = kCtasPerSm == 3 ? 120 : kProducers == 2 ? 208 : 224;
 };
 
 // Views of the dynamic shared memory, which is aligned to the swizzle pattern.

@@ -10,6 +10,14 @@
 
 namespace jaxmoe {
 
+// Place of a thread's rows, 16 warp + lane / 4 and 8 more, in a strip of scales.
+struct StripSite {
+  int index;
+
+  __device__ __forceinline__ StripSite(const PackedArgs&, int thread)
+      : index(thread / 32 * 8 + thread % 32 / 4) {}
+};
+
 // What traits of packed weights share: tokens are plain, and so are weights once they are decoded.
 template <class Element, Packing kPacking_, int kStripBytes_>
 struct PackedWeights : Plain<Element> {
@@ -17,21 +25,8 @@ struct PackedWeights : Plain<Element> {
   static constexpr Packing kPacking = kPacking_;
   static constexpr int kValueBytes = PackedLayout{kPacking_}.value_bytes();
   static constexpr int kStripBytes = kStripBytes_;
-};
-
-// A power of two for each 32 of k, so one a row in half a step.
-template <class Element, Packing kPacking_>
-struct PackedWithPowers : PackedWeights<Element, kPacking_, 128> {
-  struct Scales {
-    uint32_t bytes;  // of the rows
-  };
-
-  static __device__ __forceinline__ Scales LoadScales(const uint8_t* strip,
-                                                      int site,
-                                                      int half,
-                                                      const PackedArgs&) {
-    return {reinterpret_cast<const uint16_t*>(strip)[2 * site + half]};
-  }
+  // Accumulators and decoding need the registers of warps that would fetch rows.
+  static constexpr bool kGathersByThreads = false;
 };
 
 template <class Element>
@@ -54,29 +49,51 @@ __device__ __forceinline__ uint32_t Add2(uint32_t a, uint32_t b) {
   return reinterpret_cast<uint32_t&>(sum);
 }
 
-// Byte `kIndex` of `word` in the low byte of both halves.
-template <int kIndex>
-__device__ __forceinline__ uint32_t ByteInHalves(uint32_t word) {
-  return __byte_perm(word, 0, 0x4040 | kIndex << 8 | kIndex);
-}
-
-// The 16 bits at byte 2 * kIndex of `word` in both halves.
-template <int kIndex>
-__device__ __forceinline__ uint32_t HalfInHalves(uint32_t word) {
-  return __byte_perm(word, 0, kIndex == 0 ? 0x1010 : 0x3232);
-}
-
-// Scale of e8m0 weights: 2^(byte - 127) in bf16. In fp16 2^(byte - 238), 0 if that is too small.
+// Twice the number of the row that register `j` of an operand has; `rows` has one for each row of a
+// thread. Takes no instruction: others read one half of a register twice.
 template <class Element>
-__device__ __forceinline__ uint32_t PowerOfTwo(uint32_t byte_in_halves) {
+__device__ __forceinline__ uint32_t OfRow(uint32_t rows, int j) {
+  Pair<Element> both;
+  if constexpr (std::is_same_v<Element, __half>) {
+    both = j % 2 == 0 ? __low2half2(AsPair<Element>(rows)) : __high2half2(AsPair<Element>(rows));
+  } else {
+    both = j % 2 == 0 ? __low2bfloat162(AsPair<Element>(rows))
+                      : __high2bfloat162(AsPair<Element>(rows));
+  }
+  return reinterpret_cast<uint32_t&>(both);
+}
+
+// Scales of the rows of a thread for each 32 of k, whose bytes are [row][half a step]: 2^(byte -
+// 127) in bf16. In fp16 2^(byte - 238), 0 if that is too small.
+template <class Element>
+__device__ __forceinline__ uint32_t PowersOfTwo(uint32_t bytes, int half) {
   if constexpr (std::is_same_v<Element, __half>) {
     constexpr int kBias = 223;
-    const int exponent = min(max(static_cast<int>(byte_in_halves & 0xFF) - kBias, 0), 31);
-    return static_cast<uint32_t>(exponent) * 0x04000400u;
+    uint32_t rows = 0;
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      const int byte = bytes >> (16 * row + 8 * half) & 0xFF;
+      rows |= static_cast<uint32_t>(min(max(byte - kBias, 0), 31)) << (16 * row + 10);
+    }
+    return rows;
   } else {
-    return byte_in_halves << 7;
+    return half == 0 ? (bytes & 0x00FF00FF) << 7 : (bytes >> 1) & 0x7F807F80;
   }
 }
+
+// A power of two for each 32 of k, so one a row in half a step.
+template <class Element, Packing kPacking_>
+struct PackedWithPowers : PackedWeights<Element, kPacking_, 128> {
+  struct Scales {
+    uint32_t bytes;  // [row][half]
+  };
+
+  using Site = StripSite;
+
+  static __device__ __forceinline__ Scales LoadScales(const uint8_t* strip, const Site& site, int) {
+    return {reinterpret_cast<const uint32_t*>(strip)[site.index]};
+  }
+};
 
 // The eight e2m1 values of a word, times 2^-126 in bf16 and 2^-14 in fp16.
 template <class Element>

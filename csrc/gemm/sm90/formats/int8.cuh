@@ -11,14 +11,14 @@ struct Int8 : PackedWeights<Element, Packing::kInt8, 0> {
 
   struct Scales {};
 
-  static __device__ __forceinline__ Scales LoadScales(const uint8_t*, int, int, const PackedArgs&) {
+  using Site = StripSite;
+
+  static __device__ __forceinline__ Scales LoadScales(const uint8_t*, const Site&, int) {
     return {};
   }
 
-  static __device__ __forceinline__ void Decode(const uint32_t* words,
-                                                const Scales&,
-                                                int,
-                                                uint32_t (&a)[4]) {
+  static __device__ __forceinline__ void Decode(
+      const uint32_t* words, const Scales&, const Site&, int, int, uint32_t (&a)[4]) {
     // 128 or 1024 plus seven bits, less the same plus the sign's 128.
     constexpr uint32_t kOne = std::is_same_v<Element, __half> ? 0x64006400 : 0x43004300;
     constexpr uint32_t kMinus = 0x80008000;

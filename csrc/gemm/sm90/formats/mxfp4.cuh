@@ -12,16 +12,14 @@ struct Mxfp4 : PackedWithPowers<Element, Packing::kMxfp4> {
   static constexpr float kFactor = std::is_same_v<Element, __half> ? 0.5f : 1.0f;
 
   using typename PackedWithPowers<Element, Packing::kMxfp4>::Scales;
+  using typename PackedWithPowers<Element, Packing::kMxfp4>::Site;
 
-  static __device__ __forceinline__ void Decode(const uint32_t* word,
-                                                const Scales& scales,
-                                                int,
-                                                uint32_t (&a)[4]) {
+  static __device__ __forceinline__ void Decode(
+      const uint32_t* word, const Scales& scales, const Site&, int half, int, uint32_t (&a)[4]) {
     DecodeE2m1<Element>(*word, a);
-    const uint32_t low = PowerOfTwo<Element>(ByteInHalves<0>(scales.bytes));
-    const uint32_t high = PowerOfTwo<Element>(ByteInHalves<1>(scales.bytes));
+    const uint32_t powers = PowersOfTwo<Element>(scales.bytes, half);
 #pragma unroll
-    for (int j = 0; j < 4; ++j) a[j] = Multiply2<Element>(a[j], j % 2 == 0 ? low : high);
+    for (int j = 0; j < 4; ++j) a[j] = Multiply2<Element>(a[j], OfRow<Element>(powers, j));
   }
 };
 

@@ -12,22 +12,20 @@ struct Mxfp8 : PackedWithPowers<Element, Packing::kMxfp8> {
   static constexpr float kFactor = std::is_same_v<Element, __half> ? 0x1p-7f : 0x1p-6f;
 
   using typename PackedWithPowers<Element, Packing::kMxfp8>::Scales;
+  using typename PackedWithPowers<Element, Packing::kMxfp8>::Site;
 
-  static __device__ __forceinline__ void Decode(const uint32_t* words,
-                                                const Scales& scales,
-                                                int,
-                                                uint32_t (&a)[4]) {
+  static __device__ __forceinline__ void Decode(
+      const uint32_t* words, const Scales& scales, const Site&, int half, int, uint32_t (&a)[4]) {
     constexpr bool kHalf = std::is_same_v<Element, __half>;
     constexpr uint32_t kSign = 0x80008000;
     constexpr uint32_t kMagnitude = kHalf ? 0x3F803F80 : 0x07F007F0;
-    const uint32_t by[2] = {PowerOfTwo<Element>(ByteInHalves<0>(scales.bytes)),
-                            PowerOfTwo<Element>(ByteInHalves<1>(scales.bytes))};
+    const uint32_t powers = PowersOfTwo<Element>(scales.bytes, half);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       // The byte in the upper half of 16 bits.
       const uint32_t bits = j % 2 == 0 ? words[j / 2] << 8 : words[j / 2];
       const uint32_t value = (bits & kSign) | ((bits >> (kHalf ? 1 : 4)) & kMagnitude);
-      a[j] = Multiply2<Element>(value, by[j % 2]);
+      a[j] = Multiply2<Element>(value, OfRow<Element>(powers, j));
     }
   }
 };
