@@ -108,7 +108,7 @@ def test_every_activation_is_tested():
 
 
 @pytest.mark.parametrize(
-    ("format", "num_tokens"), [(f, n) for f in FORMATS for n in (0, 1)] + [("fp8_block", 150)]
+    ("format", "num_tokens"), [*((f, 0) for f in FORMATS), ("fp8_tensor", 1), ("fp8_block", 150)]
 )
 def test_numbers_of_tokens(format, num_tokens):
     """150 tokens of one expert are two blocks of rows."""
@@ -245,7 +245,7 @@ def test_accum_changes_nothing_off_cuda(accum):
     assert_equal(run(inputs, accum=accum), run(inputs))
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", ("fp8_tensor", "fp8_block"))
 def test_scan_over_layers_and_eager(format):
     layer = Layer("", "", 48, 32, 5, 2)
     rng = np.random.default_rng(11)
@@ -282,6 +282,7 @@ def test_vmap_is_a_loop(format, static):
     all_w1 = jax.tree.leaves(
         jax.tree.map(lambda *a: jnp.stack(a), *[i["w_gate_up"] for i in inputs])
     )
+    fn = jax.jit(fn)
     assert_vmap_is_loop(fn, (*tokens, *w1), (0, 0, 0, None, None))
     assert_vmap_is_loop(fn, (*tokens, *all_w1), (0, 0, 0, 0, 0))
     assert_vmap_is_loop(fn, (tokens[0], *[a[0] for a in tokens[1:]], *w1), (0, *[None] * 4))

@@ -74,7 +74,7 @@ def test_divided_over_a_mesh(layout, kind, i, h):
     )
     mesh = make_mesh(kind, "a", "b")
     with entered(mesh):
-        place = lambda a, s: jax.device_put(a, NamedSharding(mesh, s))  # noqa: E731
+        place = lambda a, s: jax.device_put(np.asarray(a), NamedSharding(mesh, s))  # noqa: E731
         put = jax.tree.map(place, experts, specs)
         y, (_, _, grads) = jax.jit(step(moe_mlp))(place(x, P()), routing, put)
     close(y, expected()[0])
