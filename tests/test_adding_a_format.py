@@ -28,7 +28,7 @@ def test_the_steps_of_the_page_add_a_format(tmp_path):
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(tmp_path), *installed]),
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2",
     }
     program = [sys.executable, "-P", "-S", str(ROOT / "tests" / "toy_format.py"), NAME]
     done = subprocess.run(program, env=environment, cwd=tmp_path, capture_output=True, text=True)

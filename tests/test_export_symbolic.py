@@ -103,16 +103,17 @@ PROGRAMS = {
     "losses": (losses, {"route"}),
 } | {
     f"{kind}_{name}": (functools.partial(fn, name=name), calls)
-    for name in FP8
-    for kind, fn, calls in (
-        ("quantize", lambda x, name: jaxmoe.quantize_tokens(x, name), {"quantize"}),
-        ("layer", lambda x, name: layer(x, name), {"route", "moe_mlp"}),
+    for kind, fn, names, calls in (
+        ("quantize", lambda x, name: jaxmoe.quantize_tokens(x, name), FP8, {"quantize"}),
+        ("layer", lambda x, name: layer(x, name), ("fp8_tensor", "fp8_block"), {"route", "moe_mlp"}),
         (
             "product",
             lambda x, name: jaxmoe.grouped_gemm(x, experts(name).gate_up, groups()),
+            ("fp8_channel",),
             {"quantize", "grouped_gemm"},
         ),
     )
+    for name in names
 }
 
 

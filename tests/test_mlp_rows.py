@@ -142,8 +142,6 @@ def trees(layer, count, num_tokens=10, dtype=jnp.float32):
 # Which arguments have an example axis.
 BATCHES = {
     "tokens": ("x", "expert_ids", "weights"),
-    "ids": ("expert_ids",),
-    "x": ("x",),
     "gate_up": ("w_gate_up", "b_gate_up"),
     "all": ("x", "expert_ids", "weights", "w_gate_up", "b_gate_up", "w_down", "b_down"),
     "weights": ("weights",),

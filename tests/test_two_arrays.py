@@ -171,8 +171,9 @@ def test_values(layout, options, call):
     assert_equal(*both(x, apart(experts), experts))
 
 
-@pytest.mark.parametrize("format", ("fp8_tensor", "fp8_channel", "fp8_block"))
-@pytest.mark.parametrize("forward", (False, True), ids=("weights", "forward_format"))
+@pytest.mark.parametrize(
+    ("format", "forward"), (("fp8_tensor", False), ("fp8_block", False), ("fp8_channel", True))
+)
 def test_quantized(format, forward):
     """Each array has scales of its own: those of its columns, or one for all of it."""
     wide = Layer("", "a block of a half is one of both", 16, 128, 2, 2)
