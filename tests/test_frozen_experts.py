@@ -225,7 +225,9 @@ def test_on_a_mesh(name, kind, axis):
     mesh = jax.make_mesh((2,), ("a",), axis_types=(kind,), devices=jax.devices()[:2])
     place = lambda s: NamedSharding(mesh, s)  # noqa: E731
     specs = split(q, MESHES[axis])
-    put = jax.device_put(jax.tree.map(np.asarray, q), jax.tree.map(place, specs, is_leaf=lambda s: isinstance(s, P)))
+    put = jax.device_put(
+        jax.tree.map(np.asarray, q), jax.tree.map(place, specs, is_leaf=lambda s: isinstance(s, P))
+    )
     everywhere = jax.device_put((moving, routing), place(P()))
     with jax.set_mesh(mesh):
         got = run(everywhere[0], put, everywhere[1])

@@ -323,7 +323,9 @@ def test_divided_over_a_mesh(name):
     x, routing, experts = draw()
     args, specs = (x, routing, apart(experts)), split.specs()
     with entered(mesh):
-        put = jax.tree.map(lambda a, s: jax.device_put(np.asarray(a), NamedSharding(mesh, s)), args, specs)
+        put = jax.tree.map(
+            lambda a, s: jax.device_put(np.asarray(a), NamedSharding(mesh, s)), args, specs
+        )
         program = jax.jit(step(moe_mlp)).lower(*put).compile()
         y, grads = program(*put)
     close((y, grads), expected())

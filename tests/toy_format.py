@@ -119,7 +119,9 @@ def check_meshes():
     for kind in (AxisType.Auto, AxisType.Explicit):
         mesh = jax.make_mesh((2,), ("a",), axis_types=(kind,), devices=jax.devices()[:2])
         place = lambda s: NamedSharding(mesh, s)  # noqa: B023, E731
-        split = jax.device_put(whole, jax.tree.map(place, specs, is_leaf=lambda s: isinstance(s, P)))
+        split = jax.device_put(
+            whole, jax.tree.map(place, specs, is_leaf=lambda s: isinstance(s, P))
+        )
         with jax.set_mesh(mesh):
             close(jax.jit(jaxmoe.moe_mlp)(X, ROUTING, split), want)
             if kind == AxisType.Auto:
