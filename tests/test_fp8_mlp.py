@@ -296,8 +296,7 @@ def test_vmap_over_quantized_tokens_and_options():
             assert_vmap_is_loop(static, (x, scale), (0, 0))
 
 
-@pytest.mark.parametrize("check_vma", (True, False))
-def test_shard_map_over_experts(check_vma):
+def test_shard_map_over_experts():
     layer = Layer("", "", 32, 48, 4, 2)
     rng = np.random.default_rng(14)
     inputs = quantized_inputs(layer, 10, "uniform", rng, jnp.bfloat16, "fp8_channel")
@@ -311,7 +310,7 @@ def test_shard_map_over_experts(check_vma):
         return jax.lax.psum(y.astype(jnp.float32), "expert")
 
     specs = {n: spec("expert") if n.startswith("w_") else spec() for n in inputs}
-    fn = jax.shard_map(part, mesh=mesh, in_specs=(specs,), out_specs=spec(), check_vma=check_vma)
+    fn = jax.shard_map(part, mesh=mesh, in_specs=(specs,), out_specs=spec())
     halves = (
         run(local(inputs, first, 2), num_experts=4, expert_offset=first).astype(jnp.float32)
         for first in (0, 2)
