@@ -115,8 +115,14 @@ def normal(
     rng: np.random.Generator, shape: tuple[int, ...], dtype: Any = jnp.float32, scale: float = 1.0
 ) -> jax.Array:
     """Draws a normal array. Fresh for every call: a kernel must not pass on a lucky input."""
-    drawn = scale * rng.standard_normal(shape, np.float32)
-    return jnp.asarray(drawn.astype(jnp.dtype(dtype)))  # by NumPy: nothing to compile
+    return jax.device_put(_normal(rng, shape, dtype, scale))
+
+
+def _normal(
+    rng: np.random.Generator, shape: tuple[int, ...], dtype: Any, scale: float
+) -> np.ndarray:
+    """Draws by NumPy, as everything here: nothing to compile."""
+    return (scale * rng.standard_normal(shape, np.float32)).astype(jnp.dtype(dtype))
 
 
 def layer_inputs(
@@ -133,21 +139,21 @@ def layer_inputs(
     activation saturates.
     """
     hidden, inter, experts = layer.hidden, layer.intermediate, layer.num_experts
-    w_gate_up = normal(rng, (experts, hidden, layer.width), dtype, hidden**-0.5)
-    w_down = normal(rng, (experts, inter, hidden), dtype, inter**-0.5)
+    w_gate_up = _normal(rng, (experts, hidden, layer.width), dtype, hidden**-0.5)
+    w_down = _normal(rng, (experts, inter, hidden), dtype, inter**-0.5)
     if weight_layout == "nk":
         w_gate_up, w_down = w_gate_up.swapaxes(1, 2), w_down.swapaxes(1, 2)
     inputs: dict[str, Any] = {
-        "x": normal(rng, (num_tokens, hidden), dtype),
-        "expert_ids": jnp.asarray(expert_ids(routing, rng, num_tokens, experts, layer.top_k)),
-        "weights": jnp.asarray(routing_weights(rng, num_tokens, layer.top_k)),
+        "x": _normal(rng, (num_tokens, hidden), dtype, 1.0),
+        "expert_ids": expert_ids(routing, rng, num_tokens, experts, layer.top_k),
+        "weights": routing_weights(rng, num_tokens, layer.top_k),
         "w_gate_up": w_gate_up,
         "w_down": w_down,
     }
     if layer.bias:
-        inputs["b_gate_up"] = normal(rng, (experts, layer.width), dtype)
-        inputs["b_down"] = normal(rng, (experts, hidden), dtype)
-    return inputs
+        inputs["b_gate_up"] = _normal(rng, (experts, layer.width), dtype, 1.0)
+        inputs["b_down"] = _normal(rng, (experts, hidden), dtype, 1.0)
+    return jax.device_put(inputs)
 
 
 def quantized_inputs(
@@ -263,7 +269,7 @@ def assert_vmap_is_loop(fn: Any, args: tuple[jax.Array, ...], in_axes: tuple[int
     mapped = jax.vmap(fn, in_axes)(*args)
     for i in range(size):
         one = (
-            a if d is None else jnp.asarray(np.take(np.asarray(a), i, axis=d))
+            a if d is None else jax.device_put(np.take(np.asarray(a), i, axis=d))
             for a, d in zip(args, in_axes, strict=True)
         )
         jax.tree.map(lambda m, o, i=i: assert_equal(np.asarray(m)[i], o), mapped, fn(*one))

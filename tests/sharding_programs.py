@@ -42,10 +42,15 @@ def close(got, want):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **_TOLERANCE), got, want)
 
 
+def place(a, mesh, spec):
+    """Divides an array on the host: on a device each part is a program to compile."""
+    return jax.device_put(np.asarray(a), NamedSharding(mesh, spec))
+
+
 def compiled(fn, mesh, arrays, specs, *static):
     """Runs `fn` on sharded arrays. Returns its result and the text of the program."""
     with entered(mesh):
-        put = {n: jax.device_put(a, NamedSharding(mesh, specs[n])) for n, a in arrays.items()}
+        put = {n: place(a, mesh, specs[n]) for n, a in arrays.items()}
         jitted = jax.jit(fn, static_argnums=tuple(range(1, 1 + len(static))))
         program = jitted.lower(put, *static).compile()
         result = program(put)

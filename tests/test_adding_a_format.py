@@ -25,10 +25,11 @@ def test_the_steps_of_the_page_add_a_format(tmp_path):
     registry.write_text(applied(registry.read_text(encoding="utf-8"), diff), encoding="utf-8")
     # Without `site` no hook of an editable installation comes before the copy.
     installed = [path for path in sys.path if path.endswith("site-packages")]
+    flags = os.environ.get("XLA_FLAGS", "")
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(tmp_path), *installed]),
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "XLA_FLAGS": f"{flags} --xla_force_host_platform_device_count=2",
     }
     program = [sys.executable, "-P", "-S", str(ROOT / "tests" / "toy_format.py"), NAME]
     done = subprocess.run(program, env=environment, cwd=tmp_path, capture_output=True, text=True)

@@ -149,7 +149,9 @@ def test_specs_are_experts_too():
     specs = jax.tree.map(lambda a: P("a", *[None] * (a.ndim - 1)), experts)
     assert specs.gate_up_bias == P("a", None) and specs.gate is None
     by_hand = Experts(gate_up=P("a"), down=P("a"), gate_up_bias=P("a"), down_bias=P("a"))
-    put = jax.tree.map(lambda a, s: jax.device_put(a, NamedSharding(mesh, s)), experts, by_hand)
+    put = jax.tree.map(
+        lambda a, s: jax.device_put(np.asarray(a), NamedSharding(mesh, s)), experts, by_hand
+    )
     assert put.down.sharding.spec == P("a")
     call = jax.shard_map(
         lambda e: jax.tree.map(lambda a: a * 2, e), mesh=mesh, in_specs=(specs,), out_specs=specs

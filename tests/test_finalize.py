@@ -35,13 +35,12 @@ EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES)
 def _inputs(routing, seed, num_tokens, num_experts, top_k, hidden, dtype, **options):
     """rows, plan, weights, residual; rows of no group are NaN, as no one has written them."""
     rng = np.random.default_rng([seed, num_tokens, top_k, hidden])
-    ids = jnp.asarray(expert_ids(routing, rng, num_tokens, num_experts, top_k))
+    ids = expert_ids(routing, rng, num_tokens, num_experts, top_k)
     p = _plan(ids, num_experts=num_experts, **options)
-    rows = normal(rng, (num_tokens * top_k, hidden), dtype)
-    written = jnp.arange(rows.shape[0]) < p.expert_offsets[-1]
-    rows = jnp.where(written[:, None], rows, jnp.asarray(jnp.nan, dtype))
-    weights = jnp.asarray(routing_weights(rng, num_tokens, top_k))
-    return rows, p, weights, normal(rng, (num_tokens, hidden), dtype)
+    rows = np.array(normal(rng, (num_tokens * top_k, hidden), dtype))
+    rows[int(np.asarray(p.expert_offsets)[-1]) :] = np.nan
+    weights = jax.device_put(routing_weights(rng, num_tokens, top_k))
+    return jax.device_put(rows), p, weights, normal(rng, (num_tokens, hidden), dtype)
 
 
 def _exact(rows, slots, weights, residual):

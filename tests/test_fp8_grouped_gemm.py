@@ -32,8 +32,9 @@ def check(lhs, rhs, sizes, **kwargs):
     return out
 
 
-@pytest.mark.parametrize("layout", ("kn", "nk"))
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(
+    ("format", "layout"), [*((format, "nk") for format in FORMATS), ("fp8_block", "kn")]
+)
 def test_values(format, layout):
     lhs, rhs, bias = factors(format, layout)
     out = check(lhs, rhs, SIZES, bias=bias, weight_layout=layout)
@@ -67,7 +68,7 @@ def test_other_elements_results_and_offsets():
     )
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", ("fp8_tensor", "fp8_block"))
 def test_no_rows_and_nan_rows(format):
     lhs, rhs, _ = factors(format, "kn", k=48)
     assert grouped_gemm(lhs[:0], rhs, SIZES * 0).shape == (0, 136)
@@ -77,7 +78,7 @@ def test_no_rows_and_nan_rows(format):
     assert_equal(dirty.at[40].set(0), clean.at[40].set(0))
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", ("fp8_tensor", "fp8_block"))
 def test_vmap_is_a_loop(format):
     lhs, rhs, bias = factors(format, "kn", k=48)
     more = jnp.stack([lhs, lhs * 2, lhs - 1])
@@ -87,6 +88,7 @@ def test_vmap_is_a_loop(format):
         w = QuantizedArray(values, scales, rhs.format, rhs.layout, rhs.dtype)
         return grouped_gemm(lhs, w, sizes, bias=bias)
 
+    fn = jax.jit(fn)
     sizes = jnp.stack([SIZES, SIZES * 0, SIZES[::-1]])
     assert_vmap_is_loop(fn, (more, rhs.scales, SIZES, bias), (0, None, None, None))
     assert_vmap_is_loop(fn, (lhs, scales, sizes, bias), (None, 0, 0, None))

@@ -17,18 +17,8 @@ from jaxmoe._testing import PACKED, Layer, assert_equal, layer_inputs
 from tests.lowered import cuda_text
 
 SHAPE = Layer("", "one block of 128 each way, or two", 256, 128, 4, 2, bias=True)
-SOME = ("fp8_tensor", "fp8_block", "mxfp4", "int4_g64_zp", "int8_channel")
-# A format of each class; those of int4 differ in their groups alone.
-FORMATS = (
-    "fp8_tensor",
-    "fp8_channel",
-    "fp8_block",
-    "mxfp4",
-    "mxfp8",
-    "nvfp4",
-    "int4_g128_zp",
-    "int8_channel",
-)
+# A format of each class but for those of `test_layers`.
+FORMATS = ("fp8_tensor", "fp8_block", "mxfp4", "int4_g128_zp", "int8_channel")
 
 
 def experts(name, dtype=jnp.float32, two=False, order="gate_up", seed=0):
@@ -89,8 +79,14 @@ def close(got, want):
     jax.tree.map(one, got, want)
 
 
+@functools.cache
+def program(layer):
+    """Compiled once for experts of the same types: plain ones are those of any format."""
+    return jax.jit(jax.value_and_grad(loss_of(layer)))
+
+
 def gradients(layer, e, x, routing):
-    return jax.jit(jax.grad(loss_of(layer)))(moving_of(e, x, routing), e, routing)
+    return program(layer)(moving_of(e, x, routing), e, routing)[1]
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -100,48 +96,58 @@ def test_gradients_are_those_of_dequantized_weights(name):
     close(gradients(jaxmoe.moe_mlp, q, x, routing), gradients(jaxmoe.moe_mlp, plain, x, routing))
 
 
-@pytest.mark.parametrize("name", ("fp8_channel", "nvfp4"))
-@pytest.mark.parametrize("kind", ("two", "interleaved", "recompute", "rows", "residual", "remat"))
-def test_layers(name, kind):
+def rows(x, routing, e):
+    out = jaxmoe.expert_rows(x, routing, e)
+    return jaxmoe.finalize(out.rows, out, out.weights)
+
+
+LAYERS = {
+    "recompute": functools.partial(jaxmoe.moe_mlp, recompute="z"),
+    "rows": rows,
+    "residual": lambda x, *rest: jaxmoe.moe_mlp(x, *rest, residual=x),
+    "remat": jax.checkpoint(jaxmoe.moe_mlp),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    (
+        *((kind, name) for kind in ("two", "rows") for name in ("fp8_channel", "nvfp4")),
+        *(("recompute", "fp8_channel"), ("remat", "fp8_channel")),
+        *(("interleaved", "nvfp4"), ("residual", "nvfp4")),
+    ),
+)
+def test_layers(kind, name):
     q, plain = experts(name, two=kind == "two", order=kind if kind == "interleaved" else "gate_up")
     x, routing = tokens()
-
-    def rows(x, routing, e):
-        out = jaxmoe.expert_rows(x, routing, e)
-        return jaxmoe.finalize(out.rows, out, out.weights)
-
-    layer = {
-        "recompute": functools.partial(jaxmoe.moe_mlp, recompute="z"),
-        "rows": rows,
-        "residual": lambda x, *rest: jaxmoe.moe_mlp(x, *rest, residual=x),
-        "remat": jax.checkpoint(jaxmoe.moe_mlp),
-    }.get(kind, jaxmoe.moe_mlp)
+    layer = LAYERS.get(kind, jaxmoe.moe_mlp)
     got, want = (gradients(layer, e, x, routing) for e in (q, plain))
     if kind == "rows" and name not in PACKED:  # finalize takes its derivative at the rows there are
         got, want = ({n: g for n, g in those.items() if n != "weights"} for those in (got, want))
     close(got, want)
 
 
-@pytest.mark.parametrize("name", SOME)
+value = jax.jit(jaxmoe.moe_mlp)
+
+
+@jax.jit
+def derivatives(x, routing, e):
+    """The value with its tangent, gradients of a batch, and a second derivative."""
+    layer = lambda x: jaxmoe.moe_mlp(x, routing, e)  # noqa: E731
+    first = jax.grad(lambda x: layer(x).sum())
+    batch = jax.vmap(first)(jnp.stack([x, 2 * x, -x]))
+    second = jax.grad(lambda x: jnp.sum(jnp.sin(first(x))))(x)
+    y, moved = jax.jvp(layer, (x,), (jnp.sin(x),))
+    return y, (moved, batch, second)
+
+
+@pytest.mark.parametrize("name", ("fp8_tensor", "mxfp4"))  # tokens quantized too, or not
 def test_value_is_that_of_the_quantized_layer(name):
     q, plain = experts(name)
     x, routing = tokens()
-    layer = lambda e: lambda x: jaxmoe.moe_mlp(x, routing, e)  # noqa: E731
-    tangent = jnp.sin(x)
-    y, moved = jax.jit(lambda x: jax.jvp(layer(q), (x,), (tangent,)))(x)
-    assert_equal(y, jax.jit(layer(q))(x))
-    close(moved, jax.jit(lambda x: jax.jvp(layer(plain), (x,), (tangent,))[1])(x))
-    batch = jnp.stack([x, 2 * x, -x])
-    both = [
-        jax.jit(jax.vmap(jax.grad(lambda x, e=e: layer(e)(x).sum())))(batch) for e in (q, plain)
-    ]
-    close(*both)
-
-    def second(e):
-        first = jax.grad(lambda x: layer(e)(x).sum())
-        return jax.grad(lambda x: jnp.sum(jnp.sin(first(x))))
-
-    close(*(jax.jit(second(e))(x) for e in (q, plain)))
+    y, got = derivatives(x, routing, q)
+    assert_equal(y, value(x, routing, q))
+    close(got, derivatives(x, routing, plain)[1])
 
 
 @pytest.mark.parametrize("name", ("fp8_block", "mxfp4"))
@@ -203,29 +209,36 @@ MESHES = {
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"),
-    (("fp8_tensor", AxisType.Auto), ("mxfp4", AxisType.Explicit), ("int8_channel", AxisType.Auto)),
+    ("name", "kind", "axis"),
+    (
+        *(("mxfp4", AxisType.Explicit, axis) for axis in MESHES),
+        *(("fp8_tensor", AxisType.Auto, axis) for axis in "EH"),
+        ("int8_channel", AxisType.Auto, "I"),
+    ),
 )
-@pytest.mark.parametrize("axis", MESHES)
 def test_on_a_mesh(name, kind, axis):
     q, plain = experts(name, order="interleaved")
     x, routing = tokens()
     moving = moving_of(q, x, routing)
-    run = jax.value_and_grad(loss_of(jaxmoe.moe_mlp))
-    want, (_, of_plain) = (jax.jit(run)(moving, e, routing) for e in (q, plain))
+    run = program(jaxmoe.moe_mlp)
+    want, (_, of_plain) = (run(moving, e, routing) for e in (q, plain))
     mesh = jax.make_mesh((2,), ("a",), axis_types=(kind,), devices=jax.devices()[:2])
     place = lambda s: NamedSharding(mesh, s)  # noqa: E731
     specs = split(q, MESHES[axis])
-    put = jax.device_put(q, jax.tree.map(place, specs, is_leaf=lambda s: isinstance(s, P)))
+    put = jax.device_put(
+        jax.tree.map(np.asarray, q), jax.tree.map(place, specs, is_leaf=lambda s: isinstance(s, P))
+    )
     everywhere = jax.device_put((moving, routing), place(P()))
     with jax.set_mesh(mesh):
-        got = jax.jit(run)(everywhere[0], put, everywhere[1])
+        got = run(everywhere[0], put, everywhere[1])
     close(got[0], want[0])
     close(got[1], of_plain)
 
 
-@pytest.mark.parametrize("name", ("fp8_tensor", "mxfp4"))
-@pytest.mark.parametrize("dispatch", ("all_gather", "all_to_all", "ragged"))
+@pytest.mark.parametrize(
+    ("name", "dispatch"),
+    (("fp8_tensor", "all_gather"), ("mxfp4", "all_to_all"), ("mxfp4", "ragged")),
+)
 def test_expert_parallel(name, dispatch):
     q, plain = experts(name, order="interleaved")
     x, routing = tokens()

@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -17,31 +18,29 @@ PAIRS = (("nk", "kn"), ("kn", "nk"))
 pairs = pytest.mark.parametrize("layout", PAIRS, ids=" ".join)
 
 
+@jax.jit
+def in_formats(x, routing, e):
+    first, second = e.layouts
+    gate_up = quantize(e.gate_up, "fp8_block", weight_layout=first)
+    down = quantize(e.down, "fp8_block", weight_layout=second)
+    quantized = dataclasses.replace(e, gate_up=gate_up, down=down)
+    ways = (quantized, dataclasses.replace(e, forward_format="fp8_channel"))
+    return [moe_mlp(x, routing, e) for e in ways]
+
+
 @pairs
 def test_formats(layout):
     """Quantized weights are stored alike in every layout; plain ones become so."""
-
-    def fp8(e, format):
-        first, second = e.layouts
-        gate_up = quantize(e.gate_up, format, weight_layout=first)
-        down = quantize(e.down, format, weight_layout=second)
-        return dataclasses.replace(e, gate_up=gate_up, down=down)
-
-    @jax.jit
-    def run(x, e):
-        formats = ("fp8_channel", "fp8_block")
-        ways = [fp8(e, f) for f in formats]
-        ways += [dataclasses.replace(e, forward_format=f) for f in formats]
-        return [moe_mlp(x, routing, e) for e in ways]
-
     x, routing, want = draw(PLAIN, jnp.bfloat16)
     _, _, experts = draw(PLAIN, jnp.bfloat16, layout)
-    jax.tree.map(assert_equal, run(x, experts), run(x, want))
+    jax.tree.map(assert_equal, in_formats(x, routing, experts), in_formats(x, routing, want))
+
+
+run = jax.jit(step(moe_mlp))
 
 
 @pairs
 def test_masters(layout):
-    run = jax.jit(step(moe_mlp))
     (x, routing, want), (_, _, experts) = draw(PLAIN), draw(PLAIN, layout=layout)
     x = x.astype(jnp.bfloat16)
     masters = [dataclasses.replace(e, dtype=jnp.bfloat16) for e in (experts, want)]
@@ -74,7 +73,7 @@ def test_divided_over_a_mesh(layout, kind, i, h):
     )
     mesh = make_mesh(kind, "a", "b")
     with entered(mesh):
-        place = lambda a, s: jax.device_put(a, NamedSharding(mesh, s))  # noqa: E731
+        place = lambda a, s: jax.device_put(np.asarray(a), NamedSharding(mesh, s))  # noqa: E731
         put = jax.tree.map(place, experts, specs)
         y, (_, _, grads) = jax.jit(step(moe_mlp))(place(x, P()), routing, put)
     close(y, expected()[0])

@@ -1,5 +1,7 @@
 """Tokens along several axes: the results of the flat call, wherever the axes are split."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -46,9 +48,14 @@ def flat(arrays):
     return {n: a.reshape(-1, a.shape[-1]) if n in TOKENS else a for n, a in arrays.items()}
 
 
+@functools.cache
+def on_one_device():
+    return jax.jit(with_gradients)(flat(ARRAYS))
+
+
 def test_one_device():
     y, grads = jax.jit(with_gradients)(ARRAYS)
-    want_y, want = jax.jit(with_gradients)(flat(ARRAYS))
+    want_y, want = on_one_device()
     np.testing.assert_array_equal(y, want_y.reshape(B, S, H))
     for name, grad in grads.items():
         np.testing.assert_array_equal(grad, want[name].reshape(grad.shape))
@@ -66,8 +73,11 @@ SPLITS = [("b", "s", "e"), ("b", "s", None), (None, "s", "e"), (("b", "e"), "s",
 SPLITS += [("b", "s", "b"), ("s", "b", "e"), ("b", None, "s")]
 
 
-@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
-@pytest.mark.parametrize("split", SPLITS, ids=str)
+@pytest.mark.parametrize(
+    ("split", "kind"),
+    [*((split, EXPLICIT) for split in SPLITS), *((split, AUTO) for split in SPLITS[::3])],
+    ids=str,
+)
 def test_split_axes(split, kind):
     batch, sequence, experts = split
     mesh = jax.make_mesh((2, 2, 2), ("b", "s", "e"), axis_types=(kind,) * 3)
@@ -75,7 +85,7 @@ def test_split_axes(split, kind):
     with entered(mesh):
         put = {n: jax.device_put(a, NamedSharding(mesh, specs[n])) for n, a in ARRAYS.items()}
         y, grads = jax.jit(with_gradients)(put)
-    want_y, want = with_gradients(flat(ARRAYS))
+    want_y, want = on_one_device()
     close(y, want_y.reshape(B, S, H))
     close(grads, {n: a.reshape(ARRAYS[n].shape) for n, a in want.items()})
     if kind == EXPLICIT:

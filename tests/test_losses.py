@@ -22,6 +22,8 @@ from jaxmoe.losses import (
     update_selection_bias,
 )
 
+_switch, _sequence, _z = map(jax.jit, (load_balancing_loss, sequence_balance_loss, router_z_loss))
+_load = jax.jit(expert_load, static_argnums=1)
 NAN, INF = np.nan, np.inf
 I32_MIN, I32_MAX = np.iinfo(np.int32).min, np.iinfo(np.int32).max
 # Sums of T or E positive float32 numbers against float64.
@@ -29,11 +31,13 @@ RTOL = 3e-6
 
 
 def _i32(values):
-    return jnp.asarray(values, jnp.int32)
+    return jax.device_put(np.asarray(values, np.int32))
 
 
 def _softmax(logits):
-    return jax.nn.softmax(logits.astype(jnp.float32)).astype(logits.dtype)
+    x = np.asarray(logits, np.float32)
+    exp = np.exp(x - x.max(axis=-1, keepdims=True))
+    return jax.device_put((exp / exp.sum(axis=-1, keepdims=True)).astype(logits.dtype))
 
 
 # The definitions as loops over Python floats.
@@ -102,11 +106,12 @@ CASES = pytest.mark.parametrize(
 def _case(num_tokens, num_experts, top_k, routing, dtype, batch=()):
     rng = np.random.default_rng([num_tokens, num_experts, top_k])
     count = num_tokens * int(np.prod(batch))
-    logits = normal(rng, (count, num_experts), dtype, 2.0)
-    ids = _i32(expert_ids(routing, rng, count, num_experts, top_k))
-    mask = jnp.asarray(rng.random(count) < 0.6)
+    logits = np.asarray(normal(rng, (count, num_experts), dtype, 2.0))
+    ids = expert_ids(routing, rng, count, num_experts, top_k)
+    mask = rng.random(count) < 0.6
     shape = (*batch, num_tokens)
-    return logits.reshape(*shape, -1), ids.reshape(*shape, -1), mask.reshape(shape)
+    case = logits.reshape(*shape, -1), ids.reshape(*shape, -1), mask.reshape(shape)
+    return jax.device_put(case)
 
 
 @CASES
@@ -114,7 +119,7 @@ def test_load_balancing_loss_is_the_loop(num_tokens, num_experts, top_k, routing
     logits, ids, mask = _case(num_tokens, num_experts, top_k, routing, dtype)
     scores = _softmax(logits)
     for m in (None, mask):
-        got = jax.jit(load_balancing_loss)(scores, ids, m)
+        got = _switch(scores, ids, m)
         assert (got.shape, got.dtype) == ((), jnp.float32)
         np.testing.assert_allclose(got, _oracle_switch(scores, ids, m), rtol=RTOL)
 
@@ -124,7 +129,7 @@ def test_sequence_balance_loss_is_the_loop(num_tokens, num_experts, top_k, routi
     logits, ids, mask = _case(num_tokens, num_experts, top_k, routing, dtype, (3,))
     scores = jax.nn.sigmoid(logits)
     for m in (None, mask.at[1].set(False)):  # a sequence without valid tokens
-        got = jax.jit(sequence_balance_loss)(scores, ids, m)
+        got = _sequence(scores, ids, m)
         assert (got.shape, got.dtype) == ((3,), jnp.float32)
         np.testing.assert_allclose(got, _oracle_sequence(scores, ids, m), rtol=RTOL)
         assert m is None or got[1] == 0
@@ -134,7 +139,7 @@ def test_sequence_balance_loss_is_the_loop(num_tokens, num_experts, top_k, routi
 def test_router_z_loss_is_the_loop(num_tokens, num_experts, top_k, routing, dtype):
     logits, _, mask = _case(num_tokens, num_experts, top_k, routing, dtype)
     for m in (None, mask):
-        got = jax.jit(router_z_loss)(logits, m)
+        got = _z(logits, m)
         assert (got.shape, got.dtype) == ((), jnp.float32)
         # a logsumexp near 0 has an absolute error
         np.testing.assert_allclose(got, _oracle_z(logits, m), rtol=RTOL, atol=1e-6)
@@ -143,7 +148,7 @@ def test_router_z_loss_is_the_loop(num_tokens, num_experts, top_k, routing, dtyp
 @CASES
 def test_expert_load_is_the_loop(num_tokens, num_experts, top_k, routing, dtype):
     _, ids, _ = _case(num_tokens, num_experts, top_k, routing, dtype)
-    got = jax.jit(expert_load, static_argnums=1)(ids, num_experts)
+    got = _load(ids, num_experts)
     assert_equal(got, _i32(_oracle_load(ids, num_experts)))
     assert_equal(got, jaxmoe.plan(ids, num_experts).group_sizes)
 
@@ -152,14 +157,14 @@ def test_numbers_by_hand():
     scores = jnp.array([[0.5, 0.25, 0.25, 0.0], [0.25, 0.5, 0.0, 0.25]])
     ids = _i32([[0, 1], [1, 3]])
     # counts 1 2 0 1, means 3/8 3/8 1/8 1/8:  4 * (1/2 * 3/8 + 1 * 3/8 + 1/2 * 1/8)
-    assert float(load_balancing_loss(scores, ids)) == 2.5
+    assert float(_switch(scores, ids)) == 2.5
     # f = 4 / (2 * 2) * counts, on scores that were scaled by 2 and by 8
     scaled = scores * jnp.array([[2.0], [8.0]])
-    assert sequence_balance_loss(scaled[None], ids[None]).tolist() == [1.25]
+    assert _sequence(scaled[None], ids[None]).tolist() == [1.25]
     # log(e^0 + e^0) = log 2, log(e^1) = 1
-    z = router_z_loss(jnp.array([[0.0, 0.0], [1.0, -INF]]))
+    z = _z(jnp.array([[0.0, 0.0], [1.0, -INF]]))
     np.testing.assert_allclose(z, (np.log(2) ** 2 + 1) / 2, rtol=RTOL)
-    assert expert_load(ids, 4).tolist() == [1, 2, 0, 1]
+    assert _load(ids, 4).tolist() == [1, 2, 0, 1]
 
 
 @pytest.mark.parametrize(("num_experts", "top_k"), [(8, 1), (8, 2), (4, 4), (64, 8)])
@@ -172,34 +177,34 @@ def test_uniform_routing_gives_one(num_experts, top_k):
     crowd = np.tile(np.arange(top_k), (num_experts, 1))
     for scores, ids in ((skewed.astype(jnp.float32), slots), (even, crowd), (even, slots)):
         # sums of 64ths and divisions by powers of two are exact
-        assert float(load_balancing_loss(scores, _i32(ids))) / top_k == 1.0
-        assert sequence_balance_loss(scores[None] * 4, _i32(ids)[None]).tolist() == [1.0]
+        assert float(_switch(scores, _i32(ids))) / top_k == 1.0
+        assert _sequence(scores[None] * 4, _i32(ids)[None]).tolist() == [1.0]
 
 
 def test_all_tokens_on_one_expert_is_the_worst():
     scores = jnp.zeros((6, 8)).at[:, 3].set(1.0)
     ids = jnp.full((6, 1), 3, jnp.int32)
-    np.testing.assert_allclose(load_balancing_loss(scores, ids), 8, rtol=RTOL)
-    np.testing.assert_allclose(sequence_balance_loss(scores[None], ids[None]), [8], rtol=RTOL)
+    np.testing.assert_allclose(_switch(scores, ids), 8, rtol=RTOL)
+    np.testing.assert_allclose(_sequence(scores[None], ids[None]), [8], rtol=RTOL)
 
 
 def test_load_balancing_loss_is_that_of_hugging_face():
     """E times the sum over K and E of the mean one-hot [K,E] times the mean probability [E]."""
     logits, _, mask = _case(40, 16, 4, "uniform", jnp.float32)
     routing = jaxmoe.route(logits, top_k=4)
-    p, valid = np.asarray(jax.nn.softmax(logits), np.float64), np.asarray(mask)
+    p, valid = np.asarray(_softmax(logits), np.float64), np.asarray(mask)
     chosen = np.eye(16)[np.asarray(routing.expert_ids)]  # [T,K,E]
     for m, at in ((None, slice(None)), (mask, valid)):
         want = (chosen[at].mean(0) * p[at].mean(0)).sum() * 16
-        got = load_balancing_loss(jax.nn.softmax(logits), routing.expert_ids, m)
+        got = _switch(_softmax(logits), routing.expert_ids, m)
         np.testing.assert_allclose(got, want, rtol=RTOL)
 
 
 def test_one_sequence_is_a_quarter_of_switch_for_four_choices():
     logits, ids, mask = _case(20, 12, 4, "zipf", jnp.float32)
-    scores = jax.nn.softmax(logits)
-    got = sequence_balance_loss(scores[None], ids[None], mask[None])[0]
-    np.testing.assert_allclose(got * 4, load_balancing_loss(scores, ids, mask), rtol=RTOL)
+    scores = _softmax(logits)
+    got = _sequence(scores[None], ids[None], mask[None])[0]
+    np.testing.assert_allclose(got * 4, _switch(scores, ids, mask), rtol=RTOL)
 
 
 def test_what_is_masked_has_no_influence():
@@ -224,14 +229,14 @@ def test_what_is_masked_has_no_influence():
 
 def test_without_tokens_the_losses_are_zero():
     scores, ids = jnp.zeros((0, 4)), jnp.zeros((0, 2), jnp.int32)
-    assert float(load_balancing_loss(scores, ids)) == float(router_z_loss(scores)) == 0
-    assert sequence_balance_loss(jnp.zeros((2, 0, 4)), _i32(np.zeros((2, 0, 2)))).tolist() == [0, 0]
-    assert sequence_balance_loss(scores[None][:0], ids[None][:0]).shape == (0,)
-    assert expert_load(ids, 3).tolist() == [0, 0, 0]
+    assert float(_switch(scores, ids)) == float(_z(scores)) == 0
+    assert _sequence(jnp.zeros((2, 0, 4)), _i32(np.zeros((2, 0, 2)))).tolist() == [0, 0]
+    assert _sequence(scores[None][:0], ids[None][:0]).shape == (0,)
+    assert _load(ids, 3).tolist() == [0, 0, 0]
     nothing, full = jnp.zeros(5, jnp.bool_), jnp.full((5, 4), NAN)
     for loss in (
-        lambda x: load_balancing_loss(x, jnp.ones((5, 2), jnp.int32), nothing),
-        lambda x: router_z_loss(x, nothing),
+        lambda x: _switch(x, jnp.ones((5, 2), jnp.int32), nothing),
+        lambda x: _z(x, nothing),
     ):
         value, grad = jax.jit(jax.value_and_grad(loss))(full)
         assert float(value) == 0
@@ -241,32 +246,32 @@ def test_without_tokens_the_losses_are_zero():
 def test_ids_that_are_no_expert_count_for_nobody():
     garbage = [*INVALID_IDS, 4, 5, I32_MIN + 4, I32_MAX]
     ids = _i32([[g, 1] for g in garbage])
-    assert expert_load(ids, 4).tolist() == [0, len(garbage), 0, 0]
+    assert _load(ids, 4).tolist() == [0, len(garbage), 0, 0]
     scores = jnp.zeros((len(garbage), 4)).at[:, 1].set(0.5).at[:, 3].set(0.5)
     # half of the slots are lost and the tokens stay: 4 * 1 * 0.5, and 4 / 2 * 1 * 0.5
-    assert float(load_balancing_loss(scores, ids)) == 2.0
-    assert sequence_balance_loss(scores[None], ids[None]).tolist() == [1.0]
-    assert float(load_balancing_loss(scores, jnp.full_like(ids, -1))) == 0.0
+    assert float(_switch(scores, ids)) == 2.0
+    assert _sequence(scores[None], ids[None]).tolist() == [1.0]
+    assert float(_switch(scores, jnp.full_like(ids, -1))) == 0.0
 
 
 def test_an_expert_named_twice_counts_twice():
-    assert expert_load(_i32([[2, 2], [2, 0]]), 3).tolist() == [1, 0, 3]
+    assert _load(_i32([[2, 2], [2, 0]]), 3).tolist() == [1, 0, 3]
 
 
 def test_nan_of_a_valid_token_is_seen():
     scores, ids = jnp.full((2, 3), 1 / 3).at[1, 2].set(NAN), _i32([[0], [1]])
-    assert np.isnan(load_balancing_loss(scores, ids)) and np.isnan(router_z_loss(scores))
+    assert np.isnan(_switch(scores, ids)) and np.isnan(_z(scores))
     both = jnp.stack([jnp.ones((2, 3)), scores])
-    got = sequence_balance_loss(both, jnp.stack([ids, ids]))
+    got = _sequence(both, jnp.stack([ids, ids]))
     np.testing.assert_array_equal(np.isnan(got), [False, True])
 
 
 def test_z_loss_of_large_and_masked_logits():
-    assert float(router_z_loss(jnp.array([[1024.0, -3e38, -INF]]))) == 1024.0**2
-    grad = jax.grad(router_z_loss)(jnp.array([[2.0, -INF]]))
+    assert float(_z(jnp.array([[1024.0, -3e38, -INF]]))) == 1024.0**2
+    grad = jax.jit(jax.grad(router_z_loss))(jnp.array([[2.0, -INF]]))
     np.testing.assert_array_equal(grad, [[4.0, 0.0]])
     # 12000 + log 2 in float32, although float16 ends at 65504
-    half = router_z_loss(jnp.full((1, 2), 12000, jnp.float16))
+    half = _z(jnp.full((1, 2), 12000, jnp.float16))
     np.testing.assert_allclose(half, (12000 + np.log(2)) ** 2, rtol=RTOL)
 
 
@@ -274,9 +279,9 @@ def test_sums_are_float32_whatever_the_dtype():
     """4096 times 1 + 2^-7 has no end in bfloat16, and 4096 slots of one expert none in float16."""
     scores = jnp.full((4096, 1), 1 + 2**-7, jnp.bfloat16)
     ids = jnp.zeros((4096, 3), jnp.int32)
-    assert float(load_balancing_loss(scores, ids)) == 3 * (1 + 2**-7)
+    assert float(_switch(scores, ids)) == 3 * (1 + 2**-7)
     wide = jnp.full((1, 4096, 2), 60000, jnp.float16)
-    assert sequence_balance_loss(wide, ids[None]).tolist() == [1.0]
+    assert _sequence(wide, ids[None]).tolist() == [1.0]
 
 
 def test_derivatives():
@@ -284,9 +289,9 @@ def test_derivatives():
 
     @jax.jit
     def losses(x):
-        sequence = sequence_balance_loss(jax.nn.sigmoid(x)[None], ids[None], mask[None])[0]
-        switch = load_balancing_loss(jax.nn.softmax(x), ids, mask)
-        return switch, sequence, router_z_loss(x, mask)
+        sequence = _sequence(jax.nn.sigmoid(x)[None], ids[None], mask[None])[0]
+        switch = _switch(jax.nn.softmax(x), ids, mask)
+        return switch, sequence, _z(x, mask)
 
     check_grads(losses, (logits,), order=1, modes=("fwd",), atol=2e-2, rtol=2e-2, eps=1e-2)
     check_grads(losses, (logits,), order=2, modes=("rev",), atol=2e-2, rtol=2e-2, eps=1e-2)
@@ -298,14 +303,14 @@ def test_gradients_by_hand():
     scores = jax.nn.softmax(normal(rng, (8, 4)))
     load = np.asarray(_oracle_load(ids, 4))
     # d loss / d scores[t, e] = E * count[e] / N^2 for every t: counts are constants
-    got = jax.grad(load_balancing_loss)(scores, ids)
+    got = jax.jit(jax.grad(load_balancing_loss))(scores, ids)
     np.testing.assert_allclose(got, np.tile(4 * load / 64, (8, 1)), rtol=RTOL)
     assert not got[:, load == 0].any() and (load == 0).any()
     # s / sum(s) does not change with the scale of s, so the gradient is orthogonal to s
-    grad = jax.grad(lambda x: sequence_balance_loss(x[None], ids[None])[0])(scores)
+    grad = jax.jit(jax.grad(lambda x: _sequence(x[None], ids[None])[0]))(scores)
     np.testing.assert_allclose((grad * scores).sum(-1), 0, atol=1e-6)
     # d z^2 / d logits = 2 z softmax
-    grad = jax.grad(router_z_loss)(scores)
+    grad = jax.jit(jax.grad(router_z_loss))(scores)
     want = 2 * jax.nn.logsumexp(scores, -1)[:, None] * jax.nn.softmax(scores) / 8
     np.testing.assert_allclose(grad, want, rtol=1e-5)
 

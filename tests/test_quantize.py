@@ -105,7 +105,7 @@ dequantize = jax.jit(jaxmoe.dequantize, static_argnames="dtype")
 def with_outliers(shape, seed=0, dtype=np.float32):
     rng = np.random.default_rng(seed)
     x = rng.standard_normal(shape) * np.exp(rng.standard_normal(shape))
-    return jnp.asarray(x, jnp.dtype(dtype))
+    return jax.device_put(x.astype(np.float32).astype(jnp.dtype(dtype)))
 
 
 def same_bits(a, b) -> bool:

@@ -49,7 +49,7 @@ def test_signature_is_that_of_route_and_plan():
     assert list(inspect.signature(route_and_plan).parameters.values()) == list(parameters.values())
 
 
-@pytest.mark.parametrize("name", sorted(VARIANTS)[::2])  # all of them are tested in route
+@pytest.mark.parametrize("name", sorted(VARIANTS)[::4])  # all of them are tested in route
 def test_variants(name):
     logits, options = oracle.draw(1, 9, 16, VARIANTS[name])
     logits[2, 3:] = np.nan

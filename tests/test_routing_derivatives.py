@@ -9,7 +9,6 @@ import pytest
 from jax.test_util import check_grads
 
 from jaxmoe import route
-from jaxmoe.routing import METHODS
 from tests import routing_oracle as oracle
 from tests.routing_oracle import VARIANTS, case
 
@@ -84,7 +83,7 @@ def test_gradient_where_scores_are_as_small_as_epsilon(name, shift):
     _check_gradient(logits + np.float32(shift), options, ("logits",))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["softmax", "deepseek_v3", "llama4"])
 def test_numerical(method):
     # Keys further apart than the steps move them.
     logits, options = oracle.draw(7, 2, 16, VARIANTS[method], clear=2e-3)

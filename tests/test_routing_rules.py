@@ -37,12 +37,12 @@ def test_oracle_and_variants_have_every_method():
     assert set(METHODS) == set(oracle.RULES) == {v["method"] for v in VARIANTS.values()}
 
 
-# Experts and dtypes take turns, so that each method meets three of nine and all three.
+# Experts and dtypes take turns, so that each method meets two of nine and of three.
 SIZES = (1, 8, 40, 60, 128, 160, 256, 384, 512)
 TURNS = [
     (method, SIZES[(i + 3 * j) % 9], (BF16, F16, F32)[(i + j) % 3])
     for i, method in enumerate(METHODS)
-    for j in range(3)
+    for j in range(2)
 ]
 
 

@@ -141,7 +141,7 @@ def _drawn():
 
 def arguments():
     """Arrays of the mesh around the caller: those of one mesh are refused on another."""
-    return jax.tree.map(jnp.asarray, _drawn())
+    return jax.device_put(_drawn())
 
 
 def layer(arrays, gate_up):
@@ -350,7 +350,9 @@ def test_fp8(name):
     names = row_mesh(row, kind).axis_names
     mesh = jax.make_mesh((2,) * len(names), names, axis_types=(kind,) * len(names))
     with entered(mesh):
-        put = jax.tree.map(lambda a, s: jax.device_put(a, NamedSharding(mesh, s)), inputs, specs)
+        put = jax.tree.map(
+            lambda a, s: jax.device_put(np.asarray(a), NamedSharding(mesh, s)), inputs, specs
+        )
         program = jax.jit(fn).lower(put).compile()
     y = program(put)
     got, want = (np.asarray(a, np.float32) for a in (y, jax.jit(fn)(inputs)))
@@ -495,7 +497,9 @@ def test_devices_quantize_with_the_scales_of_one(name):
     for n, value, spec in (given[n] for n in static):
         inputs[n], specs[n] = value, spec
     mesh = row_mesh(row, AUTO)
-    put = jax.tree.map(lambda a, s: jax.device_put(a, NamedSharding(mesh, s)), inputs, specs)
+    put = jax.tree.map(
+        lambda a, s: jax.device_put(np.asarray(a), NamedSharding(mesh, s)), inputs, specs
+    )
     got, want = (np.asarray(jax.jit(fp8_layer)(a)) for a in (put, inputs))
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 

@@ -97,7 +97,9 @@ def test_quantized_grouped_gemm(format, kind, spec, wanted):
     specs["x"] = dataclasses.replace(arrays["x"], values=P(), scales=P())
     mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(kind,) * 2)
     with entered(mesh):
-        put = jax.tree.map(lambda a, s: jax.device_put(a, NamedSharding(mesh, s)), arrays, specs)
+        put = jax.tree.map(
+            lambda a, s: jax.device_put(np.asarray(a), NamedSharding(mesh, s)), arrays, specs
+        )
         program = jax.jit(fn).lower(put).compile()
         y = program(put)
     close(y, jax.jit(fn)(arrays))

@@ -3,6 +3,7 @@
 Called by test_adding_a_format.py as a program: the name of the format is its argument.
 """
 
+import functools
 import sys
 
 import jax
@@ -33,18 +34,24 @@ def same(a, b):
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), a, b)
 
 
+def drawn(seed, *shape):
+    return np.random.default_rng(seed).standard_normal(shape, np.float32).astype(jnp.bfloat16)
+
+
 def draw(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
+    return jax.device_put(drawn(seed, *shape))
 
 
 def weight(seed, *shape):
     """Weights that the format holds exactly: the largest of each expert is 1."""
-    w = jnp.clip(jnp.round(draw(seed, *shape) * 4) / 8, -1, 1)
-    return w.at[:, 0, 0].set(1)
+    w = np.clip(np.round(drawn(seed, *shape).astype(np.float32) * 4) / 8, -1, 1)
+    w[:, 0, 0] = 1
+    return jax.device_put(w.astype(jnp.bfloat16))
 
 
 W = {"gate": weight(0, E, H, INTER), "up": weight(1, E, H, INTER), "down": weight(2, E, INTER, H)}
-X, ROUTING = draw(3, T, H), jaxmoe.route(jax.random.normal(jax.random.key(4), (T, E)), top_k=K)
+X, ROUTING = draw(3, T, H), jaxmoe.route(draw(4, T, E), top_k=K)
+layer = jax.jit(jaxmoe.moe_mlp)
 
 
 def quantize(w):
@@ -79,25 +86,25 @@ def check_products():
 
 def check_layers():
     one, two = experts(), jaxmoe.Experts(**{n: quantize(w) for n, w in W.items()})
+    want = layer(X, ROUTING, plain(one))
     for e in (one, two):
-        close(jaxmoe.moe_mlp(X, ROUTING, e), jaxmoe.moe_mlp(X, ROUTING, plain(e)))
-        rows = jaxmoe.expert_rows(X, ROUTING, e)
-        close(rows, jaxmoe.expert_rows(X, ROUTING, plain(e)))
+        close(layer(X, ROUTING, e), want)
+    rows = jax.jit(jaxmoe.expert_rows)
+    close(rows(X, ROUTING, one), rows(X, ROUTING, plain(one)))
     forward = jaxmoe.Experts(gate_up=joined(W), down=W["down"], forward_format=NAME)
-    same(jaxmoe.moe_mlp(X, ROUTING, forward), jaxmoe.moe_mlp(X, ROUTING, one))
-    grads = jax.grad(lambda e: jaxmoe.moe_mlp(X, ROUTING, e).astype(jnp.float32).sum())(forward)
+    same(layer(X, ROUTING, forward), layer(X, ROUTING, one))
+    grads = jax.jit(jax.grad(lambda e: layer(X, ROUTING, e).astype(jnp.float32).sum()))(forward)
     assert jnp.abs(grads.down).max() > 0
 
 
 def check_transformations():
     e = experts()
     batch = draw(6, 3, T, H)
-    layer = lambda x: jaxmoe.moe_mlp(x, ROUTING, e)  # noqa: E731
-    same(jax.jit(jax.vmap(layer))(batch), jnp.stack([layer(x) for x in batch]))
-    text = jax.jit(jax.vmap(layer)).lower(batch).as_text()
-    assert "bf16" in text
+    mapped = jax.jit(jax.vmap(lambda x: layer(x, ROUTING, e)))
+    same(mapped(batch), np.stack([layer(x, ROUTING, e) for x in batch]))
+    assert "bf16" in mapped.lower(batch).as_text()
     try:
-        jax.grad(lambda x: layer(x).astype(jnp.float32).sum())(X)
+        jax.grad(lambda x: jaxmoe.moe_mlp(x, ROUTING, e).astype(jnp.float32).sum())(X)
     except NotImplementedError as error:
         assert "derivative" in str(error)
     else:
@@ -105,18 +112,22 @@ def check_transformations():
 
 
 def check_meshes():
-    e, want = experts(), jaxmoe.moe_mlp(X, ROUTING, experts())
+    e = experts()
+    want = layer(X, ROUTING, e)
+    whole = jax.tree.map(np.asarray, e)
     specs = jaxmoe.Experts(gate_up=_specs(e.gate_up, P("a")), down=_specs(e.down, P("a")))
     for kind in (AxisType.Auto, AxisType.Explicit):
         mesh = jax.make_mesh((2,), ("a",), axis_types=(kind,), devices=jax.devices()[:2])
         place = lambda s: NamedSharding(mesh, s)  # noqa: B023, E731
-        split = jax.device_put(e, jax.tree.map(place, specs, is_leaf=lambda s: isinstance(s, P)))
+        split = jax.device_put(
+            whole, jax.tree.map(place, specs, is_leaf=lambda s: isinstance(s, P))
+        )
         with jax.set_mesh(mesh):
             close(jax.jit(jaxmoe.moe_mlp)(X, ROUTING, split), want)
-            spread = jaxmoe.expert_parallel.sharded_moe_mlp(
-                X, ROUTING, split, mesh=mesh, axis_name="a"
-            )
-            close(spread, want)
+            if kind == AxisType.Auto:
+                of_mesh = {"mesh": mesh, "axis_name": "a"}
+                spread = functools.partial(jaxmoe.expert_parallel.sharded_moe_mlp, **of_mesh)
+                close(jax.jit(spread)(X, ROUTING, split), want)
 
 
 def _specs(q, spec):
