@@ -223,7 +223,9 @@ def test_report_compares_packed_weights_with_the_fastest_other(tmp_path: Path) -
     (folder / "packed.json").write_text(json.dumps(content))
     loaded = measurements.load(folder, PEERS)
     # 586 of triton_kernels, the least of three, over the sustained 500
-    row = "| gpt-oss-120b | mxfp4 | 64 | 370 | **400** | 92% | 500 | 1300 | 586 | 670 | 636 | 1.17 |"
+    row = (
+        "| gpt-oss-120b | mxfp4 | 64 | 370 | **400** | 92% | 500 | 1300 | 586 | 670 | 636 | 1.17 |"
+    )
     assert row in packed.details(loaded)
     assert "| gpt-oss-120b | 64 | 1300 | 400 | 1.17 |" in readme.numbers(loaded)
     title = "forward, MXFP4 weights and bf16 tokens | triton_kernels* or FlashInfer* or Marlin*"

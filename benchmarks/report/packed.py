@@ -4,8 +4,8 @@ from benchmarks.report.measurements import Measurements, Point
 from benchmarks.report.tables import filled, number, time_of, us
 
 PEERS = ("triton_kernels", "FlashInfer", "Marlin")
-# Formats that a peer has too: heading, format.
-COMPARED = (("MXFP4", "mxfp4"), ("int4", "int4_g128"))
+# Formats of the README's table: heading, format, who has it too.
+COMPARED = (("MXFP4", "mxfp4", PEERS), ("int4", "int4_g128", PEERS[2:]))
 
 _FORMATS = ("mxfp4", "nvfp4", "int4_g32", "int4_g64", "int4_g128", "int8_channel", "mxfp8")
 _HEAD = ["model", "format", "tokens", "floor", "jaxmoe", "of floor", "sustained", "bf16"]

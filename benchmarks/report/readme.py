@@ -70,8 +70,8 @@ COLUMNS = (
         for name, format in fp8.COMPARED
     ),
     *(
-        Column(name, f"jaxmoe[{format}]", packed.PEERS, "layer", (("format", format),))
-        for name, format in packed.COMPARED
+        Column(name, f"jaxmoe[{format}]", peers, "layer", (("format", format),))
+        for name, format, peers in packed.COMPARED
     ),
     Column("training", "jaxmoe", ("SonicMoE",), "train", train.PEER_FIELDS),
 )
