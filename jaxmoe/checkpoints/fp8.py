@@ -27,7 +27,7 @@ def from_block(
     Args:
       weight: [E, N, K] float8_e4m3fn, the `weight` of each expert stacked.
       weight_scale_inv: [E, ceil(N / 128), ceil(K / 128)] float32, bfloat16, float16 or
-        float8_e8m0fnu, stacked likewise.
+        float8_e8m0fnu, or the bytes of the last as uint8, stacked likewise.
       dtype: bfloat16, float16 or float32, which `jaxmoe.dequantize` shall return.
 
     Returns:
@@ -46,6 +46,8 @@ def from_block(
       (2, 192, 256)
     """
     op = "checkpoints.from_block"
+    if getattr(weight_scale_inv, "dtype", None) == jnp.uint8:
+        weight_scale_inv = jax.lax.bitcast_convert_type(weight_scale_inv, jnp.float8_e8m0fnu)
     return _weights(op, "weight", weight, "weight_scale_inv", weight_scale_inv, "fp8_block", dtype)
 
 
