@@ -66,9 +66,10 @@ def register_atom(n: int, name: str, ptx_a: str, ptx_b: str, k: int) -> str:
     registers = ", ".join(f"%{i}" for i in range(count))
     operands = ", ".join(f'"+f"(d{i})' for i in range(count))
     a = [count + i for i in range(4)]
+    words = ", ".join(f"uint32_t a{i}" for i in range(4))
     return f"""
 struct Mma64x{n}x{k}{name}Registers {{
-  static __device__ __forceinline__ void fma(uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint64_t b, {parameters},
+  static __device__ __forceinline__ void fma({words}, uint64_t b, {parameters},
                                              cute::SM90::GMMA::ScaleOut scale_d) {{
     asm volatile(
         "{{\\n"
