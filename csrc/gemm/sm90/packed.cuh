@@ -139,9 +139,6 @@ __device__ __forceinline__ void RunPackedKSteps(const PackedArgs& packed,
   ptx::BarrierWait(smem.full(stage.index), stage.parity);
   half.Load(smem, stage.index, share.first_block, 0, thread, site);
   for (int step = 0; step < num_k_steps; ++step) {
-    // Rows copied by threads were written through the generic proxy, wgmma reads through the
-    // async one.
-    if (T::kGatherByThreads && share.gathered) ptx::FenceProxyAsync();
     const uint64_t tokens = ptx::Swizzle128Descriptor(ptx::SmemAddress(smem.tokens(stage.index)) +
                                                       share.first_token * T::kTokenStepBytes);
     const int current = stage.index;
