@@ -11,14 +11,14 @@ from jax.custom_derivatives import SymbolicZero
 from jaxmoe._formats import PLAIN, QUANTIZED, Format, Tokens
 from jaxmoe._formats.checks import (
     check_accum,
-    check_same_format,
+    check_token_array,
     check_tokens,
     check_tokens_are_plain,
     check_weight,
 )
 from jaxmoe._gemm.cuda import MAX_ROWS
 from jaxmoe._gemm.gate_up import of_moving
-from jaxmoe._gemm.op import multiply
+from jaxmoe._gemm.multiply import multiply
 from jaxmoe._gemm.tiles import NOT_PROMOTED, ONLY_PROMOTED, PACKED, STEP_K, GemmConfig, gmm_config
 from jaxmoe._jax import checks as _checks
 from jaxmoe._jax import sizes as _sizes
@@ -193,7 +193,7 @@ def _check_factors(lhs: Any, rhs: Any, layout: str) -> Format:
         _checks.check_rank(op, "lhs", lhs, "R,K")
     if isinstance(rhs, QuantizedArray):
         check_weight(op, "rhs", rhs, layout)
-        check_same_format(op, "lhs", lhs, "rhs", rhs)
+        check_token_array(op, "lhs", lhs, "rhs", rhs, format_of(rhs))
         if not isinstance(lhs, QuantizedArray):
             check_float(op, "lhs", lhs)
         return format_of(rhs)

@@ -174,7 +174,8 @@ def _rows(a: jax.Array, first: int, size: int) -> jax.Array:
 
 def _common_scale(x: jax.Array, s: Setup) -> jax.Array:
     """The one scale of all tokens of the axis, as a single device would make it of them."""
-    scale = quantize_tokens(jax.lax.stop_gradient(x), s.format.name).scales
+    scale = s.format.tokens(jax.lax.stop_gradient(x)).scales
+    assert scale is not None
     return scale if s.dispatch == "replicated" else jax.lax.pmax(scale, s.axis.name)
 
 

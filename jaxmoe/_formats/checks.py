@@ -29,12 +29,27 @@ def check_tokens(op: str, name: str, x: QuantizedArray) -> None:
     _checks.check_dtype(op, f"{name}.values", x.values, ("float8_e4m3fn",))
 
 
-def check_same_format(op: str, name: str, x: Any, other_name: str, other: Any) -> None:
-    """Refuses a quantized `x` in another format than a quantized `other`; plain arrays pass."""
+def check_token_array(
+    op: str, name: str, x: Any, other_name: str, other: Any, format: Format
+) -> None:
+    """Refuses a quantized `x` in another format than `format` has beside a quantized `other`.
+
+    Plain arrays pass.
+    """
     both = isinstance(x, QuantizedArray) and isinstance(other, QuantizedArray)
-    if both and x.format != other.format:
+    wanted = format.token_array
+    if not both or x.format == wanted:
+        return
+    if wanted is None:
+        rule = (
+            f"{name} must be a JAX or NumPy array: without a token_format tokens beside "
+            f"{other_name} in {other.format} are not quantized"
+        )
+    elif wanted == other.format:
         rule = f"{name}.format={x.format!r} must equal {other_name}.format={other.format!r}"
-        raise ValueError(_checks.message(op, rule, **{name: x, other_name: other}))
+    else:
+        rule = f"{name}.format={x.format!r} must be {wanted!r}, in which the layer has its tokens"
+    raise ValueError(_checks.message(op, rule, **{name: x, other_name: other}))
 
 
 def check_tokens_are_plain(op: str, name: str, x: Any, *weights: str) -> None:

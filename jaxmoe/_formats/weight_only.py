@@ -108,6 +108,19 @@ class Packed(Format):
         """What `pack` made values and scales of."""
         raise NotImplementedError
 
+    def token_codes(
+        self, x: jax.Array, scale: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Codes [R, K] of float32 tokens, factors of groups [R, groups], both uint8, and the rest.
+
+        The rest, float32 [], or [R] as a static `scale` is, multiplies all of `numbers`.
+        """
+        raise NotImplementedError
+
+    def numbers(self, codes: jax.Array, factors: jax.Array) -> jax.Array:
+        """What codes [.., K] and factors of groups stand for, float32."""
+        raise NotImplementedError
+
     def groups_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the scales of groups, [.., N, groups]."""
         return (*shape[:-1], shape[-1] // (self.group or shape[-1]))
