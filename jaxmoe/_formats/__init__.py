@@ -50,6 +50,12 @@ def with_tokens(weights: Format, name: str | None) -> Format:
     return weights if name is None else beside(weights, rules[name])
 
 
+def with_token_array(weights: Format, array: str) -> Format:
+    """The format of products with tokens of a `QuantizedArray` in the format `array`."""
+    rules = (r for r in _BESIDE.get(weights.name, ()) if r.array.name == array)
+    return next((beside(weights, rule) for rule in rules), weights)
+
+
 def static_scales() -> str:
     """Where static scales of activations are allowed, for messages."""
     tokens = (r.name for rules in _BESIDE.values() for r in rules if r.static)

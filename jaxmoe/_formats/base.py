@@ -104,6 +104,24 @@ class Format:
         return self.token_scales is not None
 
     @property
+    def token_arrays(self) -> bool:
+        """Whether a `jaxmoe.QuantizedArray` of tokens may be in the format."""
+        return self.quantizes_tokens
+
+    @property
+    def token_step(self) -> int:
+        """What K of such tokens must be a multiple of."""
+        return 1
+
+    def stored_token_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape in which values of tokens [R, K] are stored."""
+        return tuple(shape)
+
+    def token_shape(self, stored: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape [R, K] of tokens whose values have the shape `stored`."""
+        return tuple(stored)
+
+    @property
     def packed(self) -> bool:
         """Whether kernels decode weights in registers, which not all tiles leave."""
         return False
@@ -146,9 +164,9 @@ class Format:
         del dtype
         return None
 
-    def refused_option(self, scale: bool, e8m0: bool) -> str | None:
+    def refused_option(self, scale: bool, e8m0: bool, tokens: bool) -> str | None:
         """Why the caller gives no scales, or does not round them to powers of two; or None."""
-        del scale, e8m0
+        del scale, e8m0, tokens
         return None
 
     def dequantizing(self) -> "Format":

@@ -4,7 +4,7 @@ from typing import Any
 
 from jaxmoe._formats.base import Format
 from jaxmoe._jax import checks as _checks
-from jaxmoe.quantize import QuantizedArray, check_quantized
+from jaxmoe.quantize import QuantizedArray, check_quantized, format_of
 
 
 def check_weight(op: str, name: str, w: QuantizedArray, layout: str) -> None:
@@ -21,12 +21,12 @@ def check_weight(op: str, name: str, w: QuantizedArray, layout: str) -> None:
 
 
 def check_tokens(op: str, name: str, x: QuantizedArray) -> None:
-    """Refuses quantized tokens that are not e4m3 with layout "tokens", or whose leaves misfit."""
+    """Refuses quantized tokens of another layout than "tokens", of e5m2, or whose leaves misfit."""
     if x.layout != "tokens":
         rule = f"{name}.layout={x.layout!r} must be 'tokens': make it with jaxmoe.quantize_tokens"
         raise ValueError(_checks.message(op, rule, **{name: x}))
     check_quantized(op, name, x)
-    _checks.check_dtype(op, f"{name}.values", x.values, ("float8_e4m3fn",))
+    _checks.check_dtype(op, f"{name}.values", x.values, (format_of(x).token_dtype.name,))
 
 
 def check_token_array(

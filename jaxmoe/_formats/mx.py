@@ -28,11 +28,8 @@ class Mx(Packed):
 
     largest_exponent: int = 2
 
-    def encode(
-        self, x: jax.Array, scale: jax.Array | None, *, element_type: str, e8m0: bool, tokens: bool
-    ) -> tuple[jax.Array, jax.Array]:
+    def encode_weights(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Quantizes weights [E, N, K] by the rule of the OCP specification."""
-        del scale, element_type, e8m0, tokens
         return self.pack(*self.coded(x.astype(jnp.float32)))
 
     def coded(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -90,12 +87,11 @@ class Mx(Packed):
         exponents = jnp.where(special, kept, kept + top - _TOP)
         return codes, exponents.astype(jnp.uint8)
 
-    def decode(self, values: jax.Array, scales: jax.Array, tokens: bool) -> jax.Array:
+    def decode_weights(self, values: jax.Array, scales: jax.Array) -> jax.Array:
         """The numbers that values and scales stand for, float32; exact if they are normal.
 
         The two powers of two may be out of range where their product is not.
         """
-        del tokens
         codes, kept = self._parts(values)
         exponent = jnp.clip(elements.exponent_of(jax.lax.stop_gradient(scales)), -126, 127)
         factor = elements.times_power(scales, -exponent)[..., None, None]
@@ -110,7 +106,7 @@ class Mx(Packed):
     ) -> jax.Array:
         """The product with the weights themselves: all of their scales are powers of two."""
         del x_scales
-        return dot(x, self.decode(w, w_scales, tokens=False))
+        return dot(x, self.decode_weights(w, w_scales))
 
     def _parts(self, values: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Codes, and what the strips hold of each group, int32."""
@@ -118,7 +114,10 @@ class Mx(Packed):
         return codes, packed.unpack_strips(strips, self.groups, jnp.uint8).astype(jnp.int32)
 
 
-_GROUPS = {"group": GROUP, "superblock": packed.ROWS, "strips": (128,), "weight_scales": "e"}
+_GROUPS = {
+    **{"group": GROUP, "superblock": packed.ROWS, "strips": (128,)},
+    **{"weight_scales": "e", "token_scale": False},
+}
 
 MXFP4 = Mx("mxfp4", code=4, **_GROUPS, **stored("e2m1"), bits=4, scattered=True, largest_exponent=2)
 MXFP8 = Mx("mxfp8", code=15, **_GROUPS, **stored("e4m3"), bits=8, largest_exponent=8)

@@ -19,11 +19,8 @@ _NAN = 18 << 3
 class Nvfp4(Packed):
     """Weights v * s * g."""
 
-    def encode(
-        self, x: jax.Array, scale: jax.Array | None, *, element_type: str, e8m0: bool, tokens: bool
-    ) -> tuple[jax.Array, jax.Array]:
+    def encode_weights(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Quantizes weights [E, N, K]; the largest of an expert is 448 * 6 times its scale."""
-        del scale, element_type, e8m0, tokens
         x = x.astype(jnp.float32)
         return self.pack(*self.coded(x, self._common(x)))
 
@@ -110,4 +107,5 @@ NVFP4 = Nvfp4(
     group=16,
     superblock=packed.ROWS,
     strips=(256,),
+    token_scale=True,
 )

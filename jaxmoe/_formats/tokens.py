@@ -11,10 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmoe._formats import elements
 from jaxmoe._formats.base import Factors, Format, Tokens
 from jaxmoe._formats.fp8 import FP8_CHANNEL, FP8_TENSOR
-from jaxmoe._formats.quantization import MAX_SCALE, MIN_SCALE
 from jaxmoe._formats.weight_only import Packed
 from jaxmoe._jax.checks import dtype_name
 
@@ -69,14 +67,19 @@ class PackedTokens(TokenRule):
 
     def tokens(self, x: jax.Array, scale: jax.Array | None) -> Tokens:
         """Quantizes rows to the numbers of codes times factors."""
-        array = self.array
-        assert isinstance(array, Packed)
-        # NOTE: or XLA may leave out the rounding of an activation to the dtype of the layer.
-        exact = elements.rounded(x.astype(jnp.float32), x.dtype)
-        if scale is not None:
-            scale = jnp.where((scale >= MIN_SCALE) & (scale <= MAX_SCALE), scale, jnp.nan)
-        codes, factors, left = array.token_codes(exact, scale)
-        return Tokens(array.numbers(codes, factors).astype(x.dtype), left)
+        codes, factors, left = self.packed.encoded_tokens(x, scale)
+        return Tokens(self.packed.numbers(codes, factors).astype(x.dtype), left)
+
+    def given(self, values: jax.Array, scales: jax.Array, dtype: Any) -> Tokens:
+        """Decodes the rows of bytes of an array."""
+        codes, factors = self.packed.unpacked_tokens(values)
+        return Tokens(self.packed.numbers(codes, factors).astype(dtype), scales)
+
+    @property
+    def packed(self) -> Packed:
+        """The format of the array."""
+        assert isinstance(self.array, Packed)
+        return self.array
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,6 +7,12 @@ import jax.numpy as jnp
 
 from jaxmoe._formats import MASTER, PLAIN, Format, Tokens
 from jaxmoe._gemm.op import Product, bias_of_rows, gmm
+from jaxmoe._jax.frozen import frozen
+
+_NO_DERIVATIVE = (
+    "no derivative is defined with respect to quantized lhs; take jax.lax.stop_gradient of it, or "
+    "jaxmoe.dequantize it"
+)
 
 
 def multiply(
@@ -23,6 +29,8 @@ def multiply(
     """Multiplies rows [R, K] by weights [E, ...] of their groups, which may be float32 masters."""
     if not format.quantized:
         format = PLAIN if w.dtype == tokens.values.dtype else MASTER
+    if format.token_array is not None and format.composed:
+        tokens = Tokens(*(frozen(a, "grouped_gemm", "lhs", _NO_DERIVATIVE) for a in tokens))
     f = format.factors(tokens, scales, params.get("dtype", tokens.values.dtype))
     given = Product(f.tokens.values, w, starts, sizes, bias, f.tokens.scales, f.scales)
     a = Product(*(None if a is None else a[None] for a in given))
