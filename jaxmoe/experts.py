@@ -7,14 +7,22 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmoe._formats import FORWARD, MASTER, PLAIN, Format
+from jaxmoe._formats import (
+    FORWARD,
+    MASTER,
+    PLAIN,
+    TOKEN_FORMATS,
+    Format,
+    token_formats,
+    with_tokens,
+)
 from jaxmoe._jax import checks as _checks
 from jaxmoe.activation import GATE_UP_ORDERS, Activation, resolve
 from jaxmoe.quantize import WEIGHT_LAYOUTS, QuantizedArray
 from jaxmoe.quantize import format_of as format_of_array
 
 _OP = "Experts"
-_STATIC = ("activation", "order", "layout", "dtype", "forward_format")
+_STATIC = ("activation", "order", "layout", "dtype", "forward_format", "token_format")
 _WEIGHTS = ("gate_up", "gate", "up", "down")
 _BIASES = ("gate_up_bias", "gate_bias", "up_bias", "down_bias")
 
@@ -43,8 +51,8 @@ class Experts:
       gate_bias: [E, I], with `gate`.
       up_bias: [E, I], with `up`.
       down_bias: [E, H].
-      x_scale: [] float32, static scale of x, for formats whose checkpoints bring one. By default
-        each call makes the scale of all of x.
+      x_scale: [] float32, static scale of x, for fp8_tensor weights and for token_format "nvfp4" or
+        "e4m3". By default each call makes the scale of all of x, or of each token in "e4m3".
       h_scale: [] or [E] float32, static scale of the activation's result.
       activation: a name ("swiglu", "geglu", "relu2", ...) or a `jaxmoe.Swiglu`. Static.
       order: order of the outputs of `gate_up`: "gate_up" (gate first), "up_gate" or "interleaved"
@@ -56,6 +64,9 @@ class Experts:
         never rounded. Static.
       forward_format: None, or the name of a quantized format. The program quantizes weights and
         tokens for the value of the layer; gradients are those of plain weights. Static.
+      token_format: None, or how tokens and the activation's results are quantized beside packed
+        weights: "nvfp4" with nvfp4, "mxfp4" or "mxfp8" with mxfp4, "mxfp8" with mxfp8, "e4m3" with
+        int4_g128 and int4_g128_zp. FP8 weights have FP8 tokens without it. Static.
 
     Raises:
       TypeError, ValueError: a field of the wrong kind, dtype, rank or shape, an unknown name, or
@@ -86,6 +97,7 @@ class Experts:
     layout: str | tuple[str, str] = "kn"
     dtype: Any = None
     forward_format: str | None = None
+    token_format: str | None = None
 
     def __post_init__(self) -> None:
         """Checks the static fields, and shapes where they are known."""
@@ -145,7 +157,7 @@ jax.tree_util.register_pytree_with_keys(
 def format_of(experts: Experts) -> Format:
     """The format of the experts' weights."""
     if isinstance(experts.down, QuantizedArray):
-        return format_of_array(experts.down)
+        return with_tokens(format_of_array(experts.down), experts.token_format)
     if experts.forward_format is not None:
         return FORWARD[experts.forward_format]
     if experts.dtype is not None and experts.dtype != experts.down.dtype:
@@ -164,6 +176,8 @@ def _check_static(e: Experts) -> None:
         _checks.check_choice(_OP, "layout", layout, WEIGHT_LAYOUTS)
     if e.forward_format is not None:
         _checks.check_choice(_OP, "forward_format", e.forward_format, tuple(FORWARD))
+    if e.token_format is not None:
+        _checks.check_choice(_OP, "token_format", e.token_format, TOKEN_FORMATS)
     if e.dtype is not None:
         try:
             dtype = np.dtype(e.dtype)
@@ -182,6 +196,7 @@ def _names(choices: tuple[str, ...]) -> str:
 def check_parts(e: Experts) -> None:
     """Checks which arrays are given, and these against each other."""
     _check_which(e)
+    _check_token_format(e)
     _check_shapes(e)
 
 
@@ -209,6 +224,19 @@ def _check_which(e: Experts) -> None:
     if "gate" in given and e.order != "gate_up":
         rule = f"order={e.order!r} must be 'gate_up' if gate and up are two arrays"
         raise ValueError(_checks.message(_OP, rule))
+
+
+def _check_token_format(e: Experts) -> None:
+    """Checks the format of tokens against that of the weights, which may be specs."""
+    if e.token_format is None:
+        return
+    quantized = isinstance(e.down, QuantizedArray)
+    allowed = token_formats(e.down.format) if quantized else ()
+    if e.token_format not in allowed:
+        weights = f"weights in {e.down.format}" if quantized else "weights that are not quantized"
+        those = " or ".join(("None", *map(repr, allowed)))
+        rule = f"token_format={e.token_format!r} must be {those} with {weights}"
+        raise ValueError(_checks.message(_OP, rule, down=e.down))
 
 
 def _is_array(value: Any) -> bool:

@@ -8,17 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from jaxmoe._formats import PLAIN, QUANTIZED, Format, Tokens
+from jaxmoe._formats import PLAIN, QUANTIZED, Format, Tokens, with_token_array
 from jaxmoe._formats.checks import (
     check_accum,
-    check_same_format,
+    check_token_array,
     check_tokens,
     check_tokens_are_plain,
     check_weight,
 )
 from jaxmoe._gemm.cuda import MAX_ROWS
 from jaxmoe._gemm.gate_up import of_moving
-from jaxmoe._gemm.op import multiply
+from jaxmoe._gemm.multiply import multiply
 from jaxmoe._gemm.tiles import (
     NOT_PROMOTED,
     ONLY_PROMOTED,
@@ -166,7 +166,8 @@ def grouped_gemm(
     }
     rest = (w, scales, bias, starts, sizes)
     if isinstance(lhs, QuantizedArray):
-        return multiply(Tokens(lhs.values, lhs.scales), *rest, format=format, **params)
+        tokens = format.given_tokens(lhs.values, lhs.scales, dtype)
+        return multiply(tokens, *rest, format=format, **params)
     if format.quantizes_tokens:
         return _quantizing(lhs, *rest, format=format, **params)
     return multiply(Tokens(lhs, None), *rest, format=format, **params)
@@ -202,10 +203,14 @@ def _check_factors(lhs: Any, rhs: Any, layout: str) -> Format:
         _checks.check_rank(op, "lhs", lhs, "R,K")
     if isinstance(rhs, QuantizedArray):
         check_weight(op, "rhs", rhs, layout)
-        check_same_format(op, "lhs", lhs, "rhs", rhs)
         if not isinstance(lhs, QuantizedArray):
             check_float(op, "lhs", lhs)
-        return format_of(rhs)
+            return format_of(rhs)
+        format = with_token_array(format_of(rhs), lhs.format)
+        check_token_array(op, "lhs", lhs, "rhs", rhs, format)
+        if refused := format.refused_input(lhs.dtype):
+            raise NotImplementedError(_checks.message(op, f"lhs.{refused}", lhs=lhs))
+        return format
     check_tokens_are_plain(op, "lhs", lhs, "rhs")
     _checks.check_rank(op, "rhs", rhs, "E,K,N" if layout == "kn" else "E,N,K")
     check_float(op, "lhs", lhs)

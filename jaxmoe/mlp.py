@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxmoe._formats import Tokens
 from jaxmoe._formats.checks import check_accum
 from jaxmoe._gemm.tiles import GemmConfig, mlp_configs, odd_blocks
 from jaxmoe._jax import checks as _checks
@@ -240,7 +241,7 @@ def _layer(
     if apply_weight_on_input:
         x = _weighed(op, x, routing)
         weights = jnp.ones_like(weights)
-    a = _operands(x, routing.expert_ids, experts, window[2])
+    a = _operands(x, routing.expert_ids, experts, window[2], layer)
     a = a._replace(weights=weights if finalize else None, residual=residual, **scales)
     run = functools.partial(layer_op, layer=layer)
     if recompute == "z":
@@ -334,8 +335,11 @@ def _whole_k(op: str, layer: Layer, x: Any, routing: Any, experts: Experts) -> L
     return layer.replace(config=(first, second))
 
 
-def _operands(x: Any, expert_ids: Any, e: Experts, expert_map: Any) -> Operands:
+def _operands(x: Any, expert_ids: Any, e: Experts, expert_map: Any, layer: Layer) -> Operands:
     """The arrays of a layer by the names of its primitive."""
+    tokens = Tokens(x, None)
+    if isinstance(x, QuantizedArray):
+        tokens = layer.format.given_tokens(x.values, x.scales, layer.dtype)
     values = lambda w: w.values if isinstance(w, QuantizedArray) else w  # noqa: E731
     scales = lambda w: w.scales if isinstance(w, QuantizedArray) else None  # noqa: E731
     first, second = (e.first, None) if e.gate is None else (e.gate, e.up)
@@ -343,11 +347,11 @@ def _operands(x: Any, expert_ids: Any, e: Experts, expert_map: Any) -> Operands:
     if e.gate is None and e.up is not None:
         bias = e.up_bias
     return Operands(
-        x=values(x),
+        x=tokens.values,
         expert_ids=expert_ids,
         w_gate_up=values(first),
         w_down=values(e.down),
-        x_scales=scales(x),
+        x_scales=tokens.scales,
         gate_up_scales=scales(first),
         w_up=values(second),
         up_scales=scales(second),

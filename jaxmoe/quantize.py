@@ -11,11 +11,16 @@ import numpy as np
 from jaxmoe import _formats
 from jaxmoe._codes import CODES
 from jaxmoe._jax import checks as _checks
+from jaxmoe._jax.frozen import frozen
 
 FORMATS = tuple(_formats.QUANTIZED)
 WEIGHT_LAYOUTS = CODES["layout"]
 LAYOUTS = (*WEIGHT_LAYOUTS, "tokens")
 SCALE_FORMATS = ("float32", "e8m0")
+_NO_DERIVATIVE = (
+    "no derivative is defined; quantize jax.lax.stop_gradient of the array, and add a "
+    "straight-through estimator where one is wanted"
+)
 
 
 @jax.tree_util.register_dataclass
@@ -29,10 +34,11 @@ class QuantizedArray:
     in blocks, with the scales of groups among them: see docs/semantics.md.
 
     Attributes:
-      values: float8_e4m3fn or float8_e5m2, [E, N, K] or [R, K]; packed: uint8 [E, N / 64, bytes].
+      values: float8_e4m3fn or float8_e5m2, [E, N, K] or [R, K]; packed: uint8 [E, N / 64, bytes],
+        and tokens, in the mx formats and nvfp4, [R, bytes].
       scales: float32, dequantization multipliers. Weights: [E] (fp8_tensor), [E, N] (fp8_channel)
         or [E, ceil(N / 128), ceil(K / 128)] (fp8_block). Tokens: [], [R] or [R, ceil(K / 128)].
-        Packed: what is left, [E], or [E, N] (int8_channel).
+        Packed: what is left, [E], or [E, N] (int8_channel), and [] of tokens.
       format: "fp8_tensor", "fp8_channel" or "fp8_block"; packed: "mxfp4", "mxfp8", "nvfp4",
         "int4_g32", "int4_g64", "int4_g128", "int4_channel", these with "_zp", or "int8_channel".
         Static.
@@ -126,7 +132,8 @@ def quantize(
     op = "quantize"
     _checks.check_choice(op, "weight_layout", weight_layout, WEIGHT_LAYOUTS)
     _checks.check_rank(op, "w", w, "E,K,N" if weight_layout == "kn" else "E,N,K")
-    element_type = _check_options(op, "w", w, format, element_type, scale, scale_format)
+    options = element_type, scale, scale_format
+    element_type = _check_options(op, "w", w, format, *options)
     stored = jnp.swapaxes(w, 1, 2) if weight_layout == "kn" else jnp.asarray(w)
     known = _formats.QUANTIZED[format]
     if refused := known.refused_dtype(w.dtype):
@@ -147,16 +154,17 @@ def quantize_tokens(
     """Quantizes activations, one row for each token.
 
     The formulas are those of `jaxmoe.quantize`. fp8_tensor shares one scale over all of `x`,
-    fp8_channel over a row, fp8_block over 128 neighbours of a row, the last group being smaller. So
-    with "fp8_channel" and "fp8_block" a token's bits do not depend on its batch.
+    fp8_channel over a row, fp8_block over 128 neighbours of a row, the last group being smaller. In
+    packed formats 32 (mx) or 16 (nvfp4) neighbours share a scale, and nvfp4 has one of all of `x`
+    besides. So but for "fp8_tensor" and "nvfp4" a token's bits do not depend on its batch.
 
     Args:
-      x: [R, K] bfloat16, float16 or float32.
-      format: "fp8_tensor", "fp8_channel" or "fp8_block".
+      x: [R, K] bfloat16, float16 or float32. Packed: K is a multiple of 32, in nvfp4 of 16.
+      format: "fp8_tensor", "fp8_channel" or "fp8_block"; packed: "mxfp4", "mxfp8" or "nvfp4".
       element_type: the usual one of the format by default: "e4m3" (float8_e4m3fn) in FP8, where
         "fp8_tensor" has "e5m2" too.
-      scale: float32, [], [R] or [R, ceil(K / 128)], a static scale used instead of the formula. One
-        outside [2^-126, 2^126] becomes NaN, with its values.
+      scale: float32, [], [R] or [R, ceil(K / 128)], a static scale used instead of the formula; in
+        nvfp4 that of all tokens, none in mx. One outside [2^-126, 2^126] becomes NaN.
       scale_format: "float32", or "e8m0" to round each scale up to a power of two (still float32).
 
     Returns:
@@ -177,9 +185,14 @@ def quantize_tokens(
     """
     op = "quantize_tokens"
     _checks.check_rank(op, "x", x, "R,K")
-    element_type = _check_options(op, "x", x, format, element_type, scale, scale_format)
-    if not _formats.QUANTIZED[format].quantizes_tokens:
+    options = element_type, scale, scale_format
+    element_type = _check_options(op, "x", x, format, *options, tokens=True)
+    known = _formats.QUANTIZED[format]
+    if not known.token_arrays:
         raise ValueError(_checks.message(op, _for_weights(format), x=x))
+    if x.shape[1] % known.token_step:
+        rule = f"x.shape[1]={x.shape[1]} (K) must be a multiple of {known.token_step} in {format}"
+        raise ValueError(_checks.message(op, rule, x=x))
     return _quantized(op, jnp.asarray(x), format, "tokens", element_type, scale, scale_format)
 
 
@@ -228,7 +241,8 @@ def format_of(q: QuantizedArray) -> _formats.Format:
 
 def stored_shape(q: QuantizedArray) -> tuple[int, ...]:
     """The shape of what `q.values` stand for as they are stored: K last."""
-    return q.values.shape if q.layout == "tokens" else format_of(q).weight_shape(q.values.shape)
+    format = format_of(q)
+    return (format.token_shape if q.layout == "tokens" else format.weight_shape)(q.values.shape)
 
 
 def scales_shape(format: str, layout: str, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -241,7 +255,7 @@ def check_quantized(op: str, name: str, q: Any) -> None:
     if not isinstance(q, QuantizedArray):
         raise TypeError(_checks.message(op, f"{name} must be a jaxmoe.QuantizedArray", **{name: q}))
     format, tokens = format_of(q), q.layout == "tokens"
-    if tokens and not format.quantizes_tokens:
+    if tokens and not format.token_arrays:
         raise ValueError(_checks.message(op, _for_weights(q.format), **{name: q}))
     _checks.check_rank(op, f"{name}.values", q.values, "R,K" if tokens else "E,N,K")
     if refused := format.refused_dtype(q.dtype):
@@ -249,9 +263,8 @@ def check_quantized(op: str, name: str, q: Any) -> None:
     allowed = [np.dtype(d).name for d in format.element_types.values()]
     _checks.check_dtype(op, f"{name}.values", q.values, allowed)
     shape = stored_shape(q)
-    if not tokens:
-        wanted = format.stored_shape(shape)
-        _checks.check_shape(op, f"{name}.values", q.values, wanted, f"{q.format}, whole blocks")
+    wanted = (format.stored_token_shape if tokens else format.stored_shape)(shape)
+    _checks.check_shape(op, f"{name}.values", q.values, wanted, f"{q.format}, whole blocks")
     check_scales(op, f"{name}.scales", q.scales, q.format, q.layout, shape)
 
 
@@ -282,7 +295,14 @@ def _float_dtype(op: str, value: Any) -> np.dtype:
 
 
 def _check_options(
-    op: str, name: str, x: Any, format: Any, element_type: Any, scale: Any, scale_format: Any
+    op: str,
+    name: str,
+    x: Any,
+    format: Any,
+    element_type: Any,
+    scale: Any,
+    scale_format: Any,
+    tokens: bool = False,
 ) -> str:
     """Checks the options. Returns the element type, by default the usual one of the format."""
     _checks.check_choice(op, "format", format, FORMATS)
@@ -304,8 +324,8 @@ def _check_options(
             f"scale_format={scale_format!r} must be 'float32' if scale is given: it is not rounded"
         )
         raise ValueError(_checks.message(op, rule, scale=scale))
-    refused = _formats.QUANTIZED[format].refused_option(scale is not None, scale_format == "e8m0")
-    if refused:
+    asked = scale is not None, scale_format == "e8m0", tokens
+    if refused := _formats.QUANTIZED[format].refused_option(*asked):
         raise ValueError(_checks.message(op, refused, **{name: x}))
     return element_type
 
@@ -342,11 +362,11 @@ def _quantized(
     if scale is not None:
         scale = np.asarray(scale) if isinstance(scale, np.generic) else scale
         check_scales(op, "scale", scale, format, layout, x.shape)
-        scale = _without_derivative(jnp.asarray(scale), op)
+        scale = frozen(jnp.asarray(scale), op, "input", _NO_DERIVATIVE)
     in_dtype = _formats.QUANTIZED[format].of(np.dtype(x.dtype))
-    x = _without_derivative(x, op)
+    x = frozen(x, op, "input", _NO_DERIVATIVE)
     if in_dtype.packed:
-        values, scales = _encode_packed(x, format=in_dtype)
+        values, scales = _encode_packed(x, scale, format=in_dtype, tokens=layout == "tokens")
     else:
         values, scales = in_dtype.encode(
             x,
@@ -360,9 +380,11 @@ def _quantized(
 
 # Programs of their own: packing is a hundred small operations, each with a temporary as large as
 # the weights.
-@functools.partial(jax.jit, static_argnames="format")
-def _encode_packed(x: jax.Array, *, format: _formats.Format) -> tuple[jax.Array, jax.Array]:
-    return format.encode(x, None, element_type="", e8m0=False, tokens=False)
+@functools.partial(jax.jit, static_argnames=("format", "tokens"))
+def _encode_packed(
+    x: jax.Array, scale: jax.Array | None, *, format: _formats.Format, tokens: bool
+) -> tuple[jax.Array, jax.Array]:
+    return format.encode(x, scale, element_type="", e8m0=False, tokens=tokens)
 
 
 def _decode(
@@ -372,20 +394,3 @@ def _decode(
 
 
 _decode_packed = jax.jit(_decode, static_argnames=("format", "tokens"))
-
-
-def _identity(x: jax.Array, _op: str) -> jax.Array:
-    return x
-
-
-def _refuse_derivative(op: str, primals: Any, _tangents: Any) -> Any:
-    rule = (
-        "no derivative is defined; quantize jax.lax.stop_gradient of the array, and add a "
-        "straight-through estimator where one is wanted"
-    )
-    (array,) = primals
-    raise NotImplementedError(_checks.message(op, rule, input=array))
-
-
-_without_derivative: Any = jax.custom_jvp(_identity, nondiff_argnums=(1,))
-_without_derivative.defjvp(_refuse_derivative)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmoe.activation import Activation, resolve, split_gate_up
-from jaxmoe.quantize import QuantizedArray, dequantize, quantize_tokens
+from jaxmoe.quantize import QuantizedArray, dequantize, format_of, quantize_tokens
 from jaxmoe.routing import METHODS
 
 
@@ -251,6 +251,7 @@ def moe_mlp(
     residual: jax.Array | None = None,
     x_scale: jax.Array | None = None,
     intermediate_scale: jax.Array | None = None,
+    token_array: str | None = None,
     dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> jax.Array:
     """Runs every expert on every token and keeps what was routed: [T,H] -> [T,H].
@@ -261,15 +262,18 @@ def moe_mlp(
     Experts that are not here (see `local_ids`) contribute 0. `num_experts` is the number of global
     experts: by default those of the map, or the local ones behind the offset.
 
-    With quantized weights x and the activations' results, rounded to the dtype of x, are quantized
-    in their format, with the static scales if there are any.
+    With FP8 weights x and the activations' results, rounded to the dtype of x, are quantized in
+    their format, with packed weights in `token_array`, if there is one: a format of
+    `quantize_tokens`. So they are with the static scales if there are any.
     """
     act = resolve(activation)
     num_local = w_gate_up.shape[0]
     if num_experts is None:
         num_experts = expert_offset + num_local if expert_map is None else expert_map.shape[0]
     local = local_ids(expert_ids, num_experts, expert_offset, num_local, expert_map)
-    format = w_gate_up.format if isinstance(w_gate_up, QuantizedArray) else None
+    format = token_array
+    if isinstance(w_gate_up, QuantizedArray) and not format_of(w_gate_up).packed:
+        format = w_gate_up.format
     tokens, layer_dtype = round_tokens(x, format, dtype, x_scale), x.dtype
     w1, w2 = plain(w_gate_up, dtype), plain(w_down, dtype)
     if weight_layout == "nk":

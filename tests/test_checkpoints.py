@@ -299,7 +299,8 @@ ERRORS = (
         (FC1, FC2, [S] * 3),
         {},
         ValueError,
-        "quant_scales must hold 4 scales (per tensor) or 2 (blocks), not 3.",
+        "quant_scales must hold 2 arrays (fp8_block), 4 (fp8_tensor, mx), 6 (nvfp4) or 8 (int4), "
+        "not 3.",
     ),
     (
         "from_flashinfer",
@@ -314,7 +315,8 @@ ERRORS = (
         (experts(CHANNEL, CHANNEL_DOWN),),
         {},
         ValueError,
-        "gate_up must be weights in fp8_tensor or fp8_block, not fp8_channel of layout nk.",
+        "gate_up must be weights in fp8_tensor or fp8_block or nvfp4 or mxfp4 or mxfp8 or "
+        "int4_g128, not fp8_channel of layout nk.",
     ),
     (
         "to_flashinfer",

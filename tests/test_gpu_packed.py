@@ -20,10 +20,12 @@ from jaxmoe import (
     reference,
 )
 from jaxmoe._testing import GPT_OSS, Layer, assert_close, assert_equal, layer_inputs, normal, poison
+from tests import token_oracle
 
 pytestmark = pytest.mark.gpu
 
 PACKED = [name for name, f in _formats.QUANTIZED.items() if f.packed and f.code >= 0]
+TOKENS = [(w, t) for w in PACKED for t in _formats.token_formats(w)]
 # Each epilogue of the gate-up product; sizes that end inside a tile.
 CASES = (
     (1, Layer("swiglu", "", 256, 192, 9, 2)),
@@ -153,3 +155,34 @@ def test_any_group_sizes_stay_in_bounds(format):
     for sizes in ([2**31 - 1, -5, 7], [-(2**31), 2**30, 2**30], [0, 0, 0]):
         out = grouped_gemm(lhs, q, jnp.array(sizes, jnp.int32), weight_layout="nk")
         assert out.shape == (40, 192)
+
+
+@pytest.mark.parametrize(("weights", "tokens"), TOKENS)
+def test_quantized_tokens(weights, tokens):
+    """The kernels multiply what tokens stand for: the layer is that of NumPy."""
+    for index in (0, 2, 4):
+        num_tokens, layer = CASES[index]
+        layer = dataclasses.replace(legal(layer, weights), activation="swiglu", gate_up="gate_up")
+        rng = np.random.default_rng([7, index])
+        i = layer_inputs(
+            dataclasses.replace(layer, bias=True), num_tokens, "zipf", rng, jnp.bfloat16, "nk"
+        )
+        first, down = (quantized(i[n], weights) for n in ("w_gate_up", "w_down"))
+        biases = {"gate_up_bias": i["b_gate_up"], "down_bias": i["b_down"]}
+        experts = jaxmoe.Experts(
+            gate_up=first, down=down, **biases, layout="nk", token_format=tokens
+        )
+        out = compiled(i["x"], Routing(i["expert_ids"], i["weights"]), experts)
+        of_tokens = (np.asarray(i[n]) for n in ("x", "expert_ids", "weights"))
+        f64 = lambda a: np.asarray(a, np.float64)  # noqa: E731
+        parts = (dequantized(first), i["b_gate_up"], dequantized(down), i["b_down"])
+        wanted = functools.partial(
+            token_oracle.layer,
+            *of_tokens,
+            *map(f64, parts),
+            name=tokens,
+            act="swiglu",
+            order="gate_up",
+            dtype=np.dtype(jnp.bfloat16),
+        )
+        assert_close(out, wanted(low=False), wanted(low=True))

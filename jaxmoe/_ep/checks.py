@@ -263,7 +263,13 @@ def _check_dispatch_format(wanted: Any, format: Format, x: Any, w: Any) -> bool:
     if wanted is None:
         return False
     _checks.check_choice(OP, "dispatch_format", wanted, FORMATS)
-    if wanted != format.name:
+    if format.token_array not in (None, format.name, wanted):
+        rule = (
+            f"dispatch_format={wanted!r} must be None or {format.token_array!r}, in which the "
+            "layer has its tokens"
+        )
+        raise ValueError(_checks.message(OP, rule, **{"experts.down": w}))
+    if wanted not in (format.name, format.token_array):
         what = f"in {format.name}" if format.quantized else "not quantized"
         rule = (
             f"dispatch_format={wanted!r} must be None or the format of the weights, which are "

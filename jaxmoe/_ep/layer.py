@@ -12,7 +12,7 @@ from jaxmoe._ep import exchange as _ep_exchange
 from jaxmoe._ep.checks import Setup
 from jaxmoe._ep.slots import local_ids, slots_of
 from jaxmoe.experts import Experts
-from jaxmoe.quantize import QuantizedArray, quantize_tokens
+from jaxmoe.quantize import QuantizedArray, quantize_tokens, scales_shape
 from jaxmoe.routing import Routing
 
 _WORD = 4  # FP8 values travel as uint32, which every collective and every device knows
@@ -44,7 +44,7 @@ def run(
     if s.format.one_token_scale and x_scale is None and not isinstance(x, QuantizedArray):
         x_scale = _common_scale(x, s)
     if s.quantizes and not isinstance(x, QuantizedArray):
-        x, x_scale = quantize_tokens(x, s.format.name, scale=x_scale), None
+        x, x_scale = _quantized(x, x_scale, s.format.token_array), None
     experts = dataclasses.replace(experts, x_scale=x_scale)
     if s.tensor_axis:
         experts = _bias_once(experts, s.tensor_axis)
@@ -154,7 +154,7 @@ def _unpack(rows: tuple[jax.Array, ...], x: Any, top_k: int) -> tuple[Any, jax.A
         return tokens, slots, weights
     count = tokens.shape[0]
     values = jax.lax.bitcast_convert_type(tokens, jnp.uint8).reshape(count, -1)
-    values = jax.lax.bitcast_convert_type(values[:, : x.shape[1]], x.values.dtype)
+    values = jax.lax.bitcast_convert_type(values[:, : x.values.shape[1]], x.values.dtype)
     scales = x.scales
     if scales.ndim:
         scales = small[:, 2 * top_k :].reshape(count, *scales.shape[1:])
@@ -172,9 +172,18 @@ def _rows(a: jax.Array, first: int, size: int) -> jax.Array:
     return jax.lax.slice_in_dim(a, first, first + size, axis=0)
 
 
+def _quantized(x: jax.Array, scale: Any, format: str | None) -> QuantizedArray:
+    """Tokens in the format in which they are sent; a static scale may be one of each."""
+    assert format is not None
+    if scale is not None:
+        scale = jnp.broadcast_to(scale, scales_shape(format, "tokens", x.shape))
+    return quantize_tokens(x, format, scale=scale)
+
+
 def _common_scale(x: jax.Array, s: Setup) -> jax.Array:
     """The one scale of all tokens of the axis, as a single device would make it of them."""
-    scale = quantize_tokens(jax.lax.stop_gradient(x), s.format.name).scales
+    scale = s.format.tokens(jax.lax.stop_gradient(x)).scales
+    assert scale is not None
     return scale if s.dispatch == "replicated" else jax.lax.pmax(scale, s.axis.name)
 
 

@@ -11,6 +11,7 @@ from jaxmoe._formats.mx import MXFP4, MXFP8
 from jaxmoe._formats.nvfp4 import NVFP4
 from jaxmoe._formats.plain import MASTER as MASTER
 from jaxmoe._formats.plain import PLAIN as PLAIN
+from jaxmoe._formats.tokens import Fp8Tokens, PackedTokens, TokenRule, beside
 
 # Formats of `jaxmoe.QuantizedArray`, by name.
 _QUANTIZED = (
@@ -22,6 +23,44 @@ QUANTIZED: dict[str, Format] = {f.name: f for f in _QUANTIZED}
 
 # The same, quantized in the program from plain weights.
 FORWARD: dict[str, Format] = {name: forward(f) for name, f in QUANTIZED.items()}
+
+# Tokens that are quantized beside packed weights: what `Experts(token_format=)` may be, by the
+# format of the weights. Float16 does not hold the powers of two of mx formats.
+_WIDE = ("bfloat16", "float32")
+_MX = tuple(PackedTokens(f.name, f, "", dtypes=_WIDE) for f in (MXFP4, MXFP8))
+_NVFP4 = PackedTokens(NVFP4.name, NVFP4, "", common=True, static=True)
+_E4M3 = Fp8Tokens("e4m3", FP8_CHANNEL, "t", static=True)
+_BESIDE: dict[str, tuple[TokenRule, ...]] = {
+    MXFP4.name: _MX,
+    MXFP8.name: _MX[1:],
+    NVFP4.name: (_NVFP4,),
+    **{f.name: (_E4M3,) for f in INT4 if f.group == 128},
+}
+TOKEN_FORMATS = tuple(dict.fromkeys(r.name for rules in _BESIDE.values() for r in rules))
+
+
+def token_formats(weights: str) -> tuple[str, ...]:
+    """The names of the token formats that weights of a format may have."""
+    return tuple(rule.name for rule in _BESIDE.get(weights, ()))
+
+
+def with_tokens(weights: Format, name: str | None) -> Format:
+    """The format of a layer whose tokens are in the token format of that name, if in any."""
+    rules = {rule.name: rule for rule in _BESIDE.get(weights.name, ())}
+    return weights if name is None else beside(weights, rules[name])
+
+
+def with_token_array(weights: Format, array: str) -> Format:
+    """The format of products with tokens of a `QuantizedArray` in the format `array`."""
+    rules = (r for r in _BESIDE.get(weights.name, ()) if r.array.name == array)
+    return next((beside(weights, rule) for rule in rules), weights)
+
+
+def static_scales() -> str:
+    """Where static scales of activations are allowed, for messages."""
+    tokens = (r.name for rules in _BESIDE.values() for r in rules if r.static)
+    names = " and ".join(f.name for f in QUANTIZED.values() if f.static_scales)
+    return f"{names} and token_format={' or '.join(map(repr, dict.fromkeys(tokens)))}"
 
 
 def kernels() -> tuple[Format, ...]:

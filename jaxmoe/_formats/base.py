@@ -23,6 +23,22 @@ class Tokens(NamedTuple):
     scales: jax.Array | None
 
 
+class Factors(NamedTuple):
+    """What a product of quantized tokens multiplies.
+
+    Attributes:
+      format: of the weights, for rows as they are in `tokens`.
+      tokens: [R, K].
+      scales: those of the weights.
+      of_rows: [R] float32 that multiplies the float32 sums of a row before the bias, or None.
+    """
+
+    format: "Format"
+    tokens: Tokens
+    scales: Any
+    of_rows: jax.Array | None = None
+
+
 class Gradient(NamedTuple):
     """How a layer with weights in a format is differentiated.
 
@@ -53,6 +69,7 @@ class Format:
         arrays.
       static_scales: whether checkpoints may bring scales of the activations.
       composed: whether the layer is made of other ops, which are CUDA's too.
+      dequantizes: whether products dequantize the weights first.
       expands: whether those ops are divided over a mesh each by itself, not the layer as a whole.
       master: whether weights are float32 beside tokens of a narrower dtype.
       gradient: how the layer is differentiated.
@@ -66,6 +83,7 @@ class Format:
     stored: tuple[tuple[str, Any], ...] = ()
     static_scales: bool = False
     composed: bool = False
+    dequantizes: bool = False
     expands: bool = False
     master: bool = False
     gradient: Gradient = Gradient()
@@ -84,6 +102,24 @@ class Format:
     def quantizes_tokens(self) -> bool:
         """Whether products read quantized tokens."""
         return self.token_scales is not None
+
+    @property
+    def token_arrays(self) -> bool:
+        """Whether a `jaxmoe.QuantizedArray` of tokens may be in the format."""
+        return self.quantizes_tokens
+
+    @property
+    def token_step(self) -> int:
+        """What K of such tokens must be a multiple of."""
+        return 1
+
+    def stored_token_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape in which values of tokens [R, K] are stored."""
+        return tuple(shape)
+
+    def token_shape(self, stored: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape [R, K] of tokens whose values have the shape `stored`."""
+        return tuple(stored)
 
     @property
     def packed(self) -> bool:
@@ -128,9 +164,9 @@ class Format:
         del dtype
         return None
 
-    def refused_option(self, scale: bool, e8m0: bool) -> str | None:
+    def refused_option(self, scale: bool, e8m0: bool, tokens: bool) -> str | None:
         """Why the caller gives no scales, or does not round them to powers of two; or None."""
-        del scale, e8m0
+        del scale, e8m0, tokens
         return None
 
     def dequantizing(self) -> "Format":
@@ -138,7 +174,19 @@ class Format:
 
         Tokens are not quantized. A derivative is made of such products.
         """
-        return dataclasses.replace(self, code=-1, token_scales=None, composed=True)
+        return dataclasses.replace(
+            self, code=-1, token_scales=None, composed=True, dequantizes=True
+        )
+
+    @property
+    def token_array(self) -> str | None:
+        """The format of a `jaxmoe.QuantizedArray` of tokens beside these weights, if one may be."""
+        return self.name if self.quantizes_tokens else None
+
+    def refused_input(self, dtype: Any) -> str | None:
+        """Why no layer in the format computes in this dtype, on any device; or None."""
+        del dtype
+        return None
 
     @property
     def one_token_scale(self) -> bool:
@@ -196,10 +244,25 @@ class Format:
         del scale
         return Tokens(x, None)
 
+    def given_tokens(self, values: jax.Array, scales: jax.Array, dtype: Any) -> Tokens:
+        """Tokens of a `jaxmoe.QuantizedArray` for a layer that computes in `dtype`."""
+        del dtype
+        return Tokens(values, scales)
+
     def by_row(self, values: jax.Array, scales: Any) -> tuple["Format", Any]:
         """The format, and the scales of weights, in which each token has a scale of its own."""
         del values
         return self, scales
+
+    def by_expert(self, values: jax.Array, scales: Any, static: jax.Array) -> tuple["Format", Any]:
+        """The same where each row has the static scale, [E] or [1], of its expert's weights."""
+        del static
+        return self.by_row(values, scales)
+
+    def factors(self, tokens: Tokens, scales: Any, dtype: Any) -> Factors:
+        """What the product of `tokens` multiplies in a layer that computes in `dtype`."""
+        del dtype
+        return Factors(self, tokens, scales)
 
     def token_scale_count(self, rows: int, k: int) -> int:
         """Floats of scale that [rows, k] tokens have."""

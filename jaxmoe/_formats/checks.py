@@ -4,7 +4,7 @@ from typing import Any
 
 from jaxmoe._formats.base import Format
 from jaxmoe._jax import checks as _checks
-from jaxmoe.quantize import QuantizedArray, check_quantized
+from jaxmoe.quantize import QuantizedArray, check_quantized, format_of
 
 
 def check_weight(op: str, name: str, w: QuantizedArray, layout: str) -> None:
@@ -21,20 +21,35 @@ def check_weight(op: str, name: str, w: QuantizedArray, layout: str) -> None:
 
 
 def check_tokens(op: str, name: str, x: QuantizedArray) -> None:
-    """Refuses quantized tokens that are not e4m3 with layout "tokens", or whose leaves misfit."""
+    """Refuses quantized tokens of another layout than "tokens", of e5m2, or whose leaves misfit."""
     if x.layout != "tokens":
         rule = f"{name}.layout={x.layout!r} must be 'tokens': make it with jaxmoe.quantize_tokens"
         raise ValueError(_checks.message(op, rule, **{name: x}))
     check_quantized(op, name, x)
-    _checks.check_dtype(op, f"{name}.values", x.values, ("float8_e4m3fn",))
+    _checks.check_dtype(op, f"{name}.values", x.values, (format_of(x).token_dtype.name,))
 
 
-def check_same_format(op: str, name: str, x: Any, other_name: str, other: Any) -> None:
-    """Refuses a quantized `x` in another format than a quantized `other`; plain arrays pass."""
+def check_token_array(
+    op: str, name: str, x: Any, other_name: str, other: Any, format: Format
+) -> None:
+    """Refuses a quantized `x` in another format than `format` has beside a quantized `other`.
+
+    Plain arrays pass.
+    """
     both = isinstance(x, QuantizedArray) and isinstance(other, QuantizedArray)
-    if both and x.format != other.format:
+    wanted = format.token_array
+    if not both or x.format == wanted:
+        return
+    if wanted is None:
+        rule = (
+            f"{name} must be a JAX or NumPy array: without a token_format tokens beside "
+            f"{other_name} in {other.format} are not quantized"
+        )
+    elif wanted == other.format:
         rule = f"{name}.format={x.format!r} must equal {other_name}.format={other.format!r}"
-        raise ValueError(_checks.message(op, rule, **{name: x, other_name: other}))
+    else:
+        rule = f"{name}.format={x.format!r} must be {wanted!r}, in which the layer has its tokens"
+    raise ValueError(_checks.message(op, rule, **{name: x, other_name: other}))
 
 
 def check_tokens_are_plain(op: str, name: str, x: Any, *weights: str) -> None:

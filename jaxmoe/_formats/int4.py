@@ -42,11 +42,8 @@ class Int4(Packed):
             return None
         return f"dtype={jnp.dtype(dtype).name} must be that of the weights, {self.dtype.name}"
 
-    def encode(
-        self, x: jax.Array, scale: jax.Array | None, *, element_type: str, e8m0: bool, tokens: bool
-    ) -> tuple[jax.Array, jax.Array]:
+    def encode_weights(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Quantizes weights [E, N, K]; scales are rounded before codes are made with them."""
-        del scale, element_type, e8m0, tokens
         groups = self.grouped(x.astype(jnp.float32))
         if self.zeros:
             finite = jnp.where(jnp.isfinite(groups), groups, 0)

@@ -13,11 +13,8 @@ from jaxmoe._formats.weight_only import Packed, stored
 class Int8(Packed):
     """Weights q * scale, q in two's complement."""
 
-    def encode(
-        self, x: jax.Array, scale: jax.Array | None, *, element_type: str, e8m0: bool, tokens: bool
-    ) -> tuple[jax.Array, jax.Array]:
+    def encode_weights(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Quantizes weights [E, N, K]; the largest of an output is 127 times its scale."""
-        del scale, element_type, e8m0, tokens
         x = x.astype(jnp.float32)
         nan = jnp.isnan(x)
         scales = elements.over(elements.largest(x, -1), 127.0)

@@ -28,19 +28,36 @@ class Mx(Packed):
 
     largest_exponent: int = 2
 
-    def encode(
-        self, x: jax.Array, scale: jax.Array | None, *, element_type: str, e8m0: bool, tokens: bool
-    ) -> tuple[jax.Array, jax.Array]:
+    def encode_weights(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Quantizes weights [E, N, K] by the rule of the OCP specification."""
-        del scale, element_type, e8m0, tokens
-        groups = self.grouped(x.astype(jnp.float32))
+        return self.pack(*self.coded(x.astype(jnp.float32)))
+
+    def coded(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Codes of float32 [.., K], and the exponents of groups, both uint8."""
+        groups = self.grouped(x)
         exponents = elements.exponent_of(elements.largest(groups, -1)) + 127
         exponents = jnp.clip(exponents - self.largest_exponent, 0, 254)
         y = elements.times_power(groups, 127 - exponents[..., None])
         codes = elements.e2m1_codes(y) if self.bits == 4 else elements.e4m3_codes(y)
         # e2m1 has no NaN, and kernels decode that of e4m3 as a number.
         exponents = jnp.where(jnp.isnan(groups).any(axis=-1), NAN, exponents)
-        return self.pack(codes.reshape(x.shape), exponents.astype(jnp.uint8))
+        return codes.reshape(x.shape), exponents.astype(jnp.uint8)
+
+    def token_codes(
+        self, x: jax.Array, scale: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Codes and exponents of float32 tokens, which nothing else multiplies."""
+        del scale
+        return *self.coded(x), jnp.ones((), jnp.float32)
+
+    def numbers(self, codes: jax.Array, factors: jax.Array) -> jax.Array:
+        """v * 2^(x - 127), float32, of codes [.., K] and exponents; exact if they are normal."""
+        power = self.over_group(factors.astype(jnp.int32), codes.shape[-1])
+        numbers = elements.times_power(self._elements(codes), power - 127)
+        return jnp.where(power == NAN, jnp.nan, numbers)
+
+    def _elements(self, codes: jax.Array) -> jax.Array:
+        return elements.e2m1(codes) if self.bits == 4 else elements.e4m3(codes)
 
     def given(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
         """What `pack` takes beside codes."""
@@ -70,18 +87,17 @@ class Mx(Packed):
         exponents = jnp.where(special, kept, kept + top - _TOP)
         return codes, exponents.astype(jnp.uint8)
 
-    def decode(self, values: jax.Array, scales: jax.Array, tokens: bool) -> jax.Array:
+    def decode_weights(self, values: jax.Array, scales: jax.Array) -> jax.Array:
         """The numbers that values and scales stand for, float32; exact if they are normal.
 
         The two powers of two may be out of range where their product is not.
         """
-        del tokens
         codes, kept = self._parts(values)
         exponent = jnp.clip(elements.exponent_of(jax.lax.stop_gradient(scales)), -126, 127)
         factor = elements.times_power(scales, -exponent)[..., None, None]
         power = jnp.clip(kept - _TOP + exponent[..., None, None], -252, 254)
-        numbers = elements.e2m1(codes) if self.bits == 4 else elements.e4m3(codes)
-        numbers = elements.times_power(numbers * factor, self.over_group(power, codes.shape[-1]))
+        power = self.over_group(power, codes.shape[-1])
+        numbers = elements.times_power(self._elements(codes) * factor, power)
         kept = self.over_group(kept, codes.shape[-1])
         return jnp.where(kept == NAN, jnp.nan, jnp.where(kept == 0, 0.0, numbers))
 
@@ -90,7 +106,7 @@ class Mx(Packed):
     ) -> jax.Array:
         """The product with the weights themselves: all of their scales are powers of two."""
         del x_scales
-        return dot(x, self.decode(w, w_scales, tokens=False))
+        return dot(x, self.decode_weights(w, w_scales))
 
     def _parts(self, values: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Codes, and what the strips hold of each group, int32."""
@@ -98,7 +114,10 @@ class Mx(Packed):
         return codes, packed.unpack_strips(strips, self.groups, jnp.uint8).astype(jnp.int32)
 
 
-_GROUPS = {"group": GROUP, "superblock": packed.ROWS, "strips": (128,), "weight_scales": "e"}
+_GROUPS = {
+    **{"group": GROUP, "superblock": packed.ROWS, "strips": (128,)},
+    **{"weight_scales": "e", "token_scale": False},
+}
 
 MXFP4 = Mx("mxfp4", code=4, **_GROUPS, **stored("e2m1"), bits=4, scattered=True, largest_exponent=2)
 MXFP8 = Mx("mxfp8", code=15, **_GROUPS, **stored("e4m3"), bits=8, largest_exponent=8)

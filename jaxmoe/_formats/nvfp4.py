@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmoe._formats import elements, packed
+from jaxmoe._formats.quantization import MIN_SCALE
 from jaxmoe._formats.weight_only import Packed, stored
 
 # A strip holds scales as exponent << 3 | mantissa, float32 bits from bit 20 on less this: there
@@ -18,21 +19,39 @@ _NAN = 18 << 3
 class Nvfp4(Packed):
     """Weights v * s * g."""
 
-    def encode(
-        self, x: jax.Array, scale: jax.Array | None, *, element_type: str, e8m0: bool, tokens: bool
-    ) -> tuple[jax.Array, jax.Array]:
+    def encode_weights(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Quantizes weights [E, N, K]; the largest of an expert is 448 * 6 times its scale."""
-        del scale, element_type, e8m0, tokens
-        groups = self.grouped(x.astype(jnp.float32))
-        most = elements.largest(groups, -1)
-        common = elements.over(jnp.max(most, axis=(-2, -1), initial=0), 448.0 * 6.0)
+        x = x.astype(jnp.float32)
+        return self.pack(*self.coded(x, self._common(x)))
+
+    def _common(self, x: jax.Array) -> jax.Array:
+        """The scale of float32 [.., N, K]."""
+        return elements.over(elements.largest(x, (-2, -1)), 448.0 * 6.0)
+
+    def coded(self, x: jax.Array, common: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Codes of float32 [.., N, K], bits of the e4m3 scales of groups, and `common`."""
+        groups = self.grouped(x)
         of_expert = common[..., None, None]
+        most = elements.largest(groups, -1)
         scales = elements.over(elements.over(most, 6.0), jnp.where(of_expert > 0, of_expert, 1))
         scales = elements.e4m3_codes(jnp.where(jnp.isnan(groups).any(axis=-1), jnp.nan, scales))
         step = elements.e4m3(scales) * of_expert
         step = jnp.where(step == 0, 1, step)[..., None]
         codes = elements.e2m1_codes(elements.over(groups, step))
-        return self.pack(codes.reshape(x.shape), scales, common)
+        return codes.reshape(x.shape), scales, common
+
+    def token_codes(
+        self, x: jax.Array, scale: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Codes, bits of scales and the global scale of float32 tokens, a static one if given."""
+        if scale is None:  # a normal number, so that it may be the static one of a part
+            scale = jnp.maximum(self._common(x), MIN_SCALE)
+        codes, factors, _ = self.coded(x[:, None] if scale.ndim else x, scale)
+        return codes.reshape(x.shape), factors.reshape(self.groups_shape(x.shape)), scale
+
+    def numbers(self, codes: jax.Array, factors: jax.Array) -> jax.Array:
+        """v * s, float32, of codes [.., K] and bits of scales; exact."""
+        return elements.e2m1(codes) * self.over_group(elements.e4m3(factors), codes.shape[-1])
 
     def given(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
         """What `pack` takes beside codes."""
@@ -88,4 +107,5 @@ NVFP4 = Nvfp4(
     group=16,
     superblock=packed.ROWS,
     strips=(256,),
+    token_scale=True,
 )

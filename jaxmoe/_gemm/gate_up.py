@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from jaxmoe._formats import Tokens
 from jaxmoe._gemm import cuda
-from jaxmoe._gemm.op import multiply
+from jaxmoe._gemm.multiply import multiply
 from jaxmoe._gemm.tiles import GemmConfig
 from jaxmoe._jax import primitive as _primitive
 from jaxmoe.activation import Activation, split_gate_up

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxmoe._formats import MASTER, PLAIN, Format, Tokens
+from jaxmoe._formats import PLAIN, Format
 from jaxmoe._gemm import cuda, sharding, xla
 from jaxmoe._gemm.dequantized import dequantized
 from jaxmoe._gemm.tiles import gmm_config, tgmm_cluster
@@ -85,23 +85,17 @@ def gmm(
     return (out,)
 
 
-def multiply(
-    tokens: Tokens,
-    w: jax.Array,
-    scales: jax.Array | None,
-    bias: jax.Array | None,
-    starts: jax.Array,
-    sizes: jax.Array,
-    *,
-    format: Format = PLAIN,
-    **params: Any,
-) -> jax.Array:
-    """Multiplies rows [R, K] by weights [E, ...] of their groups, which may be float32 masters."""
-    if not format.quantized:
-        format = PLAIN if w.dtype == tokens.values.dtype else MASTER
-    given = Product(tokens.values, w, starts, sizes, bias, tokens.scales, scales)
-    (out,) = gmm(*(None if a is None else a[None] for a in given), format=format, **params)
-    return out[0]
+def bias_of_rows(bias: jax.Array, a: Product, *, dtype: Any, **params: Any) -> jax.Array:
+    """bias[e] of each row, 0 in those of no group, as a product: one K of ones, padded.
+
+    K is a row length that the kernels take.
+    """
+    k = cuda.ROW_BYTES // jnp.dtype(dtype).itemsize
+    ones = jnp.zeros((*a.x.shape[:2], k), dtype).at[..., 0].set(1)
+    rows = jnp.pad(bias[:, :, None, :], ((0, 0), (0, 0), (0, k - 1), (0, 0)))
+    params = {"format": PLAIN, **params, "weight_layout": "kn"}
+    (out,) = gmm(ones, rows, a.starts, a.sizes, dtype=dtype, **params)
+    return out
 
 
 def refuse_derivative(op: str, format: Format, **arrays: Any) -> Any:
@@ -151,7 +145,7 @@ def _gmm_xla(*operands: Any, format: Format, **params: Any) -> tuple[jax.Array]:
     if format.master:
         bias = None if a.bias is None else a.bias.astype(a.x.dtype)
         return gmm(*a._replace(w=a.w.astype(a.x.dtype), bias=bias), **params)
-    if format.composed:
+    if format.dequantizes:
         w = dequantized(a.w, a.w_scales, format, params["dtype"])
         return gmm(*a._replace(w=w, w_scales=None), **params)
     return xla.gmm_xla(*a, format=format, **params)
@@ -236,7 +230,7 @@ def _gmm_jvp(primals: Product, tangents: Product, *, format: Format, **params: A
         refuse_derivative("grouped_gemm", format, lhs=x, rhs=w)
     x, w, starts, sizes, *_ = primals
     product = functools.partial(gmm, format=format, **params)
-    terms = []
+    terms: list[jax.Array] = []
     if format.gradient.frozen:
         shown = jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
         quantized = ("x", "x_scales") if primals.x_scales is not None else ()
@@ -250,13 +244,9 @@ def _gmm_jvp(primals: Product, tangents: Product, *, format: Format, **params: A
     if tangents.w is not None:
         terms += product(x, tangents.w, starts, sizes)
     if tangents.bias is not None:
-        # bias[e] as a product: one K of ones, padded to a row length that the kernels take.
-        k = cuda.ROW_BYTES // params["dtype"].itemsize
-        ones = jnp.zeros((*x.shape[:2], k), params["dtype"]).at[..., 0].set(1)
-        rows = jnp.pad(tangents.bias[:, :, None, :], ((0, 0), (0, 0), (0, k - 1), (0, 0)))
-        of_bias: dict[str, Any] = params | {"weight_layout": "kn", "config": None, "promoted": None}
+        of_bias: dict[str, Any] = params | {"config": None, "promoted": None}
         plain = PLAIN if format.quantized else format
-        terms += gmm(ones, rows, starts, sizes, format=plain, **of_bias)
+        terms.append(bias_of_rows(tangents.bias, primals, format=plain, **of_bias))
     return product(*primals), (functools.reduce(jnp.add, terms) if terms else None,)
 
 

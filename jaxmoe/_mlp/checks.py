@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmoe._formats import QUANTIZED, Format
+from jaxmoe._formats import Format, static_scales
 from jaxmoe._formats import checks as _formats_checks
 from jaxmoe._gemm.tiles import BLOCK_ROWS, MAX_GATHER, WHOLE_BLOCKS
 from jaxmoe._jax import checks as _checks
@@ -53,10 +53,12 @@ def check_experts(op: str, x: Any, experts: Any) -> Format:
         _check_weight(op, name, w)
     check_parts(experts)
     format = format_of(experts)
-    _formats_checks.check_same_format(op, "x", x, "experts.down", experts.down)
+    _formats_checks.check_token_array(op, "x", x, "experts.down", experts.down, format)
     if not format.quantized:
         _formats_checks.check_tokens_are_plain(op, "x", x, *weights)
         _check_dtype(op, x, experts)
+    if refused := format.refused_input(x.dtype):
+        raise NotImplementedError(_checks.message(op, f"x.{refused}", x=x))
     k_axis = 1 if experts.layouts[0] == "kn" else 2
     name = next(iter(weights))
     _checks.check_same_dim(op, name, experts.first, k_axis, "x", x, 1, "hidden")
@@ -190,8 +192,7 @@ def check_scales(
             what = (
                 f"the weights are {format.name}" if format.quantized else "no weight is quantized"
             )
-            those = " and ".join(f.name for f in QUANTIZED.values() if f.static_scales)
-            rule = f"experts.{name} must be None because {what}: it is for {those} alone"
+            rule = f"experts.{name} must be None because {what}: it is for {static_scales()} alone"
             raise ValueError(_checks.message(op, rule, **{f"experts.{name}": scale}))
         scale = np.asarray(scale) if isinstance(scale, np.generic) else scale
         _checks.check_dtype(op, f"experts.{name}", scale, ("float32",))

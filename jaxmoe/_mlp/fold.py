@@ -107,10 +107,12 @@ def _scales_fold(args: Operands, dims: Operands, layer: Layer) -> bool:
     format = layer.format
     if dims.x_scale is not None or dims.h_scale is not None:
         return False
+    if dims.x_scales is not None and format.token_scales == "":
+        return False
     if not format.one_token_scale:
         return True
     of_x = args.x_scales is not None or args.x_scale is not None
-    return args.h_scale is not None and of_x and dims.x_scales is None and bool(args.x.size)
+    return args.h_scale is not None and of_x and bool(args.x.size)
 
 
 def merge(a: jax.Array, dim: int | None, size: int) -> jax.Array:

@@ -40,7 +40,7 @@ def layer_op(a: Operands, layer: Layer) -> tuple[jax.Array, ...]:
     if split and layer.format.expands:
         plain = layer.replace(format=PLAIN)
         return _value_and_tangent_apart(a, lambda a: _quantized(a, layer), lambda a: (a, plain))
-    if split and layer.format.gradient.frozen and not layer.format.composed:
+    if split and layer.format.gradient.frozen and not layer.format.dequantizes:
         value = lambda a: moe_mlp_p(*a, layer=layer)  # noqa: E731
         return _value_and_tangent_apart(a, value, lambda a: _dequantizing(a, layer))
     return moe_mlp_p(*a, layer=layer)
@@ -144,7 +144,7 @@ def _jvp(primals: Operands, tangents: Operands, *, layer: Layer) -> Any:
     if gradient.frozen:
         names = _QUANTIZED if primals.x_scales is None else ("x", *_QUANTIZED)
         refuse_moving(_OP, primals.x, tangents, names)
-        if not layer.format.composed:
+        if not layer.format.dequantizes:
             given, plain = _dequantizing(primals, layer)
             _, moved = _jvp(given, tangents, layer=plain)
             return moe_mlp_p(*primals, layer=layer), moved

@@ -219,7 +219,7 @@ class Device:
         d, count = self.d, self.count
         if d.i == d.i_in:
             return self._quantized(h, self.shared)
-        values, scales = self._quantized(TYPED.gather(h, d.i, 1), self.shared)
+        values, scales = self._quantized(self._all_columns(h), self.shared)
         assert scales is not None
         values = own(values, 1, d.i_in, count(d.i_in))
         if scales.ndim == 2:
@@ -270,12 +270,17 @@ class Device:
             return c.spread(h, d.h_out)
         later = d.h_out + d.i_in  # that devices differ in from here on
         h = c.spread(h, tuple(a for a in later if a not in d.i))
+        return own(self._all_columns(h), 1, d.i_in, count(d.i_in))
+
+    def _all_columns(self, h: jax.Array) -> jax.Array:
+        """All columns of the activation, where devices have those of their gates."""
+        d, c, count = self.d, self.collectives, self.count
         for axis in reversed(d.i):
-            if axis in later:
+            if axis in d.h_out + d.i_in:  # which devices differ in from here on
                 h = c.gather(h, (axis,), 1)
             else:
                 h = c.gather_same(h, (axis,), count((axis,)), 1)
-        return own(h, 1, d.i_in, count(d.i_in))
+        return h
 
 
 def _like(d: Division) -> list[Axes]:

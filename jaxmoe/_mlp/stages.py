@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxmoe._formats import Format, Tokens
 from jaxmoe._gemm.gate_up import activate
-from jaxmoe._gemm.op import multiply
+from jaxmoe._gemm.multiply import multiply
 from jaxmoe._gemm.tiles import NOT_PROMOTED, PACKED_ROUNDED, GemmConfig
 from jaxmoe._jax import sizes as _sizes
 from jaxmoe._mlp.operands import Layer, Operands, halves
@@ -112,7 +112,8 @@ def rows_of(
         of_expert = jnp.broadcast_to(a.h_scale, (layer.num_local_experts,))
         sizes = order.group_sizes
         of_row = jnp.repeat(of_expert, sizes, total_repeat_length=h.shape[0])
-        down_format, w_scales = format.by_row(a.w_down, w_scales)
+        of_weight = a.h_scale if a.h_scale.shape[0] == 1 else exchange.own(of_expert)
+        down_format, w_scales = format.by_expert(a.w_down, w_scales, of_weight)
         tokens = down_format.tokens(exchange.after(h), of_row)
     else:
         # z is 0 in rows of no group, and so is every activation of it: they are no maximum.

@@ -5,12 +5,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxmoe._formats.quantization import BLOCK
 from jaxmoe._jax import checks as _checks
-from jaxmoe.activation import Activation, resolve
-from jaxmoe.experts import Experts
 from jaxmoe.quantize import QuantizedArray, check_quantized, check_scales
 
 _SCALES = ("float32", "bfloat16", "float16", "float8_e8m0fnu")
@@ -48,7 +45,8 @@ def from_block(
     op = "checkpoints.from_block"
     if getattr(weight_scale_inv, "dtype", None) == jnp.uint8:
         weight_scale_inv = jax.lax.bitcast_convert_type(weight_scale_inv, jnp.float8_e8m0fnu)
-    return _weights(op, "weight", weight, "weight_scale_inv", weight_scale_inv, "fp8_block", dtype)
+    scales = ("weight_scale_inv", weight_scale_inv)
+    return weights_of(op, "weight", weight, *scales, "fp8_block", dtype)
 
 
 def to_block(q: QuantizedArray) -> tuple[jax.Array, jax.Array]:
@@ -69,7 +67,7 @@ def to_block(q: QuantizedArray) -> tuple[jax.Array, jax.Array]:
       >>> [a.shape for a in jaxmoe.checkpoints.to_block(q)]
       [(2, 192, 256), (2, 2, 2)]
     """
-    _check_weights("checkpoints.to_block", "q", q, ("fp8_block",))
+    check_weights("checkpoints.to_block", "q", q, ("fp8_block",))
     return q.values, q.scales
 
 
@@ -116,7 +114,7 @@ def from_compressed_tensors(
         )
         raise ValueError(_checks.message(op, rule, weight=weight, weight_scale=weight_scale))
     scales = weight_scale.reshape(weight.shape[: 2 if format == "fp8_channel" else 1])
-    return _weights(op, "weight", weight, "weight_scale", scales, format, dtype)
+    return weights_of(op, "weight", weight, "weight_scale", scales, format, dtype)
 
 
 def to_compressed_tensors(q: QuantizedArray) -> tuple[jax.Array, jax.Array]:
@@ -137,7 +135,7 @@ def to_compressed_tensors(q: QuantizedArray) -> tuple[jax.Array, jax.Array]:
       >>> [a.shape for a in jaxmoe.checkpoints.to_compressed_tensors(q)]
       [(2, 3, 4), (2, 3, 1)]
     """
-    _check_weights("checkpoints.to_compressed_tensors", "q", q, ("fp8_channel", "fp8_tensor"))
+    check_weights("checkpoints.to_compressed_tensors", "q", q, ("fp8_channel", "fp8_tensor"))
     return q.values, q.scales[..., None]
 
 
@@ -176,7 +174,7 @@ def join_gate_up(gate: QuantizedArray, up: QuantizedArray) -> QuantizedArray:
     """
     op = "checkpoints.join_gate_up"
     for name, q in (("gate", gate), ("up", up)):
-        _check_weights(op, name, q, ("fp8_tensor", "fp8_channel", "fp8_block"))
+        check_weights(op, name, q, ("fp8_tensor", "fp8_channel", "fp8_block"))
     for field in ("format", "layout", "dtype", "values.dtype", "shape"):
         a, b = (q.values.dtype if "." in field else getattr(q, field) for q in (gate, up))
         if a != b:
@@ -185,7 +183,7 @@ def join_gate_up(gate: QuantizedArray, up: QuantizedArray) -> QuantizedArray:
     gate_values, up_values = jnp.asarray(gate.values), jnp.asarray(up.values)
     if gate.format != "fp8_tensor":
         if gate.format == "fp8_block":
-            _check_whole_blocks(op, "gate", gate, gate.values.shape[1])
+            check_whole_blocks(op, "gate", gate, gate.values.shape[1])
         scales = jnp.concatenate([gate.scales, up.scales], 1)
     else:
         scales = jnp.maximum(gate.scales, up.scales)
@@ -195,148 +193,10 @@ def join_gate_up(gate: QuantizedArray, up: QuantizedArray) -> QuantizedArray:
     return QuantizedArray(values, scales, gate.format, gate.layout, gate.dtype)
 
 
-def from_flashinfer(
-    fc1_expert_weights: jax.Array,
-    fc2_expert_weights: jax.Array,
-    quant_scales: Sequence[jax.Array],
-    *,
-    activation: str | Activation = "swiglu",
-    dtype: Any = "bfloat16",
-) -> Experts:
-    """Reads the FP8 arguments of FlashInfer's `cutlass_fused_moe`.
-
-    Four scales, fp8_tensor: [s_w1 * s_x, 1 / s_h, s_w2 * s_h, s_x]: the second multiplies before
-    quantizing, the others after. Two scales, fp8_block (`use_deepseek_fp8_block_scale`): those of
-    the weights. s_w1 = scales[0] / s_x, s_h = 1 / scales[1] and s_w2 = scales[2] * scales[1].
-
-    Args:
-      fc1_expert_weights: [E, 2I, H] float8_e4m3fn, the up half first, or [E, I, H] without gate.
-      fc2_expert_weights: [E, H, I] float8_e4m3fn.
-      quant_scales: float32; four of them [E], [] or [E], [E] and [] (scalars may be [1]), or two:
-        [E, ceil(2I / 128), ceil(H / 128)] and [E, ceil(H / 128), ceil(I / 128)].
-      activation: that of the experts, see `jaxmoe.Experts`.
-      dtype: bfloat16, float16 or float32, which `jaxmoe.dequantize` shall return.
-
-    Returns:
-      Experts of layout "nk", the up half first, whose `x_scale` and `h_scale` are set for
-      fp8_tensor. No bias: add it with `dataclasses.replace`, in FlashInfer's own order.
-
-    Raises:
-      TypeError, ValueError: a wrong dtype, shape or number of scales.
-
-    Numerics: each quotient and product of two scales is one float32 rounding, or two (s_w2 after
-      `to_flashinfer`); values and block scales do not change.
-    Source: https://docs.flashinfer.ai, flashinfer.fused_moe.cutlass_fused_moe.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from jaxmoe import checkpoints
-      >>> fc1, fc2 = (jnp.ones(s, jnp.float8_e4m3fn) for s in ((1, 6, 4), (1, 4, 3)))
-      >>> scales = [jnp.array([0.5]), jnp.float32(8), jnp.array([0.25]), jnp.float32(0.25)]
-      >>> experts = checkpoints.from_flashinfer(fc1, fc2, scales)
-      >>> experts.gate_up.scales.tolist(), experts.down.scales.tolist()
-      ([2.0], [2.0])
-      >>> float(experts.x_scale), float(experts.h_scale), experts.order
-      (0.25, 0.125, 'up_gate')
-    """
-    op = "checkpoints.from_flashinfer"
-    scales = list(quant_scales)
-    if len(scales) not in (2, 4):
-        rule = f"quant_scales must hold 4 scales (per tensor) or 2 (blocks), not {len(scales)}"
-        raise ValueError(_checks.message(op, rule))
-    names = [f"quant_scales[{i}]" for i in range(len(scales))]
-    x_scale = h_scale = None
-    first, last = 0, 1
-    if len(scales) == 4:
-        last = 2
-        num_experts = _num_experts(op, fc1_expert_weights)
-        for i, name in enumerate(names):
-            scales[i] = _static_scale(
-                op, name, scales[i], 1 if i == 3 else num_experts, i in (1, 3)
-            )
-        x_scale, h_scale = scales[3], 1 / scales[1]
-        scales[0], scales[2] = scales[0] / x_scale, scales[2] * scales[1]
-    format = "fp8_tensor" if len(scales) == 4 else "fp8_block"
-    fc1 = ("fc1_expert_weights", fc1_expert_weights, names[first], scales[first])
-    fc2 = ("fc2_expert_weights", fc2_expert_weights, names[last], scales[last])
-    return Experts(
-        gate_up=_weights(op, *fc1, format, dtype),
-        down=_weights(op, *fc2, format, dtype),
-        x_scale=x_scale,
-        h_scale=h_scale,
-        activation=activation,
-        order="up_gate" if resolve(activation, op).gated else "gate_up",
-        layout="nk",
-    )
-
-
-def to_flashinfer(experts: Experts) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
-    """Returns the FP8 arguments of FlashInfer's `cutlass_fused_moe`, see `from_flashinfer`.
-
-    Args:
-      experts: fp8_tensor or fp8_block experts without biases, which are arguments of their own
-        there. Experts of fp8_tensor have both static scales. A gate half that is not behind the up
-        half is copied there.
-
-    Returns:
-      (fc1_expert_weights, fc2_expert_weights, quant_scales).
-
-    Raises:
-      TypeError, ValueError: a wrong format or dtype, a static scale that is missing or of no use, a
-        bias, halves that alternate, or halves to be moved that are no multiple of 128 in fp8_block.
-
-    Numerics: exact, but for the products of scales, and `join_gate_up` of two fp8_tensor arrays.
-
-    Example:
-      >>> import jax.numpy as jnp, jaxmoe
-      >>> w = [jaxmoe.quantize(jnp.ones(s), "fp8_block", weight_layout="kn")
-      ...      for s in ((2, 4, 6), (2, 3, 4))]
-      >>> experts = jaxmoe.Experts(gate_up=w[0], down=w[1], order="up_gate")
-      >>> fc1, fc2, scales = jaxmoe.checkpoints.to_flashinfer(experts)
-      >>> fc1.shape, fc2.shape, len(scales)
-      ((2, 6, 4), (2, 4, 3), 2)
-    """
-    op = "checkpoints.to_flashinfer"
-    given: Any = experts
-    if not isinstance(given, Experts):
-        raise TypeError(_checks.message(op, "experts must be a jaxmoe.Experts", experts=experts))
-    for name in ("gate_up_bias", "gate_bias", "up_bias", "down_bias"):
-        if getattr(experts, name) is not None:
-            rule = f"{name} must be None: FlashInfer takes biases apart from the weights"
-            raise ValueError(_checks.message(op, rule, **{name: getattr(experts, name)}))
-    for name in ("gate_up", "gate", "up", "down"):
-        if (q := getattr(experts, name)) is not None:
-            _check_weights(op, name, q, ("fp8_tensor", "fp8_block"))
-    first, down = _up_first(op, experts), experts.down
-    per_tensor = down.format == "fp8_tensor"
-    static = {"x_scale": experts.x_scale, "h_scale": experts.h_scale}
-    for name, scale in static.items():
-        if (scale is not None) != per_tensor:
-            rule = f"{name} must be {'given' if per_tensor else 'None'} for {down.format}"
-            raise ValueError(_checks.message(op, rule, **{name: scale}))
-    scales = [first.scales, down.scales]
-    if per_tensor:
-        s_x = _static_scale(op, "x_scale", experts.x_scale, 1, True)
-        s_h = _static_scale(op, "h_scale", experts.h_scale, experts.num_experts, True)
-        scales = [scales[0] * s_x, 1 / s_h, scales[1] * s_h, s_x]
-    return first.values, down.values, scales
-
-
-def _up_first(op: str, e: Experts) -> QuantizedArray:
-    """The first weight as one array, the up half first."""
-    if e.gate is not None:
-        return join_gate_up(e.up, e.gate)
-    if not resolve(e.activation, op).gated or e.order == "up_gate":
-        return e.first
-    if e.order == "interleaved":
-        rule = "order='interleaved' must be 'up_gate' or 'gate_up': FlashInfer has halves"
-        raise ValueError(_checks.message(op, rule, gate_up=e.gate_up))
-    return _swap_halves(op, e.gate_up)
-
-
-def _weights(
+def weights_of(
     op: str, name: str, values: Any, scale_name: str, scales: Any, format: str, dtype: Any
 ) -> QuantizedArray:
+    """Weights of layout "nk" from e4m3 values and scales of any floating type."""
     _checks.check_rank(op, name, values, "E,N,K")
     _checks.check_dtype(op, name, values, ("float8_e4m3fn",))
     _checks.check_dtype(op, scale_name, scales, _SCALES)
@@ -345,7 +205,8 @@ def _weights(
     return QuantizedArray(jnp.asarray(values), scales, format, "nk", dtype)
 
 
-def _check_weights(op: str, name: str, q: Any, formats: Sequence[str]) -> None:
+def check_weights(op: str, name: str, q: Any, formats: Sequence[str]) -> None:
+    """Refuses anything but weights in one of some formats."""
     check_quantized(op, name, q)
     if q.layout == "tokens" or q.format not in formats:
         rule = (
@@ -354,7 +215,8 @@ def _check_weights(op: str, name: str, q: Any, formats: Sequence[str]) -> None:
         raise ValueError(_checks.message(op, rule, **{name: q}))
 
 
-def _check_whole_blocks(op: str, name: str, q: QuantizedArray, outputs: int) -> None:
+def check_whole_blocks(op: str, name: str, q: QuantizedArray, outputs: int) -> None:
+    """Refuses halves of so many outputs that a block of scales lies in both."""
     if outputs % BLOCK:
         rule = (
             f"{name} has halves of {outputs} outputs, no multiple of {BLOCK}: the block between "
@@ -363,32 +225,7 @@ def _check_whole_blocks(op: str, name: str, q: QuantizedArray, outputs: int) -> 
         raise ValueError(_checks.message(op, rule, **{name: q}))
 
 
-def _swap_halves(op: str, q: QuantizedArray) -> QuantizedArray:
-    half = q.values.shape[1] // 2
-    scales = q.scales
-    if q.format == "fp8_block":
-        _check_whole_blocks(op, "gate_up", q, half)
-        scales = jnp.roll(scales, scales.shape[1] // 2, axis=1)
-    values = jnp.roll(q.values, half, axis=1)
-    return QuantizedArray(values, scales, q.format, q.layout, q.dtype)
-
-
 def _rescale(values: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
     """Rounds values * (old / new), new >= old, to their own dtype; equal scales change nothing."""
     ratio = jax.lax.optimization_barrier(jnp.where(old == new, 1, old / new))
     return (values.astype(jnp.float32) * ratio[:, None, None]).astype(values.dtype)
-
-
-def _num_experts(op: str, weights: Any) -> int:
-    _checks.check_rank(op, "fc1_expert_weights", weights, "E,N,K")
-    return weights.shape[0]
-
-
-def _static_scale(op: str, name: str, scale: Any, num_experts: int, scalar: bool) -> jax.Array:
-    """Returns a float32 scale, [E] or, if `scalar` ones are allowed, []."""
-    scale = np.asarray(scale) if isinstance(scale, np.generic) else scale
-    _checks.check_dtype(op, name, scale, ("float32",))
-    if scalar and scale.shape in ((), (1,)):
-        return jnp.asarray(scale).reshape(())
-    _checks.check_shape(op, name, scale, (num_experts,), "num_experts")
-    return jnp.asarray(scale)

@@ -1,0 +1,191 @@
+"""Tokens that are quantized beside packed weights, in a format of their own.
+
+Products multiply the numbers that tokens stand for, which the dtype of the layer holds exactly, by
+the kernels of the weights. A scale that all tokens share multiplies the scales of the weights, one
+of each token the float32 sums of its rows.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxmoe._formats.base import Factors, Format, Tokens
+from jaxmoe._formats.fp8 import FP8_CHANNEL, FP8_TENSOR
+from jaxmoe._formats.weight_only import Packed
+from jaxmoe._jax.checks import dtype_name
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenRule:
+    """How tokens are quantized.
+
+    Attributes:
+      name: what users call it.
+      array: the format of a `jaxmoe.QuantizedArray` of such tokens.
+      scales: dimensions of what multiplies the numbers that products read, "" or "t".
+      common: whether that is one scale, made of all tokens.
+      static: whether the caller may give it.
+      dtypes: of layers that hold the numbers exactly.
+    """
+
+    name: str
+    array: Format
+    scales: str
+    common: bool = False
+    static: bool = False
+    dtypes: tuple[str, ...] = ("bfloat16", "float16", "float32")
+
+    def tokens(self, x: jax.Array, scale: jax.Array | None) -> Tokens:
+        """Quantizes rows [R, K]: numbers that products read, and what multiplies the sums.
+
+        A static `scale` is [] or [R].
+        """
+        raise NotImplementedError
+
+    def given(self, values: jax.Array, scales: jax.Array, dtype: Any) -> Tokens:
+        """The same of a `jaxmoe.QuantizedArray`."""
+        del dtype
+        return Tokens(values, scales)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp8Tokens(TokenRule):
+    """e4m3, with a scale for each token, or a static one."""
+
+    def tokens(self, x: jax.Array, scale: jax.Array | None) -> Tokens:
+        """Quantizes rows as the FP8 formats do."""
+        return (FP8_TENSOR if scale is not None and not scale.ndim else FP8_CHANNEL).tokens(
+            x, scale
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedTokens(TokenRule):
+    """Codes with factors of neighbours, as the packed weights of `array` have them."""
+
+    def tokens(self, x: jax.Array, scale: jax.Array | None) -> Tokens:
+        """Quantizes rows to the numbers of codes times factors."""
+        codes, factors, left = self.packed.encoded_tokens(x, scale)
+        return Tokens(self.packed.numbers(codes, factors).astype(x.dtype), left)
+
+    def given(self, values: jax.Array, scales: jax.Array, dtype: Any) -> Tokens:
+        """Decodes the rows of bytes of an array."""
+        codes, factors = self.packed.unpacked_tokens(values)
+        return Tokens(self.packed.numbers(codes, factors).astype(dtype), scales)
+
+    @property
+    def packed(self) -> Packed:
+        """The format of the array."""
+        assert isinstance(self.array, Packed)
+        return self.array
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizedTokens(Format):
+    """Packed weights, and the format of the tokens beside them.
+
+    Attributes:
+      weights: the format of the weights.
+      rule: that of the tokens.
+      applied: whether static scales of tokens are in those of the weights already.
+    """
+
+    weights: Format = Format("plain")
+    rule: TokenRule = TokenRule("", Format("plain"), "")
+    applied: bool = False
+
+    @property
+    def packed(self) -> bool:
+        """As the weights."""
+        return self.weights.packed
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        """As the weights."""
+        return self.weights.steps
+
+    def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """As the weights."""
+        return self.weights.stored_shape(shape)
+
+    def weight_shape(self, stored: tuple[int, ...]) -> tuple[int, ...]:
+        """As the weights."""
+        return self.weights.weight_shape(stored)
+
+    def unit(self, size: int, axis: str) -> int:
+        """As the weights, whose units are whole groups of tokens too."""
+        return self.weights.unit(size, axis)
+
+    def dequantizing(self) -> Format:
+        """The weights alone: no token is quantized in a derivative."""
+        return self.weights.dequantizing()
+
+    @property
+    def token_array(self) -> str | None:
+        """The format of quantized tokens."""
+        return self.rule.array.name
+
+    @property
+    def one_token_scale(self) -> bool:
+        """Whether all tokens share a scale, which is made of all of them."""
+        return self.rule.common
+
+    def shared_over(self, k: bool, rows: bool) -> bool:
+        """Whether one scale of tokens spans rows (or k) that lie on several devices."""
+        varies = self.rule.common or self.rule.scales != ""
+        return varies and super().shared_over(k, rows)
+
+    def refused_input(self, dtype: Any) -> str | None:
+        """Numbers of tokens are exact in the dtype of the layer."""
+        if jnp.dtype(dtype).name in self.rule.dtypes:
+            return None
+        allowed = " or ".join(dtype_name(jnp.dtype(d)) for d in self.rule.dtypes)
+        return (
+            f"dtype={dtype_name(jnp.dtype(dtype))} must be {allowed} with "
+            f"token_format={self.rule.name!r}: it does not hold the powers of two of the tokens"
+        )
+
+    def decode(self, values: jax.Array, scales: jax.Array, tokens: bool) -> jax.Array:
+        """The numbers that values and scales stand for, float32; tokens as products read."""
+        return (super() if tokens else self.weights).decode(values, scales, tokens)
+
+    def tokens(self, x: jax.Array, scale: jax.Array | None = None) -> Tokens:
+        """Quantizes rows, with a static scale if there is one."""
+        values, scales = self.rule.tokens(x, scale)
+        return Tokens(values, None if self.applied else scales)
+
+    def given_tokens(self, values: jax.Array, scales: jax.Array, dtype: Any) -> Tokens:
+        """Tokens of a `jaxmoe.QuantizedArray` as products read them."""
+        return self.rule.given(values, scales, dtype)
+
+    def by_expert(self, values: jax.Array, scales: Any, static: jax.Array) -> tuple[Format, Any]:
+        """Applies the static scale of each expert to its weights."""
+        del values
+        return dataclasses.replace(self, applied=True), scales * static
+
+    def factors(self, tokens: Tokens, scales: Any, dtype: Any) -> Factors:
+        """The weights with what all tokens share in their scales, and the scales of rows."""
+        given = Tokens(tokens.values.astype(dtype), None)
+        if tokens.scales is None:
+            return Factors(self.weights, given, scales)
+        if tokens.scales.ndim:
+            return Factors(self.weights, given, scales, tokens.scales)
+        return Factors(self.weights, given, scales * tokens.scales)
+
+
+def beside(weights: Format, rule: TokenRule) -> QuantizedTokens:
+    """The format of a layer whose tokens are quantized by `rule` beside `weights`."""
+    return QuantizedTokens(
+        weights.name,
+        weight_scales=weights.weight_scales,
+        token_scales=rule.scales,
+        block=weights.block,
+        stored=weights.stored,
+        static_scales=rule.static,
+        composed=True,
+        gradient=weights.gradient,
+        weights=weights,
+        rule=rule,
+    )
