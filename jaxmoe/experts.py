@@ -99,6 +99,14 @@ class Experts:
     forward_format: str | None = None
     token_format: str | None = None
 
+    def __new__(cls, *_args: Any, **fields: Any) -> "Experts":
+        """Names the place of an activation's constants, which are no fields."""
+        for name in ("alpha", "beta", "limit"):
+            if name in fields:
+                rule = f"{name} is one of the activation: activation=jaxmoe.Swiglu({name}=...)"
+                raise TypeError(_checks.message(_OP, rule, **{name: fields[name]}))
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         """Checks the static fields, and shapes where they are known."""
         _check_static(self)

@@ -368,3 +368,11 @@ def test_transposed_weights_name_their_layout():
         with pytest.raises(ValueError, match=re.escape(f"these shapes fit layout={layout!r}")):
             Experts(**weights, layout=given)
         assert Experts(**weights, layout=layout).hidden == 6
+
+
+def test_the_constants_of_an_activation_are_named_where_they_belong():
+    w = jnp.ones((2, 4, 8))
+    with pytest.raises(TypeError, match=r"limit is one of the activation: .*Swiglu\(limit=...\)"):
+        Experts(gate_up=w, down=w, limit=7.0)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'size'"):
+        Experts(gate_up=w, down=w, size=7)
