@@ -442,7 +442,10 @@ def test_arrays_that_do_not_fit_are_refused():
         (replace(q, values=q.values[..., :-1]), "q.values.shape=[2,2,8703] must be [2,2,6528]"),
         (replace(q, values=q.values.astype(jnp.int8)), "q.values.dtype=i8 must be u8"),
         (replace(q, scales=q.scales[:1]), "q.scales.shape=[1] must be [2]"),
-        (replace(q, layout="tokens"), "is for weights: its tokens are not quantized"),
+        (
+            replace(q, layout="tokens", format="int4_g64"),
+            "is for weights: its tokens are not quantized",
+        ),
         (replace(q, format="int4_g32", dtype=np.dtype(np.float32)), "q.dtype=float32 must be bf16"),
     ):
         with pytest.raises((TypeError, ValueError), match=re.escape(message)):
