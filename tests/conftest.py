@@ -23,15 +23,19 @@ def _wants_gpu(config: pytest.Config) -> bool:
 
 _CPU_DEVICES = 8
 _STALE_S = 24 * 3600.0  # age of a session that was killed, not one that still runs
+_EXCHANGE_S = 2.0  # a few milliseconds each time
 _programs = pytest.StashKey[Path]()
+_exchanged = pytest.StashKey[float]()
 _imports_compute = pytest.StashKey[bool]()
 
 
 def link_programs(source: Path, target: Path) -> None:
     """Makes the compiled programs of directory `source` appear in `target`, each in one step."""
-    for entry in source.glob("*-cache"):
-        with contextlib.suppress(FileExistsError):
-            os.link(entry, target / entry.name)
+    known = set(os.listdir(target))
+    for name in os.listdir(source):
+        if name.endswith("-cache") and name not in known:
+            with contextlib.suppress(FileExistsError):
+                os.link(source / name, target / name)
 
 
 def own_programs(shared: Path) -> Path:
@@ -39,7 +43,8 @@ def own_programs(shared: Path) -> Path:
 
     JAX writes an entry of its compilation cache in place. Another process may read the entry half
     written, and every later one does if the writer is killed. Each process therefore writes to a
-    directory of its own, whose entries are linked into `shared` when its session ends.
+    directory of its own, whose entries are linked into `shared` between its tests, when none is
+    being written, and those of other processes out of it.
     """
     shared.mkdir(parents=True, exist_ok=True)
     for session in shared.glob("session-*"):
@@ -68,9 +73,20 @@ def pytest_configure(config: pytest.Config) -> None:
         jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+        # Nobody reads where in the tests an op of a program comes from.
+        jax.config.update("jax_include_full_tracebacks_in_locations", False)
         # A tenth goes into looking for cycles among the many objects that tracing makes.
         gc.freeze()
         gc.set_threshold(200_000, 10, 20)
+
+
+def exchange_programs(config: pytest.Config) -> None:
+    """Gives what this process compiled to the others, and takes what they did, now and then."""
+    own, now = config.stash.get(_programs, None), time.monotonic()
+    if own and now - config.stash.get(_exchanged, 0.0) > _EXCHANGE_S:
+        config.stash[_exchanged] = now
+        link_programs(own, own.parent)
+        link_programs(own.parent, own)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -116,6 +132,7 @@ def _gpu_count() -> int:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    exchange_programs(item.config)
     needed = 2 if item.get_closest_marker("multi_gpu") else 1
     if not (item.get_closest_marker("gpu") or item.get_closest_marker("multi_gpu")):
         return

@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxmoe import QuantizedArray
 from jaxmoe._testing import GPT_OSS
-from jaxmoe.activation import resolve
+from jaxmoe.activation import Swiglu, resolve
 
 F8 = ml_dtypes.float8_e4m3fn
 
@@ -64,6 +64,8 @@ ACTIVATIONS = {
     "identity": lambda g: g,
     GPT_OSS: lambda g, u: np.minimum(g, 7) * sigmoid(1.702 * np.minimum(g, 7))
     * (np.clip(u, -7, 7) + 1),
+    Swiglu(limit=0.5): lambda g, u: np.minimum(g, 0.5) * sigmoid(np.minimum(g, 0.5))
+    * np.clip(u, -0.5, 0.5),
 }  # fmt: skip
 
 

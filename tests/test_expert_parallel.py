@@ -53,7 +53,8 @@ def biased():
     rng = np.random.default_rng(0)
     inputs = layer_inputs(LAYER, NUM_TOKENS, "uniform", rng, jnp.float32)
     del inputs["expert_ids"]
-    return {**inputs, "residual": normal(rng, inputs["x"].shape)}
+    # On the host: dividing what is on a device takes programs.
+    return jax.tree.map(np.asarray, {**inputs, "residual": normal(rng, inputs["x"].shape)})
 
 
 def arrays():
@@ -108,7 +109,7 @@ def program(gradients=True, **options):
 
 
 def run(ids, sizes, a, **options):
-    return program(sizes=tuple(sizes.items()), **options)(jnp.asarray(ids), a)
+    return program(sizes=tuple(sizes.items()), **options)(np.asarray(ids), a)
 
 
 @functools.cache
@@ -202,7 +203,7 @@ def test_experts_that_do_not_divide_and_copies_of_hot_ones():
         a = a | {n: expert_parallel.place_experts(a[n], table) for n in own}
         return split_layer(ids, a, EIGHT, dispatch="all_to_all", expert_map=table)
 
-    close(with_gradients(placed)(jnp.asarray(ids), a), whole()(jnp.asarray(ids), a))
+    close(with_gradients(placed)(ids, a), whole()(ids, a))
 
 
 def test_a_device_may_have_one_expert():
@@ -352,7 +353,7 @@ def test_fp8_tokens_need_not_fill_their_last_word():
 
 def test_x64_changes_nothing():
     def every(ids, a):
-        ways = ({"dispatch": "all_to_all"}, {"dispatch": "ragged"}, {"tokens": "replicated"})
+        ways = ({"dispatch": "ragged"}, {"tokens": "replicated"})
         return [split_layer(ids, a, EIGHT, **options) for options in ways]
 
     ids, a = ids_of("with_invalid"), jax.tree.map(np.asarray, arrays())

@@ -138,13 +138,14 @@ def exported(fn, size, platforms):
 
 
 # "plan" begins with "route", and on a CPU "whole_k" is "layer".
-@pytest.mark.parametrize("name", sorted(PROGRAMS.keys() - {"route", "whole_k"}))
+# "layer_fp8_block" is "quantize_fp8_block" and the products of "layer_fp8_tensor".
+@pytest.mark.parametrize("name", sorted(PROGRAMS.keys() - {"route", "whole_k", "layer_fp8_block"}))
 def test_bits_of_every_number_of_tokens(name):
     """Saved and loaded; a symbol alone is at least 1, so "t - 1" is what may be no token."""
     fn, _ = PROGRAMS[name]
-    few = (0, 1, 7) if name in ("layer", "plan") else (0, 7)
+    few = (0, 1, 7) if name == "plan" else (0, 7)
     few = few if name in WITHOUT_TOKENS else few[1:]
-    sizes = {"t - 1": few} | ({"t": (40, 300)} if name in LARGE else {})
+    sizes = {"t - 1": few} | ({"t": (300,)} if name in LARGE else {})
     sizes |= {"2*t": (8,)} if name == "layer" else {}
     for size, counts in sizes.items():
         program = exported(fn, size, ["cpu"])
@@ -163,7 +164,8 @@ def test_bits_of_every_number_of_tokens(name):
 def test_cuda_calls(name):
     fn, calls = PROGRAMS[name]
     with _targets.force_cuda_lowering():
-        text = exported(fn, "t", ["cpu", "cuda"]).mlir_module()
+        platforms = ["cpu", "cuda"] if name == "layer" else ["cuda"]
+        text = exported(fn, "t", platforms).mlir_module()
     assert {re.sub(r"_v\d+$", "", c) for c in re.findall(r"@jaxmoe_(\w+)\(", text)} == calls
 
 

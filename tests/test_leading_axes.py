@@ -69,13 +69,13 @@ def test_no_tokens():
 
 
 # Where B, S and the experts lie.
-SPLITS = [("b", "s", "e"), ("b", "s", None), (None, "s", "e"), (("b", "e"), "s", None)]
+SPLITS = [("b", "s", "e"), (("b", "e"), "s", None), (None, "s", "e")]
 SPLITS += [("b", "s", "b"), ("s", "b", "e"), ("b", None, "s")]
 
 
 @pytest.mark.parametrize(
     ("split", "kind"),
-    [*((split, EXPLICIT) for split in SPLITS), *((split, AUTO) for split in SPLITS[::3])],
+    [*((split, EXPLICIT) for split in SPLITS), *((split, AUTO) for split in SPLITS[:2])],
     ids=str,
 )
 def test_split_axes(split, kind):

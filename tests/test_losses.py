@@ -24,6 +24,7 @@ from jaxmoe.losses import (
 
 _switch, _sequence, _z = map(jax.jit, (load_balancing_loss, sequence_balance_loss, router_z_loss))
 _load = jax.jit(expert_load, static_argnums=1)
+_update = jax.jit(update_selection_bias)
 NAN, INF = np.nan, np.inf
 I32_MIN, I32_MAX = np.iinfo(np.int32).min, np.iinfo(np.int32).max
 # Sums of T or E positive float32 numbers against float64.
@@ -210,7 +211,8 @@ def test_one_sequence_is_a_quarter_of_switch_for_four_choices():
 def test_what_is_masked_has_no_influence():
     logits, ids, mask = _case(30, 6, 2, "uniform", jnp.float32)
     at = np.asarray(mask)
-    dirty = jnp.where(mask[:, None], logits, jnp.where(jnp.arange(6)[None] > 2, NAN, INF))
+    dirty = np.where(at[:, None], logits, np.where(np.arange(6) > 2, NAN, INF)).astype(np.float32)
+    ids, logits = np.asarray(ids), np.asarray(logits)
     for loss in (
         lambda x, m=None, i=ids: load_balancing_loss(x, i, m),
         lambda x, m=None, i=ids: sequence_balance_loss(
@@ -339,10 +341,10 @@ def test_vmap():
         # sums in another order
         close = functools.partial(np.testing.assert_allclose, rtol=RTOL, atol=1e-8)
         jax.tree.map(close, got, jax.tree.map(lambda *a: jnp.stack(a), *want))
-    shared = jax.vmap(load_balancing_loss, (0, None))(scores, ids[0])
-    np.testing.assert_allclose(shared[2], load_balancing_loss(scores[2], ids[0]), rtol=RTOL)
-    assert_vmap_is_loop(functools.partial(expert_load, num_experts=5), (ids,), (0,))
-    update = functools.partial(update_selection_bias, rate=0.5)
+    shared = jax.jit(jax.vmap(load_balancing_loss, (0, None)))(scores, ids[0])
+    np.testing.assert_allclose(shared[2], _switch(scores[2], ids[0]), rtol=RTOL)
+    assert_vmap_is_loop(jax.jit(functools.partial(expert_load, num_experts=5)), (ids,), (0,))
+    update = jax.jit(functools.partial(update_selection_bias, rate=0.5))
     assert_vmap_is_loop(update, (scores[:, 0], ids.reshape(3, 12)[:, :5]), (0, 0))
 
 
@@ -379,12 +381,12 @@ def test_inside_shard_map(check_vma):
         local = sequence_balance_loss(jax.nn.sigmoid(logits)[None], ids[None])
         return load, z, local, update_selection_bias(bias, load, rate=0.25)
 
-    load, z, local, new = step(logits, ids, bias)
-    assert_equal(load, expert_load(ids, 8))
-    np.testing.assert_allclose(z, router_z_loss(logits), rtol=RTOL)
-    want = sequence_balance_loss(jax.nn.sigmoid(logits).reshape(4, 6, 8), ids.reshape(4, 6, 3))
-    np.testing.assert_allclose(local, want, rtol=RTOL)
-    assert_equal(new, update_selection_bias(bias, load, rate=0.25))
+    load, z, local, new = step(np.asarray(logits), np.asarray(ids), np.asarray(bias))
+    assert_equal(load, _load(ids, 8))
+    np.testing.assert_allclose(z, _z(logits), rtol=RTOL)
+    scores, choices = jax.nn.sigmoid(logits).reshape(4, 6, 8), np.asarray(ids).reshape(4, 6, 3)
+    np.testing.assert_allclose(local, _sequence(scores, choices), rtol=RTOL)
+    assert_equal(new, _update(bias, np.asarray(load), rate=0.25))
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])

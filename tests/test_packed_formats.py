@@ -28,6 +28,7 @@ from jaxmoe._formats.parts import pack, unpack
 from jaxmoe._gemm import cuda, tiles
 from jaxmoe._testing import PACKED, Layer, assert_equal, layer_inputs
 from tests import packed_oracle as oracle
+from tests.arguments import zeros_of
 from tests.lowered import calls, cuda_text, layer_call
 from tests.sharding_programs import collectives
 
@@ -77,6 +78,15 @@ def draw(name, seed=0, num_experts=E, dtype=jnp.bfloat16):
     return codes, (scales, *zeros), (scales, *zeros)
 
 
+@functools.partial(jax.jit, static_argnums=0, static_argnames=("weight_layout", "dtype"))
+def packed(name, *parts, **options):
+    """`pack` as one program: op by op it is dozens."""
+    return pack(name, *parts, **options)
+
+
+unpacked = jax.jit(unpack)
+
+
 def meaning(name, codes, parts):
     """The weights in float64, before the rounding of int4."""
     k = codes.shape[-1]
@@ -94,11 +104,11 @@ def meaning(name, codes, parts):
 
 def test_bytes_are_those_of_plain_loops_and_come_back(name):
     codes, parts, strips = draw(name)
-    q = pack(name, codes, *parts, weight_layout="kn")
+    q = packed(name, codes, *parts, weight_layout="kn")
     want = oracle.values_of(name, codes.view(np.uint8), *strips)
     np.testing.assert_array_equal(np.asarray(q.values), want, strict=True)
     assert q.shape == (E, codes.shape[2], N) and q.dtype == jnp.bfloat16
-    for got, given in zip(unpack(q), (codes, *parts), strict=True):
+    for got, given in zip(unpacked(q), (codes, *parts), strict=True):
         np.testing.assert_array_equal(np.asarray(got), given, strict=True)
     assert QUANTIZED[name].stored_shape(codes.shape) == q.values.shape
     assert QUANTIZED[name].weight_shape(q.values.shape) == codes.shape
@@ -107,7 +117,7 @@ def test_bytes_are_those_of_plain_loops_and_come_back(name):
 @pytest.mark.parametrize("dtype", (jnp.bfloat16, jnp.float16))
 def test_what_they_stand_for(name, dtype):
     codes, parts, _ = draw(name, 1, dtype=dtype)
-    q = pack(name, codes, *parts, weight_layout="nk", dtype=dtype)
+    q = packed(name, codes, *parts, weight_layout="nk", dtype=dtype)
     want = meaning(name, codes, parts)
     if name.startswith("int4"):  # rounded once, to the dtype of the array
         want = want.astype(jnp.dtype(dtype))
@@ -167,11 +177,8 @@ def test_quantize_is_its_formula(name, layout):
     w[0, :, :128] = 0  # groups of zeros
     w[0, 0, 128:] = 0
     given = jnp.asarray(w.swapaxes(1, 2) if layout == "kn" else w)
-    q = quantize(given, name, weight_layout=layout)
-    if layout == "kn":
-        jitted = jax.jit(lambda w: quantize(w, name, weight_layout=layout))(given)
-        for a, b in zip(jax.tree.leaves(q), jax.tree.leaves(jitted), strict=True):
-            np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    run = lambda w: quantize(w, name, weight_layout=layout)  # noqa: E731
+    q = (jax.jit(run) if layout == "kn" else run)(given)
     assert q.shape == given.shape and q.dtype == dtype
     got = np.asarray(dequantize(q, dtype=jnp.float32))
     got = got.swapaxes(1, 2) if layout == "kn" else got
@@ -188,8 +195,8 @@ def test_every_exponent_of_mx():
         codes = np.resize(np.arange(count, dtype=np.uint8), (1, 64, 256 * 32))
         codes[0] = np.roll(np.resize(np.arange(count, dtype=np.uint8), 256 * 32), 1)
         given = np.broadcast_to(exponents, (1, 64, 256))
-        q = pack(name, codes, given, weight_layout="nk")
-        same_codes, same = map(np.asarray, unpack(q))
+        q = packed(name, codes, given, weight_layout="nk")
+        same_codes, same = map(np.asarray, unpacked(q))
         dead = np.repeat(given == 255, 32, axis=-1)
         np.testing.assert_array_equal(same_codes, np.where(dead, 0, codes))
         np.testing.assert_array_equal(same, given)
@@ -203,10 +210,10 @@ def test_every_exponent_of_mx():
 def test_exponents_far_below_the_largest_are_zeros():
     exponents = np.zeros((1, 64, 2), np.uint8)
     exponents[..., 1] = 254
-    q = pack("mxfp4", np.full((1, 64, 64), 7, np.uint8), exponents, weight_layout="nk")
+    q = packed("mxfp4", np.full((1, 64, 64), 7, np.uint8), exponents, weight_layout="nk")
     got = np.asarray(dequantize(q, dtype=jnp.float32))[0, 0]
     assert (got[:32] == 0).all() and np.isinf(got[32:]).all()  # 6 * 2^127
-    no_scale = pack("mxfp4", np.full((1, 64, 64), 2, np.uint8), exponents * 0, weight_layout="nk")
+    no_scale = packed("mxfp4", np.full((1, 64, 64), 2, np.uint8), exponents * 0, weight_layout="nk")
     assert float(no_scale.scales[0]) == 2.0**-126
 
 
@@ -214,11 +221,11 @@ def test_every_scale_of_nvfp4():
     """Subnormal numbers, zero and NaN among them; a sign becomes that of the values."""
     scales = np.broadcast_to(np.arange(256, dtype=np.uint8), (1, 64, 256))
     codes = np.resize(np.arange(16, dtype=np.uint8), (1, 64, 256 * 16))
-    q = pack("nvfp4", codes, scales, np.float32([1.5]), weight_layout="nk")
+    q = packed("nvfp4", codes, scales, np.float32([1.5]), weight_layout="nk")
     got = np.asarray(dequantize(q, dtype=jnp.float32))
     want = meaning("nvfp4", codes, (scales, np.float32([1.5])))
     np.testing.assert_array_equal(got, want.astype(np.float32))
-    again = pack("nvfp4", *unpack(q), weight_layout="nk")
+    again = packed("nvfp4", *unpacked(q), weight_layout="nk")
     np.testing.assert_array_equal(np.asarray(again.values), np.asarray(q.values))
 
 
@@ -260,49 +267,45 @@ def close(got, want):
     np.testing.assert_allclose(got, want, atol=2e-2 * np.abs(want).max())
 
 
+# Each class, each dtype of tokens and each order of gates and ups, which are one thing to XLA.
 @pytest.mark.parametrize(
-    ("one_of_each", "order"),
+    ("name", "order", "dtype"),
     (
-        *(("mxfp4", order) for order in ("gate_up", "interleaved", "two", "relu2")),
-        *((format, "two") for format in CLASSES[1:]),
+        ("mxfp4", "gate_up", jnp.float16),
+        ("mxfp4", "interleaved", jnp.bfloat16),
+        ("mxfp4", "two", jnp.bfloat16),
+        ("mxfp4", "relu2", jnp.float32),
+        ("nvfp4", "two", jnp.float32),
+        ("int4_g128", "two", jnp.float16),
+        ("int4_channel_zp", "two", jnp.float32),
+        ("int8_channel", "two", jnp.float16),
     ),
 )
-def test_layer(one_of_each, order):
+def test_layer(name, order, dtype):
+    """Weights of bf16, also beside other tokens: what is rounded to bf16 stays so."""
     options = {"activation": order} if order == "relu2" else {"gate_up": order}
     options = {} if order == "two" else options
-    q, plain, x, routing = experts(one_of_each, two=order == "two", **options)
+    q, plain, x, routing = experts(name, two=order == "two", **options)
+    x, q, plain = jax.tree.map(
+        lambda a: jnp.asarray(np.asarray(a).astype(dtype)) if a.dtype == jnp.bfloat16 else a,
+        (x, q, plain),
+    )
     layer = jax.jit(moe_mlp)
-    close(layer(x, routing, q), layer(x, routing, plain))
+    y = layer(x, routing, q)
+    assert y.dtype == dtype
+    close(y, layer(x, routing, plain))
 
 
-@pytest.mark.parametrize("name", ("mxfp4", "int8_channel"))
-def test_vmap(name):
-    q, _, x, routing = experts(name, two=True)
+def test_vmap():
+    q, _, x, routing = experts("mxfp4", two=True)
     layer, batch = jax.jit(moe_mlp), jnp.stack([x, -x])
     mapped = jax.jit(jax.vmap(lambda x: moe_mlp(x, routing, q)))(batch)
     for i in range(2):
         assert_equal(mapped[i], layer(batch[i], routing, q))
 
 
-@pytest.mark.parametrize(
-    ("one_of_each", "dtype"),
-    [(name, (jnp.float16, jnp.float32)[i % 2]) for i, name in enumerate(CLASSES)],
-)
-def test_dtypes_of_tokens(one_of_each, dtype):
-    """Weights of bf16 beside other tokens: what is rounded to bf16 stays so."""
-    q, plain, x, routing = experts(one_of_each)
-    q, plain = (
-        jax.tree.map(lambda a: a.astype(dtype) if a.dtype == jnp.bfloat16 else a, e)
-        for e in (q, plain)
-    )
-    y = moe_mlp(x.astype(dtype), routing, q)
-    assert y.dtype == dtype
-    close(y, moe_mlp(x.astype(dtype), routing, plain))
-
-
-@pytest.mark.parametrize("name", ("nvfp4", "int4_channel_zp"))
-def test_exported_for_any_number_of_tokens(name):
-    q, _, x, routing = experts(name)
+def test_exported_for_any_number_of_tokens():
+    q, _, x, routing = experts("int4_channel_zp")
     (t,) = jax.export.symbolic_shape("t")
     struct = lambda a: jax.ShapeDtypeStruct((t, *a.shape[1:]), a.dtype)  # noqa: E731
 
@@ -322,19 +325,18 @@ DIVIDED = {
 }
 
 
-@pytest.mark.parametrize("axis", DIVIDED)
 @pytest.mark.parametrize(
-    ("format", "order", "kind"),
+    ("format", "order", "kind", "axis"),
     (
-        ("nvfp4", "interleaved", AxisType.Explicit),
-        ("int4_g128", "gate_up", AxisType.Auto),
-        ("int8_channel", "gate_up", AxisType.Explicit),
+        *(("nvfp4", "interleaved", AxisType.Explicit, axis) for axis in ("E", "I", "H")),
+        *(("int4_g128", "gate_up", AxisType.Auto, axis) for axis in ("I of the first", "H")),
+        *(("int8_channel", "gate_up", AxisType.Explicit, axis) for axis in ("E", "I")),
     ),
 )
-def test_on_a_mesh(format, axis, kind, order):
+def test_on_a_mesh(format, order, kind, axis):
     """K is divided by superblocks: 256 of K are two of 128."""
-    q, _, x, routing = experts(format, intermediate=256, gate_up=order)
-    want = jax.jit(moe_mlp)(x, routing, q)
+    q, plain, x, routing = experts(format, intermediate=256, gate_up=order)
+    want = jax.jit(moe_mlp)(x, routing, plain)
     mesh = jax.make_mesh((2,), ("a",), axis_types=(kind,), devices=jax.devices()[:2])
     specs = DIVIDED[axis]
 
@@ -377,19 +379,21 @@ def test_divided_products_do_not_gather_weights():
     (("nvfp4", "all_gather"), ("int8_channel", "all_to_all"), ("nvfp4", "ragged")),
 )
 def test_expert_parallel(format, dispatch):
-    q, _, x, routing = experts(format, gate_up="interleaved")
-    want = jax.jit(moe_mlp)(x, routing, q)
+    q, plain, x, routing = experts(format, gate_up="interleaved")
+    want = jax.jit(moe_mlp)(x, routing, plain)
     mesh = jax.make_mesh((4, 2), ("e", "i"), axis_types=(AxisType.Auto,) * 2)
     options = {"mesh": mesh, "axis_name": "e", "tensor_axis": "i", "dispatch": dispatch}
     layer = functools.partial(expert_parallel.sharded_moe_mlp, **options)
-    close(jax.jit(layer)(x, routing, q), want)
+    if dispatch == "all_gather":
+        close(jax.jit(layer)(x, routing, q), want)
+        return
     y, lost = jax.jit(functools.partial(layer, capacity_factor=4.0))(x, routing, q)
     close(y, want)
     assert lost == 0
 
 
 def test_place_experts_keeps_them(one_of_each):
-    q, _, x, routing = experts(one_of_each)
+    q, _, x, routing = experts(one_of_each, gate_up="interleaved")
     table = expert_parallel.expert_placement(4, 3, copies={1: 2})
     placed = expert_parallel.place_experts(q, table)
     local = np.array([0, 1, 2, 4], np.int32)
@@ -398,7 +402,8 @@ def test_place_experts_keeps_them(one_of_each):
         assert_equal(np.asarray(of_placed)[:5], np.asarray(given)[[0, 1, 2, 1, 3]])
     if one_of_each != "mxfp4":
         return
-    assert_equal(moe_mlp(x, routing, placed, expert_map=jnp.asarray(local)), moe_mlp(x, routing, q))
+    layer = jax.jit(moe_mlp)
+    assert_equal(layer(x, routing, placed, expert_map=jnp.asarray(local)), layer(x, routing, q))
 
 
 W = np.zeros((2, 128, 256), jnp.bfloat16)
@@ -436,7 +441,7 @@ def test_options_are_refused(arguments, kind, message):
 
 
 def test_arrays_that_do_not_fit_are_refused():
-    q = quantize(W, "mxfp4", weight_layout="nk")
+    q = zeros_of(quantize, W, format="mxfp4", weight_layout="nk")
     replace = dataclasses.replace
     for wrong, message in (
         (replace(q, values=q.values[..., :-1]), "q.values.shape=[2,2,8703] must be [2,2,6528]"),
@@ -450,16 +455,17 @@ def test_arrays_that_do_not_fit_are_refused():
     ):
         with pytest.raises((TypeError, ValueError), match=re.escape(message)):
             dequantize(wrong)
-    half = quantize(W.astype(np.float16), "int4_g64", weight_layout="nk")
-    both = quantize(W, "int4_g64", weight_layout="nk")
-    down = quantize(W.swapaxes(1, 2)[:, :, :64], "int4_g64", weight_layout="nk")
+    int4 = {"format": "int4_g64", "weight_layout": "nk"}
+    half = zeros_of(quantize, W.astype(np.float16), **int4)
+    both = zeros_of(quantize, W, **int4)
+    down = zeros_of(quantize, W.swapaxes(1, 2)[:, :, :64], **int4)
     with pytest.raises(ValueError, match="gate_up.dtype=f16 must equal down.dtype=bf16"):
         Experts(gate_up=half, down=down, layout="nk")
     with pytest.raises(
         ValueError, match="gate_up.format='int4_g64' must equal down.format='mxfp4'"
     ):
-        Experts(gate_up=both, down=quantize(W[:, :, :64].repeat(2, 1), "mxfp4", weight_layout="nk"),
-                layout="nk")  # fmt: skip
+        down = zeros_of(quantize, W[:, :, :64].repeat(2, 1), format="mxfp4", weight_layout="nk")
+        Experts(gate_up=both, down=down, layout="nk")
     with pytest.raises(TypeError, match="nvfp4 is made of codes, scales, global_scale, not of 2"):
         pack("nvfp4", W.astype(np.uint8), W.astype(np.uint8), weight_layout="nk")
 
@@ -473,15 +479,18 @@ def test_kernels_need_tokens_in_the_dtype_of_the_scales():
 
 
 def test_i_that_no_device_can_have_a_part_of_is_refused():
-    q, _, x, routing = experts("int4_channel", gate_up="interleaved")
+    q, _, x, routing = jax.eval_shape(lambda: experts("int4_channel", gate_up="interleaved"))
+    call = lambda *args, **options: jax.eval_shape(  # noqa: E731
+        functools.partial(expert_parallel.sharded_moe_mlp, **options), *args
+    )
     mesh = jax.make_mesh((2,), ("i",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     with pytest.raises(ValueError, match="tensor_axis='i' must be None in int4_channel"):
-        expert_parallel.sharded_moe_mlp(x, routing, q, mesh=mesh, axis_name=(), tensor_axis="i")
+        call(x, routing, q, mesh=mesh, axis_name=(), tensor_axis="i")
     with pytest.raises(ValueError, match="mxfp4 is a format of weights alone"):
-        q, *_ = experts("mxfp4")
+        q, *_ = jax.eval_shape(lambda: experts("mxfp4"))
         mesh = jax.make_mesh((2,), ("e",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
         options = {"mesh": mesh, "axis_name": "e", "dispatch_format": "mxfp4"}
-        expert_parallel.sharded_moe_mlp(x, routing, q, **options)
+        call(x, routing, q, **options)
 
 
 def test_cuda_makes_one_call(name):
@@ -525,11 +534,18 @@ def test_tiles_of_packed_weights_are_theirs_alone():
 
 def test_forward_format():
     """The value of the layer with quantized weights, and the gradients of that with plain ones."""
-    q, plain, x, routing = experts("mxfp4")  # which rounding to mxfp4 again leaves as they are
+    # of numbers that rounding to mxfp4 again leaves as they are
+    q, plain, x, routing = experts("mxfp4", gate_up="interleaved")
     forward = dataclasses.replace(plain, forward_format="mxfp4")
-    assert_equal(moe_mlp(x, routing, forward), moe_mlp(x, routing, q))
-    loss = lambda e: jnp.sum(moe_mlp(x, routing, e).astype(jnp.float32))  # noqa: E731
-    close(jax.grad(loss)(forward).down, jax.grad(loss)(plain).down)
+    layer = jax.jit(moe_mlp)
+    assert_equal(layer(x, routing, forward), layer(x, routing, q))
+
+    @jax.jit
+    def gradients(*pair):
+        loss = lambda e: jnp.sum(moe_mlp(x, routing, e).astype(jnp.float32))  # noqa: E731
+        return [jax.grad(loss)(e).down for e in pair]
+
+    close(*gradients(forward, plain))
 
 
 @pytest.mark.parametrize(
@@ -537,8 +553,8 @@ def test_forward_format():
     (*((n, AxisType.Explicit) for n in CLASSES if n != "int4_g128"), ("int4_g128", AxisType.Auto)),
 )
 def test_quantize_where_experts_are(one_of_each, kind):
-    w = np.random.default_rng(6).standard_normal((2, 128, 256)).astype(jnp.bfloat16)
-    want = dequantize(quantize(w, one_of_each, weight_layout="kn"))
+    w = np.random.default_rng(6).standard_normal((2, 256, 64)).astype(np.float16)
+    want = dequantize(jax.jit(lambda w: quantize(w, one_of_each, weight_layout="kn"))(w))
     mesh = jax.make_mesh((2,), ("a",), axis_types=(kind,), devices=jax.devices()[:2])
     with jax.set_mesh(mesh):
         split = jax.device_put(w, NamedSharding(mesh, P("a")))

@@ -182,14 +182,14 @@ def test_static_scale(format, layout) -> None:
     q = assert_oracle(x, format, layout, scale=scales)
     assert same_bits(q.scales, scales)
     assert np.abs(np.asarray(q.values).astype(np.float32)).max() == 448
-    assert np.isfinite(np.asarray(jaxmoe.dequantize(q))).all()
+    assert np.isfinite(np.asarray(dequantize(q))).all()
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, np.inf, np.nan, 2.0**-127, 2.0**127])
 def test_an_impossible_scale_gives_nan_and_no_number(bad) -> None:
     scale = jnp.array([1.0, bad], F32)
     q = jaxmoe.quantize_tokens(jnp.array([[0.0, 1.0], [0.0, 1.0]]), "fp8_channel", scale=scale)
-    out = np.asarray(jaxmoe.dequantize(q))
+    out = np.asarray(dequantize(q))
     assert out[0].tolist() == [0.0, 1.0] and np.isnan(out[1]).all()
 
 
@@ -199,7 +199,7 @@ def test_the_first_and_the_last_possible_scale(scale) -> None:
     given = jnp.array([scale], F32)
     q = jaxmoe.quantize_tokens(x, "fp8_channel", scale=given)
     assert same_bits(q.scales, np.asarray(given))
-    assert same_bits(jaxmoe.dequantize(q), np.asarray(x))
+    assert same_bits(dequantize(q), np.asarray(x))
     above = np.nextafter(np.asarray(given), np.float32(np.inf))
     q = jaxmoe.quantize_tokens(x, "fp8_channel", scale=jnp.asarray(above))
     assert np.isnan(np.asarray(q.scales)).all() == (scale > 1)
@@ -242,7 +242,7 @@ def test_the_ends_of_float32(element_type) -> None:
     x = jnp.array([[3.4028235e38, -1e38, 1e-30, 2.0**-126]], F32)
     for row in (x, x[:, 2:], x[:, 3:]):
         q = assert_oracle(row, "fp8_tensor", "tokens", element_type=element_type)
-        assert np.isfinite(np.asarray(jaxmoe.dequantize(q))).all()
+        assert np.isfinite(np.asarray(dequantize(q))).all()
 
 
 SEEDS = st.integers(0, 2**31)
@@ -266,7 +266,7 @@ def test_round_trip_error(format, seed, e5m2, e8m0) -> None:
     x = np.asarray(x, np.float64)
     relative, absolute = (2.0**-3, 2.0**-17) if e5m2 else (2.0**-4, 2.0**-10)
     bound = np.maximum(relative * np.abs(x), absolute * scale) + 2.0**-22 * np.abs(x)
-    assert (np.abs(np.asarray(jaxmoe.dequantize(q), np.float64) - x) <= bound).all()
+    assert (np.abs(np.asarray(dequantize(q), np.float64) - x) <= bound).all()
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -284,7 +284,7 @@ def test_powers_of_two_pass_through(format, seed, power) -> None:
 @hypothesis.given(seed=SEEDS)
 def test_quantizing_again_changes_nothing(format, seed) -> None:
     q = quantize(with_outliers((2, 130, 33), seed), format, "nk")
-    again = quantize(jaxmoe.dequantize(q), format, "nk", scale=q.scales)
+    again = quantize(dequantize(q), format, "nk", scale=q.scales)
     assert same_bits(again.values, q.values)
 
 
@@ -331,7 +331,7 @@ def test_layouts_hold_the_same_numbers(format) -> None:
     kn = quantize(jnp.swapaxes(w, 1, 2), format, "kn")
     assert same_bits(nk.values, kn.values) and same_bits(nk.scales, kn.scales)
     assert nk.shape == (2, 130, 40) and kn.shape == (2, 40, 130)
-    assert same_bits(jaxmoe.dequantize(nk), jnp.swapaxes(jaxmoe.dequantize(kn), 1, 2))
+    assert same_bits(dequantize(nk), jnp.swapaxes(dequantize(kn), 1, 2))
 
 
 def test_numpy_arrays() -> None:
@@ -339,4 +339,4 @@ def test_numpy_arrays() -> None:
     q = jaxmoe.quantize_tokens(x, "fp8_channel", scale=np.full(4, 0.5, np.float32))
     host = jax.tree.map(np.asarray, q)
     assert isinstance(host.values, np.ndarray)
-    assert same_bits(jaxmoe.dequantize(host), dequantize(q))
+    assert same_bits(dequantize(host), dequantize(q))

@@ -1,6 +1,7 @@
 """A routing knows over how many experts it chose, and layers refuse weights of another number."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -199,6 +200,7 @@ def _padded(count):
 def test_the_layer_that_wraps_itself():
     mesh = jax.make_mesh((4,), ("expert",))
     sharded = jaxmoe.expert_parallel.sharded_moe_mlp
-    close(sharded(X, routed(), experts(), mesh=mesh, axis_name="expert"), whole())
+    spread = jax.jit(functools.partial(sharded, mesh=mesh, axis_name="expert"))
+    close(spread(X, routed(), experts()), whole())
     with pytest.raises(ValueError, match="must equal routing.num_experts=8"):
         sharded(X, routed(), experts(last=4), mesh=mesh, axis_name="expert")

@@ -15,7 +15,7 @@ def conftest(pytestconfig: pytest.Config):
     return pytestconfig.pluginmanager.get_plugin(CONFTEST)
 
 
-def test_programs_of_a_session_are_seen_once_it_ends(conftest, tmp_path) -> None:
+def test_programs_of_a_session_are_seen_once_they_are_linked(conftest, tmp_path) -> None:
     first, second = conftest.own_programs(tmp_path), conftest.own_programs(tmp_path)
     for session, text in ((first, "first"), (second, "second")):
         (session / "both-cache").write_text(text)
@@ -26,6 +26,20 @@ def test_programs_of_a_session_are_seen_once_it_ends(conftest, tmp_path) -> None
     conftest.link_programs(second, tmp_path)
     seen = {path.name: path.read_text() for path in conftest.own_programs(tmp_path).iterdir()}
     assert seen == {"both-cache": "first", "second-cache": "second"}
+
+
+def test_sessions_exchange_programs_now_and_then(conftest, tmp_path) -> None:
+    sessions = [conftest.own_programs(tmp_path) for _ in range(2)]
+    configs = [type("Config", (), {"stash": pytest.Stash()})() for _ in sessions]
+    for config, own in zip(configs, sessions, strict=True):
+        config.stash[conftest._programs] = own
+    (sessions[0] / "early-cache").write_text("early")
+    for config in configs:
+        conftest.exchange_programs(config)
+    (sessions[0] / "late-cache").write_text("late")
+    for config in configs:  # again too soon
+        conftest.exchange_programs(config)
+    assert [path.name for path in sessions[1].iterdir()] == ["early-cache"]
 
 
 def test_only_old_sessions_are_removed(conftest, tmp_path) -> None:

@@ -314,7 +314,6 @@ FP8 = {
             h_in="b",
         ),
     ),
-    "fp8_tensor, rows": (AUTO, fp8_rows, Row("", "2 all-reduce", experts="a", i="b")),
     "fp8_tensor, rows, static": (  # the scale of each expert is gathered
         EXPLICIT,
         fp8_rows,
