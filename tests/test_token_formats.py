@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxmoe import (
     Experts,
+    GemmConfig,
     Routing,
     dequantize,
     expert_parallel,
@@ -271,10 +272,14 @@ def test_products_are_those_of_the_kernels(name):
     """On CUDA the layer has two packed products, of bf16 tokens."""
     weights, token_format, _, more = CASES[name]
     x, routing, e = case(weights, token_format, **more)
-    products = [c for c in calls(cuda_text(moe_mlp, x, routing, e)) if "grouped_gemm" in c[0]]
+    # A tile without float32 output, which the sums of rows with a scale each have.
+    layer = functools.partial(moe_mlp, config=(GemmConfig(256, 160), GemmConfig(256, 160)))
+    products = [c for c in calls(cuda_text(layer, x, routing, e)) if "grouped_gemm" in c[0]]
     packed = [c for c in products if c[1]["format"] == f"{QUANTIZED[weights].code}:i64"]
     assert len(packed) == 2 and all(ins[0].endswith("xbf16") for _, _, ins, _ in packed)
     assert len(products) == 2 + 2 * (name == "w4a8")  # biases after the scales of rows
+    of_down = 128 if name == "w4a8" else 160
+    assert [c[1]["config"]["token_tile"] for c in packed] == ["128:i64", f"{of_down}:i64"]
     with _targets.force_cuda_lowering():
         ops = [op for op in explain(moe_mlp, x, routing, e).ops if op.op == "jaxmoe_gmm"]
     assert len(ops) == len(products) and all(op.cuda_reason is None for op in ops)

@@ -192,6 +192,15 @@ def _packed_config(usual: float, k: int, tiles: float, raster: int, float_out: b
     return GemmConfig(256, 128 if usual <= 128 or float_out else 160, raster=raster)
 
 
+def with_float_output(config: GemmConfig | None, promoted: bool | None) -> GemmConfig | None:
+    """The tile asked for, or one that can have float32 output if a quantized product's cannot."""
+    if config is None:
+        return None
+    if config.tile in PACKED_ROUNDED or (promoted is False and config.tile in NOT_PROMOTED):
+        return GemmConfig(256, 128, raster=config.raster)
+    return config
+
+
 def _split_k(row_bytes: int, tiles: float) -> int:
     if row_bytes < _MIN_SPLIT_BYTES or tiles > _MAX_SPLIT_TILES or _SMS < tiles < 1.5 * _SMS:
         return 1

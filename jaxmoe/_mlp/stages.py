@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxmoe._formats import Format, Tokens
 from jaxmoe._gemm.gate_up import activate
 from jaxmoe._gemm.multiply import multiply
-from jaxmoe._gemm.tiles import NOT_PROMOTED, PACKED_ROUNDED, GemmConfig
+from jaxmoe._gemm.tiles import with_float_output
 from jaxmoe._jax import sizes as _sizes
 from jaxmoe._mlp.operands import Layer, Operands, halves
 from jaxmoe.finalize import finalize
@@ -99,7 +99,7 @@ def rows_of(
         layout=layer.layouts[0],
         out_dtype=z_dtype,
         promoted=promoted[0],
-        config=_with_float_output(configs[0], promoted[0]),
+        config=with_float_output(configs[0], promoted[0]),
     )
     parts = [first(*of_half) for of_half in halves(a, layer)]
     z = exchange.between(parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1))
@@ -159,12 +159,3 @@ def _gathered(a: Operands, layer: Layer, order: Plan) -> Tokens:
     assert scales is not None
     values = _sizes.with_a_row(tokens.values)
     return Tokens(values[token], _sizes.with_a_row(scales)[token] if scales.ndim else scales)
-
-
-def _with_float_output(config: Any, promoted: bool | None) -> Any:
-    """The tile asked for, or one that can have float32 output if a quantized product's cannot."""
-    if config is None:
-        return None
-    if config.tile in PACKED_ROUNDED or (promoted is False and config.tile in NOT_PROMOTED):
-        return GemmConfig(256, 128, raster=config.raster)
-    return config
