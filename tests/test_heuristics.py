@@ -6,7 +6,6 @@ import math
 import pytest
 
 from jaxmoe import GemmConfig, _gemm
-from jaxmoe._mlp import stages as _stages
 
 
 def _mlp_configs(rows, num_experts, hidden, intermediate, local=None):
@@ -145,7 +144,7 @@ def test_float32_output_of_fast_fp8_sums_has_a_kernel():
         assert config.tile in _gemm.tiles.NOT_PROMOTED
     # A layer whose two products are calls of their own keeps the order of tiles that was asked for.
     asked = GemmConfig(256, 160, cluster=2, raster=4)
-    assert _stages._with_float_output(asked, False) == GemmConfig(256, 128, raster=4)
+    assert _gemm.tiles.with_float_output(asked, False) == GemmConfig(256, 128, raster=4)
 
 
 def test_panels_of_weight_tiles_begin_at_many_rows_a_group():
