@@ -30,11 +30,18 @@ namespace jaxmoe::ptx {
 """
 
 
+def accumulators(count: int) -> tuple[str, str, str]:
+    """Parameters, registers in PTX and asm operands of so many sums."""
+    return (
+        ", ".join(f"float& d{i}" for i in range(count)),
+        ", ".join(f"%{i}" for i in range(count)),
+        ", ".join(f'"+f"(d{i})' for i in range(count)),
+    )
+
+
 def atom(n: int, name: str, ptx_a: str, ptx_b: str, k: int) -> str:
     count = n // 2
-    parameters = ", ".join(f"float& d{i}" for i in range(count))
-    registers = ", ".join(f"%{i}" for i in range(count))
-    operands = ", ".join(f'"+f"(d{i})' for i in range(count))
+    parameters, registers, operands = accumulators(count)
     template = majors = constants = ""
     if k == 16:  # of FP8 both operands are K-major
         template = "template <cute::SM90::GMMA::Major kMajorA, cute::SM90::GMMA::Major kMajorB>\n"
@@ -62,9 +69,7 @@ def atom(n: int, name: str, ptx_a: str, ptx_b: str, k: int) -> str:
 
 def register_atom(n: int, name: str, ptx_a: str, ptx_b: str, k: int) -> str:
     count = n // 2
-    parameters = ", ".join(f"float& d{i}" for i in range(count))
-    registers = ", ".join(f"%{i}" for i in range(count))
-    operands = ", ".join(f'"+f"(d{i})' for i in range(count))
+    parameters, registers, operands = accumulators(count)
     a = [count + i for i in range(4)]
     words = ", ".join(f"uint32_t a{i}" for i in range(4))
     return f"""

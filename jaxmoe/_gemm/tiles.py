@@ -151,8 +151,9 @@ def gmm_config(
     usual = _usual_rows(num_rows, num_groups)
     row_bytes = k * (2 if promoted is None else 1)
     hit = local_share * num_groups * (1.0 - (1.0 - 1.0 / max(num_groups, 1)) ** num_rows)
+    # With very many token tiles a group, panels of weight tiles share X in L2.
+    raster = 8 if num_rows >= 2048 * num_groups else 1
     if packed:
-        raster = 8 if num_rows >= 2048 * num_groups else 1
         tiles = hit * math.ceil(weight_rows / 128)
         return _packed_config(usual, k, tiles, raster, float_out)
     if usual < (8 if promoted is None else 9):
@@ -163,8 +164,6 @@ def gmm_config(
     # Promoted sums multiply as many rows as a tile of this kind can have.
     if usual <= (32 if promoted else 16):
         return GemmConfig(128, 32)
-    # With very many token tiles a group, panels of weight tiles share X in L2.
-    raster = 8 if num_rows >= 2048 * num_groups else 1
     if promoted:  # blocks of 64 tokens are multiplied
         # Tiles that share a weight tile of many steps drift apart, and the later one finds the
         # weights gone from L2: here one tile has all rows of most groups.
