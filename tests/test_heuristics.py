@@ -1,6 +1,7 @@
 """Tile choice: every choice is a kernel that exists."""
 
 import dataclasses
+import functools
 import math
 
 import pytest
@@ -239,14 +240,20 @@ def test_packed_groups_have_the_narrowest_tile_that_holds_most_of_them():
     def tile(mean):
         return _gemm.tiles.gmm_config(mean * 128, 128, 2880, 5760, packed=True).tile
 
-    assert [tile(mean)[1] for mean in (1, 4, 5, 9, 10, 22, 23, 49, 50, 400)] == [
-        *(8, 8, 16, 16, 32, 32, 64, 64, 128, 160)
+    assert [tile(mean)[1] for mean in (1, 9, 10, 22, 23, 49, 50, 107)] == [
+        *(16, 16, 32, 32, 64, 64, 128, 128)
+    ]
+    # The widest where it spares one of two or three.
+    assert [tile(mean)[1] for mean in (108, 136, 138, 225, 227, 286, 288, 400)] == [
+        *(160, 160, 128, 128, 160, 160, 128, 128)
     ]
 
 
 def test_packed_products_with_float32_output_have_a_tile_that_writes_it():
-    config = _gemm.tiles.gmm_config(400 * 128, 128, 2880, 5760, packed=True, float_out=True)
-    assert config.tile not in _gemm.tiles.PACKED_ROUNDED
+    tile = functools.partial(_gemm.tiles.gmm_config, 120 * 128, 128, 2880, 5760, packed=True)
+    assert tile().tile in _gemm.tiles.PACKED_ROUNDED
+    assert tile(float_out=True) == GemmConfig(128, 128)
+    assert _gemm.tiles.with_float_output(tile(), None) == GemmConfig(128, 128)
 
 
 def test_packed_products_split_the_k_loop_while_sms_have_room():

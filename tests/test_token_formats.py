@@ -273,7 +273,7 @@ def test_products_are_those_of_the_kernels(name):
     weights, token_format, _, more = CASES[name]
     x, routing, e = case(weights, token_format, **more)
     # A tile without float32 output, which the sums of rows with a scale each have.
-    layer = functools.partial(moe_mlp, config=(GemmConfig(256, 160), GemmConfig(256, 160)))
+    layer = functools.partial(moe_mlp, config=(GemmConfig(128, 160), GemmConfig(128, 160)))
     products = [c for c in calls(cuda_text(layer, x, routing, e)) if "grouped_gemm" in c[0]]
     packed = [c for c in products if c[1]["format"] == f"{QUANTIZED[weights].code}:i64"]
     assert len(packed) == 2 and all(ins[0].endswith("xbf16") for _, _, ins, _ in packed)

@@ -16,7 +16,7 @@ TYPES = (
 )
 
 # With A in registers, for which B is K-major.
-REGISTER_SHAPES = (160,)
+REGISTER_SHAPES = (48, 160)
 
 HEADER = """\
 // wgmma shapes that CUTLASS's light headers lack. Written by tools/generate_wgmma.py.

@@ -283,6 +283,8 @@ struct WgmmaRegistersAtom;
   struct WgmmaRegistersAtom<__half, N> {             \
     using type = Mma64x##N##x16F32F16F16Registers;   \
   }
+JAXMOE_CUTLASS_ATOM(32);
+JAXMOE_OWN_ATOM(48);
 JAXMOE_CUTLASS_ATOM(64);
 JAXMOE_CUTLASS_ATOM(96);
 JAXMOE_CUTLASS_ATOM(128);

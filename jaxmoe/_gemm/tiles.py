@@ -36,20 +36,19 @@ STEP_K = 64
 NOT_PROMOTED = {(256, 160, 2, 1)}
 ONLY_PROMOTED = {(128, 256, 1, 1)}
 
-# Tiles of packed weights, which are decoded in registers that more accumulators would take. Warps
-# that decode wait for themselves, so tiles of few tokens have more CTAs an SM.
+# Tiles of packed weights. Decoding binds those of few tokens and shares an SM with products in the
+# others, so all of them have several CTAs an SM.
 PACKED: dict[tuple[int, int, int, int], int] = {
-    (128, 8, 1, 1): 3,
-    (128, 8, 1, 2): 3,
     (128, 16, 1, 1): 3,
+    (128, 16, 1, 2): 3,
     (128, 32, 1, 1): 3,
     (128, 64, 1, 1): 2,
-    (256, 128, 1, 1): 1,
-    (256, 160, 1, 1): 1,
+    (128, 128, 1, 1): 2,
+    (128, 160, 1, 1): 2,
 }
 
 # Those that have no registers for the addresses of a float32 output.
-PACKED_ROUNDED = {(256, 160, 1, 1)}
+PACKED_ROUNDED = {(128, 160, 1, 1)}
 
 MAX_GATHER = 32  # tokens of a tile that fetches rows by index beside quantized weights
 
@@ -127,6 +126,7 @@ class GemmConfig:
 # For a number of rows that is known when an exported program is called: every product has it, and
 # of those it loses least where groups have many rows.
 ANY_ROWS = GemmConfig(256, 128)
+ANY_PACKED_ROWS = GemmConfig(128, 128)
 
 
 def gmm_config(
@@ -144,10 +144,11 @@ def gmm_config(
     Each group has `weight_rows` rows of `k` elements. `local_share` of the groups are here.
     `promoted` says whether the sums of an FP8 product are promoted; None: 2-byte elements.
     `float_out`: the output is float32 and the operands are not. `packed`: see `PACKED`. A
-    symbolic `num_rows`, of `jax.export`, gets `ANY_ROWS`.
+    symbolic `num_rows`, of `jax.export`, gets
+    `ANY_ROWS` or `ANY_PACKED_ROWS`.
     """
     if not _sizes.is_known(num_rows):
-        return ANY_ROWS
+        return ANY_PACKED_ROWS if packed else ANY_ROWS
     usual = _usual_rows(num_rows, num_groups)
     row_bytes = k * (2 if promoted is None else 1)
     hit = local_share * num_groups * (1.0 - (1.0 - 1.0 / max(num_groups, 1)) ** num_rows)
@@ -178,24 +179,29 @@ def gmm_config(
 
 
 def _packed_config(usual: float, k: int, tiles: float, raster: int, float_out: bool) -> GemmConfig:
-    """The tile for packed weights and groups of `usual` rows; `tiles` are those of 128 x 8.
+    """The tile for packed weights and groups of `usual` rows; `tiles` are those of 128 x 16.
 
-    Decoding takes longer than multiplying: the narrowest tile that holds a group is the best.
+    Weights are decoded once for each token tile, which reads and multiplies little more than the
+    rows it has: the narrowest tile that holds a group is the best.
     """
-    if usual <= 8:
-        few = tiles <= _SMS * PACKED[128, 8, 1, 1] / 2 and k >= _MIN_PACKED_SPLIT
-        return GemmConfig(128, 8, split_k=2 if few else 1)
-    for token_tile in (16, 32, 64):
+    if usual <= 16:
+        few = tiles <= _SMS * PACKED[128, 16, 1, 1] / 2 and k >= _MIN_PACKED_SPLIT
+        return GemmConfig(128, 16, split_k=2 if few else 1)
+    for token_tile in (32, 64):
         if usual <= token_tile:
             return GemmConfig(128, token_tile)
-    return GemmConfig(256, 128 if usual <= 128 or float_out else 160, raster=raster)
+    # The widest tile has one set of operands alone: worth it while it spares a token tile of few.
+    spares = math.ceil(usual / 160) < math.ceil(usual / 128) <= 3
+    return GemmConfig(128, 160 if spares and not float_out else 128, raster=raster)
 
 
 def with_float_output(config: GemmConfig | None, promoted: bool | None) -> GemmConfig | None:
     """The tile asked for, or one that can have float32 output if a quantized product's cannot."""
     if config is None:
         return None
-    if config.tile in PACKED_ROUNDED or (promoted is False and config.tile in NOT_PROMOTED):
+    if config.tile in PACKED_ROUNDED:
+        return GemmConfig(128, 128, raster=config.raster)
+    if promoted is False and config.tile in NOT_PROMOTED:
         return GemmConfig(256, 128, raster=config.raster)
     return config
 

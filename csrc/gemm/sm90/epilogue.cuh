@@ -84,26 +84,18 @@ class Epilogue {
     if constexpr (!T::kScaled) {
       if (args_.z != nullptr) StoreSums(acc);
     }
-    if constexpr (T::kGated) {
-      const bool silu =
-          args_.activation.kind == ActivationParams::kSigmoid && args_.activation.c3 == 0.0f;
-      if (args_.interleaved) {
-        silu ? StageAll<StageMode::kInterleaved, SiluForm>(acc)
-             : StageAll<StageMode::kInterleaved, OtherForm>(acc);
-      } else {
-        silu ? StageAll<StageMode::kHalves, SiluForm>(acc)
-             : StageAll<StageMode::kHalves, OtherForm>(acc);
+    const ActivationParams& p = args_.activation;
+    if (T::kGated && p.kind == ActivationParams::kSigmoid && p.c3 == 0.0f) {
+      if constexpr (T::kGated) {
+        args_.interleaved ? StageAll<StageMode::kInterleaved>(acc)
+                          : StageAll<StageMode::kHalves>(acc);
       }
-    } else {
-      if (args_.activation.kind == ActivationParams::kIdentity) {
-        if (args_.out_f32) {
-          if constexpr (T::kStoresFloat) StoreFloat(acc);
-        } else {
-          StageAll<StageMode::kSingle, IdentityForm>(acc);
-        }
-      } else {
-        StageAll<StageMode::kSingle, OtherForm>(acc);
-      }
+    } else if (T::kGated || p.kind != ActivationParams::kIdentity) {
+      ApplyAny(acc);
+    } else if (!args_.out_f32) {
+      if constexpr (!T::kGated) StageAll<StageMode::kSingle>(acc);
+    } else if constexpr (T::kStoresFloat && !T::kGated) {
+      StoreFloat(acc);
     }
   }
 
@@ -157,7 +149,7 @@ class Epilogue {
 
   __device__ __forceinline__ void Sync() const { ptx::NamedBarrierSync(1 + site_.consumer, 128); }
 
-  template <StageMode kMode, class Form>
+  template <StageMode kMode>
   __device__ __forceinline__ void StageAll(Accumulators<T>& acc) {
 #pragma unroll
     for (int t0 = 0; t0 < T::kWarpgroupTokens; t0 += T::kChunkTokens) {
@@ -165,7 +157,7 @@ class Epilogue {
         if (t0 > 0) Sync();  // the chunk before has been copied out
 #pragma unroll
         for (int j = 0; j < T::kChunkTokens / 8; ++j) {
-          StageColumns<kMode, Form>(acc, t0 / 8 + j, j);
+          StageColumns<kMode>(acc, t0 / 8 + j, j);
         }
         Sync();
         CopyOut(t0);
@@ -216,9 +208,9 @@ class Epilogue {
                                 Out().Pack2(v2, v3));
   }
 
-  // Applies the activation to eight tokens, accumulators 4 * group and following, and stages them
+  // Applies silu, if gated, to eight tokens, accumulators 4 * group and following, and stages them
   // in rows 8 * j and following.
-  template <StageMode kMode, class Form>
+  template <StageMode kMode>
   __device__ __forceinline__ void StageColumns(Accumulators<T>& acc, int group, int j) {
     const ActivationParams& p = args_.activation;
     if constexpr (kMode == StageMode::kInterleaved) {
@@ -233,7 +225,7 @@ class Epilogue {
         const float v0 = Get(block0, e);
         const float v1 = Get(block1, e);
         const float other = __shfl_xor_sync(0xffffffffu, odd ? v0 : v1, 4);
-        const float y = Form::Apply(p, odd ? other : v0, odd ? v1 : other);
+        const float y = SiluForm::Apply(p, odd ? other : v0, odd ? v1 : other);
         const int feature = (odd ? 32 : 0) + (warp_ * 16 + (e / 2) * 8 + row) / 2;
         const int token = 8 * j + 2 * (lane_ % 4) + e % 2;
         *reinterpret_cast<uint16_t*>(staging_ + token * T::kStagingPitch + feature * 2) =
@@ -243,13 +235,15 @@ class Epilogue {
       constexpr int kBlocks = kMode == StageMode::kHalves ? 1 : 2;
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block) {
-        const float4 gate = Values(acc, block, group);
-        float4 up = make_float4(1.0f, 1.0f, 1.0f, 1.0f);
-        if constexpr (kMode == StageMode::kHalves) up = Values(acc, 1, group);
-        float y[4];
-#pragma unroll
-        for (int e = 0; e < 4; ++e) y[e] = Form::Apply(p, Get(gate, e), Get(up, e));
-        StageBlock(block, j, y[0], y[1], y[2], y[3]);
+        float4 y = Values(acc, block, group);
+        if constexpr (kMode == StageMode::kHalves) {
+          const float4 up = Values(acc, 1, group);
+          y = make_float4(SiluForm::Apply(p, y.x, up.x),
+                          SiluForm::Apply(p, y.y, up.y),
+                          SiluForm::Apply(p, y.z, up.z),
+                          SiluForm::Apply(p, y.w, up.w));
+        }
+        StageBlock(block, j, y.x, y.y, y.z, y.w);
       }
     }
   }
@@ -288,6 +282,73 @@ class Epilogue {
                                             16 * (site_.thread % kChunksPerRow)));
       }
     }
+  }
+
+  // Any activation, in one piece of code: unrolled over the accumulators like silu, the others were
+  // most of what a kernel takes to compile. Sums are staged as they are, [token][weight row].
+  __device__ __forceinline__ void ApplyAny(const Accumulators<T>& acc) const {
+    constexpr int kTokens = T::kStagingBytes >= 16 * T::kSumPitch ? 16 : 8;  // of a pass
+    constexpr int kPairs = T::kOutFeatures / 2;
+    // Passes are unrolled: accumulators that are alive around a loop are spilled.
+#pragma unroll
+    for (int t0 = 0; t0 < T::kWarpgroupTokens; t0 += kTokens) {
+      if (t0 >= site_.rows) break;
+      if (t0 > 0) Sync();  // the sums before have been read
+#pragma unroll
+      for (int first = 0; first < kTokens; first += 8) StageFloat(acc, (t0 + first) / 8, first);
+      Sync();
+#pragma unroll 1
+      for (int i = site_.thread; i < kTokens * kPairs; i += 128) {
+        const int token = i / kPairs;
+        const int feature = 2 * (i % kPairs);
+        if (t0 + token < site_.rows && site_.feature + feature < args_.n_out) {
+          StorePair(site_.row + t0 + token, feature, ApplyPair(StagedSums(token), feature));
+        }
+      }
+    }
+    if (T::kTokenScaled || site_.rows > 0) Sync();  // staging and scales are free again
+  }
+
+  __device__ __forceinline__ float* StagedSums(int token) const {
+    return reinterpret_cast<float*>(staging_ + token * T::kSumPitch);
+  }
+
+  __device__ __forceinline__ void StageFloat(const Accumulators<T>& acc,
+                                             int group,
+                                             int first) const {
+#pragma unroll
+    for (int block = 0; block < 2; ++block) {
+      const float4 values = Values(acc, block, group);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        StagedSums(first + 2 * (lane_ % 4) +
+                   e % 2)[block * 64 + warp_ * 16 + (e / 2) * 8 + lane_ / 4] = Get(values, e);
+      }
+    }
+  }
+
+  // Two output features of a token, of its sums.
+  __device__ __forceinline__ uint32_t ApplyPair(const float* sums, int feature) const {
+    const bool interleaved = T::kGated && args_.interleaved;
+    const float* gate = sums + (interleaved ? 2 * feature : feature);
+    const float* up = gate + (interleaved ? 1 : 64);
+    const int next = interleaved ? 2 : 1;
+    const float y0 = OtherForm::Apply(args_.activation, gate[0], T::kGated ? up[0] : 1.0f);
+    const float y1 = OtherForm::Apply(args_.activation, gate[next], T::kGated ? up[next] : 1.0f);
+    return Out().Pack2(y0, y1);
+  }
+
+  __device__ __forceinline__ void StorePair(int row, int feature, uint32_t v) const {
+    const int64_t at = row * static_cast<int64_t>(args_.n_out) + site_.feature + feature;
+    if constexpr (T::kQuantizesOut) {
+      if (args_.scales.out != nullptr) {
+        const uint2 bytes = Out().Quantize(make_uint4(v, 0, 0, 0), scales_.out_inverse());
+        *reinterpret_cast<uint16_t*>(static_cast<uint8_t*>(args_.out) + at) =
+            static_cast<uint16_t>(bytes.x);
+        return;
+      }
+    }
+    *reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(args_.out) + at) = v;
   }
 
   // float32 output skips the staging: 8 lanes write 32 contiguous bytes, whole sectors.

@@ -186,7 +186,7 @@ Variant MakeVariant() {
   v.split_k = T::kSplitK;
   v.step_k = T::kStepK;
   v.box_rows = T::kBoxRows;
-  v.gathers = T::kDecode || T::kGatherByThreads;
+  v.gathers = T::kGatherByThreads || (T::kPacked ? T::kWarpProducts : T::kDecode);
   v.stores_float = T::kStoresFloat;
   v.stores_sums = !T::kScaled;
   v.launch = [](const MoeGemmArgs& args, int grid, bool pdl, cudaStream_t stream) {
@@ -202,9 +202,9 @@ Variant MakeVariant() {
   return v;
 }
 
-// The tile table of one format and weight layout. Decode tiles (one consumer warpgroup, two CTAs an
-// SM) keep >= 96 KB of weights in flight per SM; the others use the whole SM. Promoted sums of
-// 256 x 160 would not fit the registers.
+// The tile table of one format and weight layout. Of weights as they are, decode tiles (one
+// consumer warpgroup, two CTAs an SM) keep >= 96 KB in flight per SM; the others use the whole SM.
+// Promoted sums of 256 x 160 would not fit the registers.
 template <class Format, WeightLayout kLayout>
 VariantTable MakeVariants() {
   constexpr auto kMajor =
@@ -224,16 +224,15 @@ VariantTable MakeVariants() {
     };
     return {rows, static_cast<int>(std::size(rows))};
   } else if constexpr (Format::kPacking != Packing::kNone) {
-    // Decoding takes time that hides behind that of other CTAs.
+    // Decoding takes time that hides behind that of other CTAs: none has an SM for itself.
     constexpr bool kNarrow = Format::kValueBytes == 2048;
     static const Variant rows[] = {
-        JAXMOE_TILE(128, 8, (kNarrow ? 11 : 7), kNone, 3, 1, 1),
-        JAXMOE_TILE(128, 8, (kNarrow ? 10 : 6), kNone, 3, 1, 2),
         JAXMOE_TILE(128, 16, (kNarrow ? 9 : 6), kNone, 3, 1, 1),
+        JAXMOE_TILE(128, 16, (kNarrow ? 8 : 5), kNone, 3, 1, 2),
         JAXMOE_TILE(128, 32, (kNarrow ? 7 : 4), kNone, 3, 1, 1),
         JAXMOE_TILE(128, 64, (kNarrow ? 7 : 6), kNone, 2, 1, 1),
-        JAXMOE_TILE(256, 128, (kNarrow ? 6 : 5), kWeights, 1, 1, 1),
-        JAXMOE_TILE(256, 160, (kNarrow ? 5 : 4), kWeights, 1, 1, 1),
+        JAXMOE_TILE(128, 128, 4, kNone, 2, 1, 1),
+        JAXMOE_TILE(128, 160, (kNarrow ? 4 : 3), kNone, 2, 1, 1),
     };
     return {rows, static_cast<int>(std::size(rows))};
   } else {

@@ -56,6 +56,31 @@ __device__ __forceinline__ void RunKSteps(const SharedStorage<T>& smem,
   ReleaseStage(smem, previous, lane);
 }
 
+// Weights without zero points are decoded in fewer instructions, where decoding binds. Then there
+// are twice as many loops, between which ptxas shares no operands of wgmma: with zero points, one
+// N.
+template <class T>
+constexpr bool FasterIfSymmetric() {
+  if constexpr (!T::kPacked)
+    return false;
+  else
+    return !std::is_void_v<typename T::Decoder::Symmetric> && T::kWarpgroupTokens <= 64;
+}
+template <class T>
+inline constexpr bool kFasterIfSymmetric = FasterIfSymmetric<T>();
+template <class T>
+inline constexpr int kFirstNOfZeros =
+    kFasterIfSymmetric<T> && !T::kWarpProducts ? T::kWarpgroupTokens : T::kFirstN;
+
+template <class T, int kN, class Decoder, class... Args>
+__device__ __forceinline__ void RunPacked(Args&&... args) {
+  if constexpr (T::kWarpProducts) {
+    RunPackedWarpKSteps<T, kN, Decoder>(args...);
+  } else {
+    RunPackedKSteps<T, kN, Decoder>(args...);
+  }
+}
+
 // Runs the k loop with the smallest wgmma N that covers the share. Columns past that N stay
 // undefined. With tokens on M there is one N, and blocks of tokens past the share are zeros.
 template <class T, int kN = T::kFirstN>
@@ -68,7 +93,8 @@ __device__ __forceinline__ void RunMainloop(const MoeGemmArgs& args,
                                             PipelineState<T::kStages>& stage,
                                             Accumulators<T>& acc) {
   if constexpr (kN < T::kWarpgroupTokens) {
-    if (share.columns > kN) {
+    const bool has_loop = kN >= kFirstNOfZeros<T> || !args.packed.has_zeros;
+    if (share.columns > kN || !has_loop) {
       RunMainloop<T, kN + T::kTokenStep>(
           args, smem, num_k_steps, share, thread, scales, stage, acc);
       return;
@@ -76,10 +102,18 @@ __device__ __forceinline__ void RunMainloop(const MoeGemmArgs& args,
   }
   if constexpr (T::kTokensOnM) {
     RunTokenMajorKSteps<T>(smem, num_k_steps, share, thread, scales, stage, acc);
-  } else if constexpr (T::kWarpProducts) {
-    RunPackedWarpKSteps<T>(args.packed, smem, num_k_steps, share, thread, stage, acc);
   } else if constexpr (T::kPacked) {
-    RunPackedKSteps<T, kN>(args.packed, smem, num_k_steps, share, thread, stage, acc);
+    using Decoder = typename T::Decoder;
+    if constexpr (kFasterIfSymmetric<T>) {
+      if (!args.packed.has_zeros) {
+        RunPacked<T, kN, typename Decoder::Symmetric>(
+            args.packed, smem, num_k_steps, share, thread, stage, acc);
+        return;
+      }
+    }
+    if constexpr (kN >= kFirstNOfZeros<T>) {
+      RunPacked<T, kN, Decoder>(args.packed, smem, num_k_steps, share, thread, stage, acc);
+    }
   } else if constexpr (T::kPromoted) {
     RunPromotedKSteps<T, kN>(smem, num_k_steps, share, thread % 32, scales, stage, acc);
   } else {

@@ -7,6 +7,7 @@
 //   Site         where a thread finds the scales of its rows in a strip
 //   Scales       those of half a step, as LoadScales gives them
 //   Decode       the A operand of an instruction, which is 16 k: the first or second of a half
+//   Symmetric    a faster Decoder where there are no zero points, or void
 #pragma once
 
 #include "csrc/gemm/sm90/warpgroup.cuh"
@@ -14,9 +15,8 @@
 namespace jaxmoe {
 
 // Words and scales of half a step, of a thread: rows of the two weight blocks of its warpgroup.
-template <class T>
+template <class T, class Decoder>
 struct PackedHalf {
-  using Decoder = typename T::Decoder;
   static constexpr int kWords = T::kValueBytes / 2048;  // of a block, for an instruction
   using Words = std::conditional_t<kWords == 1, uint2, uint4>;
 
@@ -54,7 +54,7 @@ struct PackedHalf {
 
 // K loop of tiles with few tokens: each warp multiplies its own rows, and waits for no other. Sums
 // have the bits of wgmma's. A stage goes back before all of it is multiplied.
-template <class T>
+template <class T, int kN, class Decoder>
 __device__ __forceinline__ void RunPackedWarpKSteps(const PackedArgs& packed,
                                                     const SharedStorage<T>& smem,
                                                     int num_k_steps,
@@ -62,10 +62,10 @@ __device__ __forceinline__ void RunPackedWarpKSteps(const PackedArgs& packed,
                                                     int thread,
                                                     PipelineState<T::kStages>& stage,
                                                     Accumulators<T>& acc) {
-  constexpr int kTokenBlocks = T::kWarpgroupTokens / 8;
+  constexpr int kTokenBlocks = kN / 8;
   const int lane = thread % 32;
 #pragma unroll
-  for (int i = 0; i < T::kWarpgroupTokens / 2; ++i) acc[0][i] = acc[1][i] = 0.0f;
+  for (int i = 0; i < kN / 2; ++i) acc[0][i] = acc[1][i] = 0.0f;
   // Lane l reads 16 bytes of token l % 8, the l / 8th of half a step, where the swizzle put them.
   uint32_t token_row[2];
 #pragma unroll
@@ -73,8 +73,8 @@ __device__ __forceinline__ void RunPackedWarpKSteps(const PackedArgs& packed,
     token_row[half] = ptx::SmemAddress(smem.tokens(0)) + lane % 8 * T::kTokenStepBytes +
                       ((4 * half + lane / 8) ^ (lane % 8)) * 16;
   }
-  const typename T::Decoder::Site site(packed, thread);
-  PackedHalf<T> halves[2];
+  const typename Decoder::Site site(packed, thread);
+  PackedHalf<T, Decoder> halves[2];
   const auto load = [&](int half) {
     halves[half].Load(smem, stage.index, share.first_block, half, thread, site);
   };
@@ -121,7 +121,7 @@ __device__ __forceinline__ void RunPackedWarpKSteps(const PackedArgs& packed,
 // are decoded of is read while the set before is issued. Tiles of few tokens have registers for
 // operands of two instructions in a set, so that there is less to wait for; those of more than 128
 // for one set alone, and one warpgroup decodes while the other multiplies.
-template <class T, int kN>
+template <class T, int kN, class Decoder>
 __device__ __forceinline__ void RunPackedKSteps(const PackedArgs& packed,
                                                 const SharedStorage<T>& smem,
                                                 int num_k_steps,
@@ -129,13 +129,13 @@ __device__ __forceinline__ void RunPackedKSteps(const PackedArgs& packed,
                                                 int thread,
                                                 PipelineState<T::kStages>& stage,
                                                 Accumulators<T>& acc) {
-  constexpr int kSet = T::kDecode ? 2 : 1;
+  constexpr int kSet = T::kWarpgroupTokens <= 64 ? 2 : 1;
   constexpr int kSets = T::kWarpgroupTokens > 128 ? 1 : 2;
   const int lane = thread % 32;
   int previous = -1;
   uint32_t a[kSets][kSet][2][4];  // [set][instruction][weight block][register]
-  const typename T::Decoder::Site site(packed, thread);
-  PackedHalf<T> half;
+  const typename Decoder::Site site(packed, thread);
+  PackedHalf<T, Decoder> half;
   ptx::BarrierWait(smem.full(stage.index), stage.parity);
   half.Load(smem, stage.index, share.first_block, 0, thread, site);
   for (int step = 0; step < num_k_steps; ++step) {

@@ -64,7 +64,8 @@ struct Tile {
   static constexpr int kSplitK = kSplitK_;
   static_assert(kMulticast == 1 || kSplitK == 1, "a cluster shares rows or the k loop");
   static constexpr int kCluster = kMulticast * kSplitK;
-  static constexpr bool kDecode = kCtasPerSm >= 2;  // bound by reading weights, not by wgmma
+  // Bound by reading weights, not by wgmma. Packed: each weight is read once, or decoding binds.
+  static constexpr bool kDecode = kCtasPerSm >= 2;
 
   // Packed weights times few tokens are multiplied by the warps themselves: wgmma would make four
   // of them wait for each other.
@@ -103,15 +104,21 @@ struct Tile {
   static constexpr int kTokenOffset = kPacked ? 0 : kWeightBytes;
 
   // Rows of X come in boxes, and wgmma's N is chosen at run time in steps, so that a tile with few
-  // rows loads and multiplies little more than those. Decode is bound by weights: one box, one N.
-  // Promoted sums: one N, as ptxas cannot keep several loops with two sets of accumulators apart
-  // (C7511: wgmma serialized).
-  static constexpr bool kOneN = kDecode || kPromoted;
-  // Packed: fewer loops to compile.
-  static constexpr int kTokenStep = kOneN ? kWarpgroupTokens : kPacked ? 32 : 16;  // of a warpgroup
-  // Packed weights take as long to decode as products with some 64 tokens take: no narrower ones.
-  static constexpr int kFirstN = kPacked && !kDecode ? kWarpgroupTokens - 64 : kTokenStep;
-  static constexpr int kBoxRows = kDecode ? kTokenTile : 32;
+  // rows loads and multiplies little more than those. Plain decode is bound by weights: one box,
+  // one N. Promoted sums: one N, as ptxas cannot keep several loops with two sets of accumulators
+  // apart (C7511: wgmma serialized). Packed weights are so few bytes that those of X count beside
+  // them.
+  static constexpr bool kOneN = kPacked ? false : kDecode || kPromoted;
+  static constexpr int kTokenStep = kOneN           ? kWarpgroupTokens  // of a warpgroup
+                                    : kWarpProducts ? 8
+                                    : kPacked && kTokenTile > 64 ? 32
+                                                                 : 16;
+  // Packed weights take as long to decode as products with some 32 tokens take, and each N is a
+  // loop to compile: wide tiles begin with 64 tokens less than they have.
+  static constexpr int kFirstN = !kPacked || kWarpProducts ? kTokenStep
+                                 : kTokenTile <= 64        ? kTokenTile - 32
+                                                           : kTokenTile - 64;
+  static constexpr int kBoxRows = kPacked ? kTokenStep : kDecode ? kTokenTile : 32;
 
   // Gathered rows of X come in one-row boxes while a tile has few of them, else by a warpgroup of
   // 16-byte asynchronous copies: issuing a box takes 20-40 clocks whatever its size.
@@ -127,7 +134,11 @@ struct Tile {
   static constexpr int kChunkTokens = kWarpgroupTokens < kMaxChunk ? kWarpgroupTokens : kMaxChunk;
   static_assert(kWarpgroupTokens % kChunkTokens == 0, "chunks cover the tile exactly");
   static constexpr int kStagingPitch = kStagedFeatures * 2 + 16;
-  static constexpr int kStagingBytes = kChunkTokens * kStagingPitch;
+  // Sums of eight tokens fit as well, as float32: see Epilogue::ApplyAny.
+  static constexpr int kSumPitch = kWarpgroupRows * 4 + 16;
+  static constexpr int kChunkBytes = kChunkTokens * kStagingPitch;
+  static constexpr int kStagingBytes =
+      kTokensOnM || kChunkBytes > 8 * kSumPitch ? kChunkBytes : 8 * kSumPitch;
 
   static constexpr int kRing = 2;  // tiles known ahead, see scheduler.cuh
 
@@ -166,12 +177,14 @@ struct Tile {
                 "tile does not fit the shared memory of an SM");
 
   // setmaxnreg budgets: only where the launch bound leaves fewer registers than the accumulators
-  // need (65536 at 512 threads: 48 * 256 + 208 * 256; 64512 at 384: 56 * 128 + 224 * 256; 20480 of
-  // 21845 at 256 of three CTAs: 40 * 128 + 120 * 128).
-  static constexpr bool kReconfigureRegisters =
-      kConsumers == 2 || (kCtasPerSm == 3 && kTokenTile == 32);
-  static constexpr int kProducerRegisters = kCtasPerSm == 3 ? 40 : kProducers == 2 ? 48 : 56;
-  static constexpr int kConsumerRegisters = kCtasPerSm == 3 ? 120 : kProducers == 2 ? 208 : 224;
+  // need (65536 at 512 threads: 48 * 256 + 208 * 256; 64512 at 384: 56 * 128 + 224 * 256; of two
+  // CTAs of 256 threads 31744 of 32768: 40 * 128 + 208 * 128; of three 20480 of 21845: 40 * 128 +
+  // 120 * 128).
+  static constexpr bool kReconfigureRegisters = kConsumers == 2 || (kPacked && kTokenTile >= 32);
+  static constexpr int kProducerRegisters = kConsumers == 1 ? 40 : kProducers == 2 ? 48 : 56;
+  static constexpr int kConsumerRegisters = kCtasPerSm == 3                      ? 120
+                                            : kCtasPerSm == 2 || kProducers == 2 ? 208
+                                                                                 : 224;
 };
 
 // Views of the dynamic shared memory, which is aligned to the swizzle pattern.

@@ -27,6 +27,7 @@ struct PackedWeights : Plain<Element> {
   static constexpr int kStripBytes = kStripBytes_;
   // Accumulators and decoding need the registers of warps that would fetch rows.
   static constexpr bool kGathersByThreads = false;
+  using Symmetric = void;  // a faster Decoder where there are no zero points
 };
 
 template <class Element>
@@ -41,6 +42,13 @@ template <class Element>
 __device__ __forceinline__ uint32_t Multiply2(uint32_t a, uint32_t b) {
   Pair<Element> product = __hmul2(AsPair<Element>(a), AsPair<Element>(b));
   return reinterpret_cast<uint32_t&>(product);
+}
+
+// a * b + c, rounded once.
+template <class Element>
+__device__ __forceinline__ uint32_t MultiplyAdd2(uint32_t a, uint32_t b, uint32_t c) {
+  Pair<Element> sum = __hfma2(AsPair<Element>(a), AsPair<Element>(b), AsPair<Element>(c));
+  return reinterpret_cast<uint32_t&>(sum);
 }
 
 template <class Element>

@@ -1,40 +1,46 @@
 // Weights of four bits, minus 8 or a zero point, times a 16-bit scale for each group of k. Their
 // product is rounded once in bf16.
+//
+// In bf16 a code is the mantissa of a subnormal number, 2^-133 of it, so that it takes one mask,
+// and scales are multiplied by 2^96 to keep the products normal. In fp16 it is added to 1024.
 #pragma once
 
 #include "csrc/gemm/sm90/formats/decode.cuh"
 
 namespace jaxmoe {
 
-template <class Element>
+// With zero points, as bytes behind the scales, where there are any, or without: then 8 is
+// subtracted.
+template <class Element, bool kZeros = true>
 struct Int4 : PackedWeights<Element, Packing::kInt4, 384> {
-  static constexpr float kFactor = 1.0f;
+  using Symmetric = std::conditional_t<kZeros, Int4<Element, false>, void>;
 
-  // 128 or 1024: numbers whose last bit of mantissa is 1.
-  static constexpr uint32_t kOne = std::is_same_v<Element, __half> ? 0x6400 : 0x4300;
+  static constexpr bool kHalf = std::is_same_v<Element, __half>;
+  static constexpr float kFactor = kHalf ? 1.0f : 0x1p37f;
+  static constexpr uint32_t kOne = kHalf ? 0x6400 : 0;  // what codes are added to, as bits
 
   struct Scales {
     uint32_t scale;  // of the rows
-    uint32_t zeros;  // -kOne less the zero point, of the rows
+    uint32_t other;  // of the rows: -8 times the scale in symmetric bf16, else -kOne - zero point
   };
 
   // Zero points are bytes, by_32 [row][half], else [row]: 32 bits hold all of a thread's.
   struct Site {
-    int scale[2];  // bytes from the strip to the scales of a half
+    int scale;   // bytes from the strip to the scales of the first half
+    int second;  // and from there to those of the second
     int zeros;
-    uint32_t choose[2];  // which bytes of the zero points and of `other` make Scales::zeros
+    uint32_t choose;  // which bytes of the zero points and of a constant make Scales::other
+    uint32_t choose_second;
     uint32_t one;
 
-    __device__ __forceinline__ Site(const PackedArgs& packed, int thread) {
+    __device__ __forceinline__ Site(const PackedArgs& packed, int thread)
+        : second(packed.by_32 ? 4 : 0), choose_second(packed.by_32 ? 0x0101 : 0) {
       const int site = StripSite(packed, thread).index;
       const int scale_bytes = packed.by_32 ? 256 : 128;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        scale[half] = 4 * (packed.by_32 ? 2 * site + half : site);
-        const uint32_t bytes = half == 0 ? 0x5250 : 0x5351;
-        const uint32_t neighbours = site % 2 == 0 ? 0x5150 : 0x5352;
-        choose[half] = !packed.has_zeros ? 0x5454 : packed.by_32 ? bytes : neighbours;
-      }
+      scale = packed.by_32 ? 8 * site : 4 * site;
+      choose = packed.by_32 ? 0x4240 : site % 2 == 0 ? 0x4140 : 0x4342;
+      if (!packed.has_zeros) choose = 0x4545;
+      if (!packed.has_zeros) choose_second = 0;
       zeros = !packed.has_zeros ? 0 : scale_bytes + (packed.by_32 ? 4 * site : 2 * site & ~3);
       one = kOne * 0x10001;
       asm volatile("" : "+r"(one));  // an immediate would be a second one in LOP3
@@ -44,22 +50,40 @@ struct Int4 : PackedWeights<Element, Packing::kInt4, 384> {
   static __device__ __forceinline__ Scales LoadScales(const uint8_t* strip,
                                                       const Site& site,
                                                       int half) {
-    constexpr uint32_t kOther = (0x80 | kOne >> 8) << 8 | 8;  // symmetric codes have 8 added
-    const uint32_t zeros = *reinterpret_cast<const uint32_t*>(strip + site.zeros);
-    return {*reinterpret_cast<const uint32_t*>(strip + site.scale[half]),
-            __byte_perm(zeros, kOther, site.choose[half])};
+    constexpr uint32_t kTwoTo96 = 0x6F806F80;
+    constexpr uint32_t kMinusEight = 0x80088008;  // times 2^-133
+    Scales scales;
+    scales.scale = *reinterpret_cast<const uint32_t*>(strip + site.scale + half * site.second);
+    if constexpr (!kHalf) scales.scale = Multiply2<Element>(scales.scale, kTwoTo96);
+    if constexpr (kZeros) {
+      const uint32_t zeros = *reinterpret_cast<const uint32_t*>(strip + site.zeros);
+      scales.other =
+          __byte_perm(zeros, 0x0880 | kOne >> 8, site.choose + half * site.choose_second);
+    } else if constexpr (kHalf) {
+      scales.other = (0x8008 | kOne) * 0x10001;
+    } else {
+      scales.other = Multiply2<Element>(scales.scale, kMinusEight);
+    }
+    return scales;
   }
 
   static __device__ __forceinline__ void Decode(
       const uint32_t* word, const Scales& scales, const Site& site, int, int, uint32_t (&a)[4]) {
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      uint32_t q;  // ((word >> 4 j) & 0x000F000F) | one, which ptxas would make two instructions
-      asm("lop3.b32 %0, %1, %2, %3, 0xEA;"
-          : "=r"(q)
-          : "r"(*word >> (4 * j)), "n"(0x000F000F), "r"(site.one));
-      a[j] = Multiply2<Element>(Add2<Element>(q, OfRow<Element>(scales.zeros, j)),
-                                OfRow<Element>(scales.scale, j));
+      uint32_t q = (*word >> (4 * j)) & 0x000F000F;
+      if constexpr (kHalf) {  // (shifted & 0x000F000F) | one, which ptxas would make two
+        asm("lop3.b32 %0, %1, %2, %3, 0xEA;"
+            : "=r"(q)
+            : "r"(*word >> (4 * j)), "n"(0x000F000F), "r"(site.one));
+      }
+      const uint32_t scale = OfRow<Element>(scales.scale, j);
+      const uint32_t other = OfRow<Element>(scales.other, j);
+      if constexpr (kHalf || kZeros) {
+        a[j] = Multiply2<Element>(Add2<Element>(q, other), scale);
+      } else {  // -8 times the scale is exact
+        a[j] = MultiplyAdd2<Element>(q, scale, other);
+      }
     }
   }
 };
