@@ -132,8 +132,34 @@ def _reference(
         first, down = mine.gate_up, mine.down
         if not rounds_tokens:
             first, down = jaxmoe.dequantize(first), jaxmoe.dequantize(down)
-        mine = dataclasses.replace(mine, gate_up=first, down=down, **scales)
+        mine = dataclasses.replace(mine, gate_up=first, down=down, token_format=None, **scales)
+        if w.token_format is not None:
+            return weights @ _of_rounded_tokens(x, mine, w.token_format, dtype)
         slots = jnp.arange(ids.size, dtype=jnp.int32)[None]
         return reference_layer(x[None], slots, weights[None], mine, dtype=dtype)[0]
 
     return jax.lax.map(one, (x, expert_ids, weights))
+
+
+def _of_rounded_tokens(x: jax.Array, w: jaxmoe.Experts, token_format: str, dtype: Any) -> jax.Array:
+    """Returns the rows [K, H] float32 of a token for experts with plain weights of layout "nk".
+
+    `token_format` rounds x and the activation's results, each by itself.
+    """
+    name = {"e4m3": "fp8_channel"}.get(token_format, token_format)
+    act = resolve(w.activation)
+
+    def product(tokens: jax.Array, weights: jax.Array, bias: jax.Array | None) -> jax.Array:
+        rounded = jaxmoe.dequantize(jaxmoe.quantize_tokens(tokens, name), dtype=jnp.float32)
+        spread = jnp.broadcast_to(rounded, (weights.shape[0], weights.shape[2]))
+        y = jnp.einsum(
+            "ek,enk->en",
+            spread.astype(dtype),
+            weights.astype(dtype),
+            preferred_element_type=jnp.float32,
+        )
+        return y if bias is None else y + bias.astype(jnp.float32)
+
+    z = product(x[None], w.gate_up, w.gate_up_bias)
+    h = act(*split_gate_up(z, w.order)) if act.gated else act(z)
+    return product(h.astype(x.dtype), w.down, w.down_bias)

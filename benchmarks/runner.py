@@ -75,6 +75,11 @@ def measure(suite: str, case: Case, entries: list[Entry], settings: Settings, ou
         _measure_op(base, case, [e for e in chosen if settings.wants(e)], settings, out)
 
 
+def _max_error(entry: Entry) -> float:
+    _, tokens = layer_packed.VARIANTS.get(entry.impl, (None, None))
+    return MAX_ERROR[entry.scheme if tokens is None else "fp8"]
+
+
 def _measure_op(
     base: Row, case: Case, entries: list[Entry], settings: Settings, out: Results
 ) -> None:
@@ -89,7 +94,7 @@ def _measure_op(
         # A peer that does not run here, or does not fit, must not end the others' run.
         try:
             error = entry.check() if entry.check else None
-            if error is not None and not error <= MAX_ERROR[entry.scheme]:
+            if error is not None and not error <= _max_error(entry):
                 wrong = dataclasses.replace(row, rel_err=error, reason="not timed: wrong result")
                 out.add(wrong)
                 continue

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))  # behind everything: `jaxmoe` stays the installed one
 
 import jaxmoe  # noqa: E402
-from benchmarks import bounds, rows, run  # noqa: E402
+from benchmarks import bounds, quantized, rows, run  # noqa: E402
 from benchmarks.baselines import dense  # noqa: E402
 from benchmarks.cases import (  # noqa: E402
     Case,
@@ -23,12 +23,13 @@ from benchmarks.cases import (  # noqa: E402
     stack_size,
     weight_sets,
 )
-from benchmarks.models import DEFAULT_MODELS, MODELS, layer_bytes  # noqa: E402
+from benchmarks.models import DEFAULT_MODELS, MODELS, Layer, layer_bytes  # noqa: E402
 from benchmarks.report import every_row, measurements  # noqa: E402
 from benchmarks.suites import (  # noqa: E402
     SUITES,
     ep,
     layer,
+    layer_packed,
     routing,
     stack,
     tiles,
@@ -190,6 +191,24 @@ def test_a_stack_runs_next_to_the_chain_of_suite_layer(
     assert len({case.model for case in plain}) == len(DEFAULT_MODELS)
     order = [case.model for case in plain]
     assert order == sorted(order, key=list(dict.fromkeys(order)).index)
+
+
+def test_packed_layers_are_checked_with_tokens_as_they_round_them() -> None:
+    model = Layer("little", "groups of every format", 256, 128, 4, 2, bias=True)
+    case = Case(model, 8, "uniform", 1, weight_sets(model, 0))
+    entries = {e.impl: e for e in layer_packed.entries(case)}
+    assert entries.keys() == layer_packed.VARIANTS.keys()
+    for impl in ("jaxmoe[mxfp4]", "jaxmoe[int4_g128 x e4m3]", "jaxmoe[mxfp4 x mxfp8]"):
+        check = entries[impl].check
+        assert check is not None and check() < 1e-2
+    # the same rows are wrong for tokens that are not rounded
+    rounding = quantized.weight_sets(case, "mxfp4")[0]
+    rounding = dataclasses.replace(rounding, token_format="mxfp4")
+    x, r = case.fresh
+    y = jaxmoe.moe_mlp(x, jaxmoe.Routing(r.expert_ids, r.weights), rounding)
+    plain = dataclasses.replace(rounding, token_format=None)
+    with pytest.raises(AssertionError):
+        quantized.error(case, y, plain, rounds_tokens=False)
 
 
 def test_training_checks_every_gradient(tmp_path: Path) -> None:

@@ -1,10 +1,10 @@
-"""The part of suite `layer` with packed weights: formats of 4 and 8 bits beside bf16 tokens."""
+"""The part of suite `layer` with packed weights, of 4 and 8 bits, beside bf16 or rounded tokens."""
 
 import dataclasses
-import functools
 
 import jax
 
+import jaxmoe
 from benchmarks import quantized
 from benchmarks.cases import Case
 from benchmarks.models import PACKED_BYTES
@@ -12,15 +12,20 @@ from benchmarks.suites.entry import Entry
 from benchmarks.suites.layer import layer_entry, moe_mlp, step
 from jaxmoe import _formats
 
-# Implementation: format, which is the scheme of its rows as well.
-VARIANTS: dict[str, str] = {f"jaxmoe[{format}]": format for format in PACKED_BYTES}
+# Implementation: format, which is the scheme of its rows as well, and that of the tokens.
+VARIANTS: dict[str, tuple[str, str | None]] = {
+    **{f"jaxmoe[{format}]": (format, None) for format in PACKED_BYTES},
+    "jaxmoe[int4_g128 x e4m3]": ("int4_g128", "e4m3"),
+    "jaxmoe[mxfp4 x mxfp8]": ("mxfp4", "mxfp8"),
+    "jaxmoe[mxfp8 x mxfp8]": ("mxfp8", "mxfp8"),
+}
 
 
 def entries(case: Case) -> list[Entry]:
     """Returns the layer in each format whose groups divide it."""
     return [
-        _entry(case, impl, format)
-        for impl, format in VARIANTS.items()
+        _entry(case, impl, format, tokens)
+        for impl, (format, tokens) in VARIANTS.items()
         if _divides(format, case.model.hidden) and _divides(format, case.model.intermediate)
     ]
 
@@ -29,8 +34,10 @@ def _divides(format: str, size: int) -> bool:
     return all(size % step == 0 for step in _formats.QUANTIZED[format].steps)
 
 
-def _entry(case: Case, impl: str, format: str) -> Entry:
-    sets = functools.partial(quantized.weight_sets, case, format)
+def _entry(case: Case, impl: str, format: str, tokens: str | None) -> Entry:
+    def sets() -> list[jaxmoe.Experts]:
+        made = quantized.weight_sets(case, format)
+        return [dataclasses.replace(experts, token_format=tokens) for experts in made]
 
     def error(y: jax.Array) -> float:
         return quantized.error(case, y, sets()[0], rounds_tokens=False)
