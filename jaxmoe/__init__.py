@@ -1,6 +1,8 @@
 """Mixture-of-Experts layers inside `jax.jit`, with CUDA kernels for NVIDIA GPUs."""
 
 from importlib.metadata import version as _version
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
 
 from . import _tables as _tables
 from . import checkpoints as checkpoints
@@ -33,4 +35,15 @@ from .routing import Routing as Routing
 from .routing import route as route
 from .weight_grad import grouped_gemm_weight_grad as grouped_gemm_weight_grad
 
+if _TYPE_CHECKING:
+    from .loading import load as load
+
 __version__ = _version("jaxmoe")
+
+
+def __getattr__(name: str) -> _Any:
+    if name == "load":  # reading files is no part of what every program imports
+        from .loading import load
+
+        return load
+    raise AttributeError(f"module 'jaxmoe' has no attribute {name!r}")

@@ -515,6 +515,12 @@ def test_tiles_without_a_kernel_are_refused(name):
         jax.eval_shape(functools.partial(moe_mlp, config=(config, config)), x, routing, q)
 
 
+def test_sums_are_not_a_choice(name):
+    q, _, x, routing = jax.eval_shape(lambda: experts(name))
+    with pytest.raises(ValueError, match=f"accum must be None with {name} weights"):
+        jax.eval_shape(functools.partial(moe_mlp, accum="fast"), x, routing, q)
+
+
 def test_tiles_of_packed_weights_are_theirs_alone():
     x, sizes = jnp.ones((4, 128), jnp.bfloat16), jnp.array([2, 2], jnp.int32)
     w = jnp.ones((2, 128, 128), jnp.bfloat16)

@@ -289,7 +289,10 @@ class Format:
 
     def refused_accum(self, accum: str | None) -> str | None:
         """Why the format does not have these sums, None if it does."""
-        return None if accum is None else "accum must be None if no weight is quantized"
+        if accum is None:
+            return None
+        which = f"with {self.name} weights" if self.quantized else "if no weight is quantized"
+        return f"accum must be None {which}"
 
     def shared_over(self, k: bool, rows: bool) -> bool:
         """Whether one scale of tokens spans rows (or k) that lie on several devices."""

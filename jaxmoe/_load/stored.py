@@ -1,0 +1,163 @@
+"""How files store the weight of experts, known by the names and dtypes of its tensors."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmoe import checkpoints
+from jaxmoe._load.shards import OP, Shards
+
+_FLOATS = ("bfloat16", "float16", "float32")
+_CHUNK_BYTES = 1 << 29  # of host memory, for tensors that are stacked
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """The weight of a layer's experts in files.
+
+    Attributes:
+      kind: the reader of `jaxmoe.checkpoints`, or the dtype of plain weights.
+      stem: the name of its tensors up to the part's; `{e}` is an expert.
+      parts: what follows the stem, in the order of the reader's arguments.
+      reader: from the stacked tensors to an array or `jaxmoe.QuantizedArray`; None: as they are.
+      checked: the last part does not change, and is checked against the others.
+    """
+
+    kind: str
+    stem: str
+    parts: tuple[str, ...]
+    reader: Callable[..., Any] | None
+    checked: bool = False
+
+    @property
+    def stacked(self) -> bool:
+        return "{e}" not in self.stem
+
+    def names(self, experts: range) -> list[str]:
+        """The tensors of these experts."""
+        stems = [self.stem] if self.stacked else [self.stem.format(e=e) for e in experts]
+        return [stem + part for stem in stems for part in self.parts]
+
+    def read(self, shards: Shards, experts: range) -> Any:
+        """The weight of these experts on JAX's default device, some experts at a time."""
+        nbytes = sum(map(shards.nbytes, self.names(experts[:1]))) // (
+            shards[self.stem + self.parts[0]].shape[0] if self.stacked else 1
+        )
+        step = max(1, _CHUNK_BYTES // max(nbytes, 1))
+        read = [self._chunk(shards, experts[i : i + step]) for i in range(0, len(experts), step)]
+        return read[0] if len(read) == 1 else jax.tree.map(lambda *a: jnp.concatenate(a), *read)
+
+    def _chunk(self, shards: Shards, experts: range) -> Any:
+        *parts, last = [self._stack(shards, part, experts) for part in self.parts]
+        if self.reader is None:
+            return jnp.asarray(last)
+        if not self.checked:
+            return _compiled(self.reader)(*parts, last)
+        # By its numbers, which a compiled program would not know.
+        jax.eval_shape(lambda *a: self.reader(*a, last), *parts)  # pyright: ignore[reportOptionalCall]
+        return _compiled(self.reader)(*parts)
+
+    def _stack(self, shards: Shards, part: str, experts: range) -> np.ndarray[Any, Any]:
+        if self.stacked:
+            return shards[self.stem + part][experts.start : experts.stop]
+        tensors = [shards[self.stem.format(e=e) + part] for e in experts]
+        shapes = {a.shape for a in tensors}
+        if len(shapes) > 1:
+            raise ValueError(
+                f"jaxmoe.{OP}: {self.stem}{part} must have one shape, not "
+                f"{', '.join(map(str, sorted(shapes)))}"
+            )
+        return np.stack(tensors)
+
+
+@functools.lru_cache(maxsize=32)
+def _compiled(reader: Callable[..., Any]) -> Callable[..., Any]:
+    return jax.jit(reader)
+
+
+@functools.lru_cache(maxsize=64)
+def _with(reader: Callable[..., Any], names: tuple[str, ...], dtype: str) -> Any:
+    """A reader whose arguments after the first two have these names."""
+
+    def read(first: Any, second: Any, *others: Any) -> Any:
+        return reader(first, second, **dict(zip(names, others, strict=False)), dtype=dtype)
+
+    return read
+
+
+def find(shards: Shards, stem: str, quantization: Mapping[str, Any], dtype: str) -> Stored:
+    """How the weight of that stem is stored.
+
+    Args:
+      stem: up to the part's name: "model.layers.0.mlp.experts.{e}.gate_proj".
+      quantization: `quantization_config` of config.json, or an empty one.
+      dtype: what quantized weights are dequantized to.
+
+    Raises:
+      LookupError: a tensor is missing, which the message names.
+      NotImplementedError: weights that no reader knows.
+    """
+    first = stem.format(e=0)
+
+    def has(part: str) -> bool:
+        return first + part in shards
+
+    def stored(
+        reader: Any, *parts: str, named: tuple[str, ...] = (), checked: bool = False
+    ) -> Stored:
+        for part in parts:
+            shards.dtype(first + part)  # names the one that is missing
+        kind = reader.__name__.removeprefix("from_")
+        return Stored(kind, stem, parts, _with(reader, named, dtype), checked)
+
+    def refused(why: str) -> NotImplementedError:
+        return NotImplementedError(f"jaxmoe.{OP}: {first}{why}")
+
+    if has(".qweight"):
+        method = str(quantization.get("quant_method", ""))
+        bits = quantization.get("bits", 4)
+        if bits != 4:
+            raise refused(f".qweight has {bits} bits, not 4")
+        parts = (".qweight", ".qzeros", ".scales")
+        if method == "awq":
+            return stored(checkpoints.from_awq, *parts, named=("scales",))
+        order = (".g_idx",) if has(".g_idx") else ()
+        named = ("scales", "g_idx")
+        return stored(checkpoints.from_gptq, *parts, *order, named=named, checked=bool(order))
+    if has("_blocks"):
+        return stored(checkpoints.from_mxfp4, "_blocks", "_scales")
+    if has(".weight_packed"):
+        if has(".weight_zero_point"):
+            raise refused(".weight_zero_point: packed weights with zero points have no reader")
+        parts = (".weight_packed", ".weight_scale")
+        if shards.dtype(first + ".weight_packed") == np.int32:
+            return stored(checkpoints.from_int4, *parts)
+        if shards.dtype(first + ".weight_scale") == np.uint8:
+            return stored(checkpoints.from_mxfp4, *parts)
+        common = "weight_global_scale"
+        return stored(checkpoints.from_nvfp4, *parts, f".{common}", named=(common,))
+    if not has(".weight") and not has(""):
+        raise LookupError(
+            f"jaxmoe.{OP}: {shards.directory} has no tensor {first + '.weight'!r}, nor one whose "
+            "name ends on .weight_packed, .qweight or _blocks in its place"
+        )
+    part = ".weight" if has(".weight") else ""
+    kind = str(shards.dtype(first + part))
+    if kind == "float8_e4m3fn":
+        if has(".weight_scale_inv"):
+            return stored(checkpoints.from_block, part, ".weight_scale_inv")
+        return stored(checkpoints.from_compressed_tensors, part, ".weight_scale")
+    if kind == "uint8":
+        common = "weight_scale_2"
+        parts = (part, ".weight_scale", f".{common}")
+        return stored(checkpoints.from_nvfp4, *parts, named=(common,))
+    if kind == "int8":
+        return stored(checkpoints.from_mxfp4, part, ".scale")
+    if kind not in _FLOATS:
+        raise refused(f"{part} is {kind}, which no reader knows")
+    return Stored(kind, stem, (part,), None)

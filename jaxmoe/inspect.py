@@ -1,0 +1,73 @@
+"""`python -m jaxmoe.inspect DIR`: the layers of experts of a model's files, and their kernels."""
+
+import argparse
+import sys
+
+import jax
+import jax.numpy as jnp
+
+from jaxmoe._explain import explain
+from jaxmoe._jax import targets
+from jaxmoe.experts import Experts
+from jaxmoe.loading import Model
+from jaxmoe.mlp import moe_mlp
+from jaxmoe.routing import Routing
+
+
+def _shapes(model: Model, at: str) -> Experts:
+    """The experts of a module as shapes: the smallest number of them is read."""
+    read = [weight.read(model.shards, range(1)) for weight in model.weights(at)]
+    layer = model.layer(at, read, jnp.asarray)
+    grown = lambda a: jax.ShapeDtypeStruct((model.num_experts, *a.shape[1:]), a.dtype)  # noqa: E731
+    return jax.tree.map(grown, layer.experts)
+
+
+def describe(directory: str, tokens: int) -> str:
+    """A line for each layer, and what its products of so many tokens run as on CUDA."""
+    model = Model(directory, "bfloat16")
+    lines = [
+        f"{model.config.get('model_type')}: {len(model.blocks)} layers with experts, "
+        f"{model.num_experts} experts, {dict(model.family.route(model.config))}"
+    ]
+    seen: dict[tuple[object, ...], str] = {}
+    total = 0
+    for number, at in model.blocks.items():
+        stored = model.weights(at)
+        nbytes = sum(
+            model.shards.nbytes(name) for w in stored for name in w.names(range(model.num_experts))
+        )
+        total += nbytes
+        kinds = ", ".join(dict.fromkeys(w.kind for w in stored))
+        lines.append(f"layer {number}: {kinds}, {nbytes / 1e9:.3f} GB")
+        key = kinds, nbytes
+        if key not in seen:
+            experts = _shapes(model, at)
+            x = jax.ShapeDtypeStruct((tokens, experts.hidden), jnp.bfloat16)
+            k = dict(model.family.route(model.config))["top_k"]
+            routing = Routing(
+                jax.ShapeDtypeStruct((tokens, k), jnp.int32),  # type: ignore[arg-type]
+                jax.ShapeDtypeStruct((tokens, k), jnp.float32),  # type: ignore[arg-type]
+            )
+            with targets.force_cuda_lowering():
+                found = explain(moe_mlp, x, routing, experts, **dict(model.family.call))
+            seen[key] = f"{experts.hidden} x {experts.intermediate}, {tokens} tokens:\n{found}"
+    lines.append(f"experts: {total / 1e9:.3f} GB")
+    return "\n".join([*lines, *seen.values()])
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command; returns its exit status."""
+    parser = argparse.ArgumentParser(prog="python -m jaxmoe.inspect", description=__doc__)
+    parser.add_argument("directory", help="with config.json and safetensors files")
+    parser.add_argument("--tokens", type=int, default=16, help="of a call whose kernels are named")
+    options = parser.parse_args(argv)
+    try:
+        print(describe(options.directory, options.tokens))
+    except (LookupError, OSError, ValueError, NotImplementedError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
