@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmoe
 from jaxmoe import Routing, expert_parallel, quantize, reference
+from jaxmoe._ep import checks
 from jaxmoe._ep.slots import slots_of
 from jaxmoe._jax import targets as _targets
 from jaxmoe._testing import (
@@ -417,6 +418,19 @@ def test_tiles_are_those_of_the_rows_that_come(options, num_experts):
     (call,) = (op for op in report.ops if op.op == "jaxmoe_moe_mlp")
     assert call.cuda_attrs["num_experts"] == num_experts
     assert call.cuda_attrs["num_local_experts"] == 2 and "shard_map" in call.where
+
+
+def test_auto_asks_for_the_tokens_of_a_chunk(monkeypatch):
+    asked, choose = [], checks.choose_dispatch
+    monkeypatch.setattr(
+        checks, "choose_dispatch", lambda *a, **kw: asked.append((a, kw)) or choose(*a, **kw)
+    )
+    a = jax.tree.map(lambda v: v.astype("bfloat16"), arrays()) | {"weights": arrays()["weights"]}
+    layer = functools.partial(split_layer, sizes=EIGHT, num_chunks=2, capacity_factor=1.5)
+    jax.eval_shape(layer, jnp.asarray(ids_of("uniform")), a)
+    given, options = asked[0]
+    assert given == (NUM_TOKENS // 8 // 2, LAYER.hidden, 3, 8)
+    assert options == {"capacity_factor": 1.5, "itemsize": 2, "dispatch_itemsize": None}
 
 
 def test_auto_takes_what_the_links_make_faster():

@@ -240,6 +240,26 @@ def test_derivatives_of_the_derivative():
     both = str(jax.make_jaxpr(second)(put["x"]))
     assert "jaxmoe_moe_mlp_linear" in both and "jaxmoe_gmm" in both
 
+    def batch(x, a):
+        loss = lambda x: jnp.sum(jnp.sin(layer(a | {"x": x}, row.gate_up)))  # noqa: E731
+        return jax.vmap(jax.grad(loss))(jnp.stack([x, 2 * x]))
+
+    x = arguments()["x"]
+    close(jax.jit(lambda x: batch(x, put))(x), jax.jit(lambda x: batch(x, arguments()))(x))
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), ((P(None, "a"), P("a")), (P("a"), P(None, None, "a"))), ids=str
+)
+def test_an_axis_divides_one_dimension_of_the_layer(first, second):
+    """Experts, where one weight has them on the axis that the other has H on."""
+    names = ("x", "expert_ids", "weights", "w_gate_up", "w_down")
+    arrays = {n: arguments()[n] for n in names}
+    specs = {n: P() for n in names} | {"w_gate_up": first, "w_down": second}
+    y, text = compiled(lambda a: layer(a, "interleaved"), make_mesh(AUTO, "a"), arrays, specs)
+    close(y, layer(arrays, "interleaved"))
+    assert "1 all-reduce" in collectives(text)
+
 
 def test_gradients_on_explicit_axes():
     (row,) = (row for row in ROWS if row.title == "tokens with experts")
