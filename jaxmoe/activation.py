@@ -145,13 +145,14 @@ class Swiglu(Activation):
                 raise ValueError(_checks.message("Swiglu", f"{name}={value} must be finite"))
         if not limit > 0:
             raise ValueError(_checks.message("Swiglu", f"limit={limit} must be positive"))
+        alpha, beta, limit = float(alpha), float(beta), float(limit)  # 7 and 7.0 are one activation
         super().__init__(
             name=f"Swiglu(alpha={alpha}, beta={beta}, limit={limit})",
             gated=True,
             kind=SIGMOID,
-            c1=float(alpha),
-            beta=float(beta),
-            limit=float(limit),
+            c1=alpha,
+            beta=beta,
+            limit=limit,
         )
 
 
