@@ -55,7 +55,7 @@ class Stored:
     def _chunk(self, shards: Shards, experts: range) -> Any:
         *parts, last = [self._stack(shards, part, experts) for part in self.parts]
         if self.reader is None:
-            return jnp.asarray(last)
+            return jax.device_put(last)
         if not self.checked:
             return _compiled(self.reader)(*parts, last)
         # By its numbers, which a compiled program would not know.
@@ -72,7 +72,9 @@ class Stored:
                 f"jaxmoe.{OP}: {self.stem}{part} must have one shape, not "
                 f"{', '.join(map(str, sorted(shapes)))}"
             )
-        return np.stack(tensors)
+        # As bytes: NumPy copies the elements of ml_dtypes one by one.
+        raw = np.stack([a.reshape(-1).view(np.uint8) for a in tensors])
+        return raw.view(tensors[0].dtype).reshape(len(tensors), *tensors[0].shape)
 
 
 @functools.lru_cache(maxsize=32)
