@@ -294,6 +294,20 @@ def test_a_data_axis_under_vmap():
     check_spec(y, P("a"))
 
 
+def test_devices_exchange_products_that_are_rounded():
+    """Sums over parts of H travel in the dtype of x: half of the bytes."""
+    names = ("x", "expert_ids", "weights", "w_gate_up", "w_down")
+    arrays = {n: arguments()[n] for n in names}
+    arrays |= {n: arrays[n].astype(jnp.bfloat16) for n in ("x", "w_gate_up", "w_down")}
+    specs = {n: P() for n in names} | {"w_gate_up": P(None, "a")}
+    mesh = make_mesh(EXPLICIT, "a")
+    put = {n: jax.device_put(a, NamedSharding(mesh, specs[n])) for n, a in arrays.items()}
+    with entered(mesh):
+        text = jax.jit(lambda a: layer(a, "interleaved")).lower(put).as_text()
+    (summed,) = re.findall(r'"stablehlo.all_reduce".*?\}\) : \((\S+)\)', text, re.DOTALL)
+    assert summed == f"tensor<{2 * NUM_TOKENS}x{2 * LAYER.intermediate}xbf16>"
+
+
 def test_rows_of_the_layer():
     """With do_finalize=False every device has the order of all rows."""
 
