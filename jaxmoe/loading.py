@@ -219,7 +219,7 @@ class Model:
             order=family.order,
             layout="nk" if quantized else family.layout,
         )
-        table = optional(f"{family.router}.tid2eid")
+        table = f"{at}.{family.router}.tid2eid"  # int64 in the files
         return LoadedLayer(
             experts,
             tensor(f"{family.router}.weight"),
@@ -228,7 +228,7 @@ class Model:
             if family.selection_bias == f"{family.router}.bias"
             else optional(f"{family.router}.bias"),
             optional(family.selection_bias),
-            None if table is None else table.astype(jnp.int32),
+            place(self.shards[table].astype(np.int32)) if table in self.shards else None,
             tuple(sorted(family.route(self.config).items())),
             family.call,
         )

@@ -392,6 +392,9 @@ def test_hash_routing_takes_the_experts_of_the_token(tmp_path):
     with pytest.raises(ValueError, match="token_ids must be given"):
         first.route(x)
     assert first.selection_bias is None and second.selection_bias is not None
+    mesh = jax.make_mesh((4,), ("experts",), axis_types=(jax.sharding.AxisType.Auto,))
+    split = jaxmoe.load(path, layers=[0], mesh=mesh, axis="experts")[0]
+    assert_equal(split.expert_table, first.expert_table)
 
 
 def test_shards_layers_and_progress(tmp_path):
