@@ -33,9 +33,7 @@ def describe(directory: str, tokens: int) -> str:
     total = 0
     for number, at in model.blocks.items():
         stored = model.weights(at)
-        nbytes = sum(
-            model.shards.nbytes(name) for w in stored for name in w.names(range(model.num_experts))
-        )
+        nbytes = sum(w.nbytes(model.shards, range(model.num_experts)) for w in stored)
         total += nbytes
         kinds = ", ".join(dict.fromkeys(w.kind for w in stored))
         lines.append(f"layer {number}: {kinds}, {nbytes / 1e9:.3f} GB")

@@ -123,19 +123,14 @@ def load(
     chosen = model.blocks if layers is None else {n: model.block(n) for n in layers}
     spread = _Spread(mesh, axis, model.num_experts)
     weights = {n: model.weights(at) for n, at in chosen.items()}
-    total = sum(
-        model.shards.nbytes(name)
-        for of_layer in weights.values()
-        for weight in of_layer
-        for name in weight.names(range(model.num_experts))
-    )
+    everyone = range(model.num_experts)
+    total = sum(w.nbytes(model.shards, everyone) for those in weights.values() for w in those)
     out, done = {}, 0
     for number, at in chosen.items():
         read = []
         for weight in weights[number]:
             read.append(spread(lambda part, w=weight: w.read(model.shards, part)))
-            names = weight.names(range(model.num_experts))
-            done += sum(map(model.shards.nbytes, names))
+            done += weight.nbytes(model.shards, everyone)
             if progress is not None:
                 progress(done, total, f"{weight.stem}{weight.parts[0]}")
         out[number] = model.layer(at, read, spread.everywhere)

@@ -1,7 +1,6 @@
 """The tensors of a folder of safetensors files, mapped into memory."""
 
 import dataclasses
-import functools
 import json
 import math
 from pathlib import Path
@@ -36,6 +35,7 @@ class Shards:
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
         self._places: dict[str, _Place] = {}
+        self._mapped: dict[Path, np.ndarray[Any, Any]] = {}  # not longer: files may be replaced
         for path in self._files():
             self._places.update(_header(path))
 
@@ -67,7 +67,9 @@ class Shards:
 
     def __getitem__(self, name: str) -> np.ndarray[Any, Any]:
         place = self._place(name)
-        data = _mapped(place.path)[place.begin : place.end]
+        if place.path not in self._mapped:
+            self._mapped[place.path] = np.memmap(place.path, np.uint8, "r")
+        data = self._mapped[place.path][place.begin : place.end]
         return data.view(_DTYPES[place.dtype]).reshape(place.shape)
 
     def dtype(self, name: str) -> np.dtype[Any]:
@@ -77,11 +79,6 @@ class Shards:
     def nbytes(self, name: str) -> int:
         """The bytes of a tensor."""
         return self._place(name).end - self._place(name).begin
-
-
-@functools.lru_cache(maxsize=64)
-def _mapped(path: Path) -> np.ndarray[Any, Any]:
-    return np.memmap(path, np.uint8, "r")
 
 
 def _header(path: Path) -> dict[str, _Place]:

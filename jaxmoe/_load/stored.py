@@ -43,12 +43,16 @@ class Stored:
         stems = [self.stem] if self.stacked else [self.stem.format(e=e) for e in experts]
         return [stem + part for stem in stems for part in self.parts]
 
+    def nbytes(self, shards: Shards, experts: range) -> int:
+        """The bytes of these experts."""
+        total = sum(map(shards.nbytes, self.names(experts)))
+        if not self.stacked:
+            return total
+        return total * len(experts) // max(shards[self.stem + self.parts[0]].shape[0], 1)
+
     def read(self, shards: Shards, experts: range) -> Any:
         """The weight of these experts on JAX's default device, some experts at a time."""
-        nbytes = sum(map(shards.nbytes, self.names(experts[:1]))) // (
-            shards[self.stem + self.parts[0]].shape[0] if self.stacked else 1
-        )
-        step = max(1, _CHUNK_BYTES // max(nbytes, 1))
+        step = max(1, _CHUNK_BYTES // max(self.nbytes(shards, experts[:1]), 1))
         read = [self._chunk(shards, experts[i : i + step]) for i in range(0, len(experts), step)]
         return read[0] if len(read) == 1 else jax.tree.map(lambda *a: jnp.concatenate(a), *read)
 

@@ -2,7 +2,8 @@
 // product is rounded once in bf16.
 //
 // In bf16 a code is the mantissa of a subnormal number, 2^-133 of it, so that it takes one mask,
-// and scales are multiplied by 2^96 to keep the products normal. In fp16 it is added to 1024.
+// and scales are multiplied by 2^96 to keep the products normal: scales from 2^32 on become
+// infinite, products below 2^-89 subnormal. In fp16 it is added to 1024.
 #pragma once
 
 #include "csrc/gemm/sm90/formats/decode.cuh"
