@@ -128,6 +128,16 @@ def test_two_arrays(format):
     assert_close(compiled(x, routing, two), *wanted)
 
 
+@pytest.mark.parametrize("format", PACKED)
+def test_weights_are_quantized_as_on_a_cpu(format):
+    """Also where one program quantizes and reads them: XLA must not leave a rounding out."""
+    w = normal(np.random.default_rng(3), (2, 192, 256), jnp.bfloat16)
+    q = quantized(w, format)
+    jax.tree.map(assert_equal, q, quantized(on_cpu(w), format))
+    at_once = jax.jit(lambda w: dequantize(quantize(w, format, weight_layout="nk"), jnp.float32))
+    assert_equal(at_once(w), dequantized(q))
+
+
 @pytest.mark.parametrize("dtype", (jnp.bfloat16, jnp.float16))
 @pytest.mark.parametrize("format", PACKED)
 def test_weights_are_decoded_exactly(format, dtype):

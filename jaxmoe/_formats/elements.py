@@ -31,8 +31,8 @@ def e2m1(codes: jax.Array) -> jax.Array:
 
 def e4m3_codes(x: jax.Array) -> jax.Array:
     """Rounds float32 to e4m3: its bits as uint8. NaN stays NaN."""
-    limited = jnp.clip(x, -E4M3_MAX, E4M3_MAX).astype(jnp.float8_e4m3fn)
-    return jax.lax.bitcast_convert_type(limited, jnp.uint8)
+    limited = rounded(jnp.clip(x, -E4M3_MAX, E4M3_MAX), jnp.float8_e4m3fn)
+    return jax.lax.bitcast_convert_type(limited.astype(jnp.float8_e4m3fn), jnp.uint8)
 
 
 def e4m3(codes: jax.Array) -> jax.Array:
@@ -72,15 +72,18 @@ def over(x: jax.Array, divisor: jax.Array | float) -> jax.Array:
 
 
 def rounded(x: jax.Array, dtype: Any) -> jax.Array:
-    """Rounds float32 to the numbers of `dtype`, and keeps it float32.
+    """Rounds float32 to the numbers of `dtype`, and keeps it float32; what is too large, infinite.
 
-    NOTE: not astype and back, which XLA may leave out.
+    NOTE: not astype and back, which XLA leaves out on a GPU. Whoever converts what this returns to
+    `dtype` gets the same numbers whether it does or not.
     """
     info = jnp.finfo(dtype)
-    normal = jax.lax.reduce_precision(x, info.nexp, info.nmant)
+    normal = jax.lax.reduce_precision(x, jnp.finfo(jnp.float32).nexp, info.nmant)
     if info.nexp == jnp.finfo(jnp.float32).nexp:
         return normal
-    # reduce_precision makes zeros of subnormal numbers; the factor is a power of two.
+    # reduce_precision with the exponents of `dtype` makes zeros of its subnormal numbers, and knows
+    # nothing of those past 240 that e4m3 has for an infinity. Powers of two as factors are exact.
     step = float(info.smallest_subnormal)
     subnormal = jnp.round(x * (1 / step)) * step
-    return jnp.where(jnp.abs(x) < float(info.smallest_normal), subnormal, normal)
+    y = jnp.where(jnp.abs(x) < float(info.smallest_normal), subnormal, normal)
+    return jnp.where(jnp.abs(y) > float(info.max), y * jnp.inf, y)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmoe._codes import choice
+from jaxmoe._formats import elements
 from jaxmoe._formats.base import repeat_blocks
 from jaxmoe._jax import mesh as _mesh
 from jaxmoe._jax import primitive as _primitive
@@ -85,7 +86,7 @@ def quantize_xla(
     scales = jax.lax.optimization_barrier(scales)
     inverse = jax.lax.optimization_barrier(1 / scales)
     y = jnp.clip(y * spread(inverse, x.shape, shared), -limit, limit)
-    return y.astype(dtype), scales
+    return elements.rounded(y, dtype).astype(dtype), scales
 
 
 def _largest(x: jax.Array, shared: str) -> jax.Array:
