@@ -97,7 +97,12 @@ def test_every_kernel(format):
     """Fetched by index or copied in expert order, rows of x are the same: so are the results."""
     for index in range(len(CASES)):
         x, routing, experts, wanted = case(index, format, (jnp.bfloat16, jnp.float16)[index % 2])
+        layer = legal(CASES[index][1], format)
         for tile in sorted(_gemm.tiles.PACKED):
+            if (
+                tile[3] > min(layer.hidden, layer.intermediate) // 64
+            ):  # a part of the k loop would be empty
+                continue
             gathers = (True, False) if tile[1] <= _gemm.tiles.MAX_GATHER else (False,)
             configs = (GemmConfig(*tile, gather=gather) for gather in gathers)
             outs = [compiled(x, routing, experts, config=(c, GemmConfig(*tile))) for c in configs]
@@ -134,7 +139,9 @@ def test_weights_are_quantized_as_on_a_cpu(format):
     w = normal(np.random.default_rng(3), (2, 192, 256), jnp.bfloat16)
     q = quantized(w, format)
     jax.tree.map(assert_equal, q, quantized(on_cpu(w), format))
-    at_once = jax.jit(lambda w: dequantize(quantize(w, format, weight_layout="nk"), jnp.float32))
+    at_once = jax.jit(
+        lambda w: dequantize(quantize(w, format, weight_layout="nk"), dtype=jnp.float32)
+    )
     assert_equal(at_once(w), dequantized(q))
 
 

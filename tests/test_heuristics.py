@@ -243,9 +243,9 @@ def test_packed_groups_have_the_narrowest_tile_that_holds_most_of_them():
     assert [tile(mean)[1] for mean in (1, 9, 10, 22, 23, 49, 50, 107)] == [
         *(16, 16, 32, 32, 64, 64, 128, 128)
     ]
-    # The widest where it spares one of two or three.
-    assert [tile(mean)[1] for mean in (108, 136, 138, 225, 227, 286, 288, 400)] == [
-        *(160, 160, 128, 128, 160, 160, 128, 128)
+    # The widest where it spares one.
+    assert [tile(mean)[1] for mean in (108, 136, 138, 225, 227, 286, 288, 345, 347, 400)] == [
+        *(160, 160, 128, 128, 160, 160, 128, 128, 160, 160)
     ]
 
 
@@ -262,5 +262,17 @@ def test_packed_products_split_the_k_loop_while_sms_have_room():
 
     # every group is hit by one row or more with probability 0.63 or so
     assert split(4, 2880, 5760) == 2
-    assert split(4, 448, 5760) == 1  # few steps
+    assert split(2, 2880, 5760) == 4
+    assert split(2, 832, 5760) == 2  # of four, each would have few steps
+    assert split(4, 448, 5760) == 1
     assert split(16, 2880, 5760) == 1  # more tiles than half of the CTAs that fit
+
+
+def test_packed_products_fetch_few_rows_by_index():
+    def gathers(num_tokens, top_k, num_experts):
+        sizes = (num_tokens * top_k, num_experts, num_experts, 2048, 768)
+        return _gemm.tiles.mlp_configs(*sizes, True, packed=True)[0].gather
+
+    assert [gathers(t, 8, 128) for t in (1, 32, 64, 1024)] == [True, True, False, False]
+    # So few rows that the products plan for themselves.
+    assert [gathers(t, 2, 4) for t in (16, 17)] == [True, False]

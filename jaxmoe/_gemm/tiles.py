@@ -41,6 +41,7 @@ ONLY_PROMOTED = {(128, 256, 1, 1)}
 PACKED: dict[tuple[int, int, int, int], int] = {
     (128, 16, 1, 1): 3,
     (128, 16, 1, 2): 3,
+    (128, 16, 1, 4): 3,
     (128, 32, 1, 1): 3,
     (128, 64, 1, 1): 2,
     (128, 128, 1, 1): 2,
@@ -52,6 +53,14 @@ PACKED_ROUNDED = {(128, 160, 1, 1)}
 
 MAX_GATHER = 32  # tokens of a tile that fetches rows by index beside quantized weights
 
+# Usual rows of a group that packed tiles fetch by index. Each row of a step is a copy to start, and
+# with four bits a weight that soon takes longer than the weights: from 10 rows on by a fifth.
+_MAX_PACKED_GATHER = 5
+
+# Rows that the products plan for themselves, if they fetch them by index, which spares a launch.
+# NOTE: csrc has the same: kMaxPlannedSlots in gemm/moe_gemm.h.
+_MAX_PLANNED_ROWS = 32
+
 # Rows of a half of a gate-up weight whose blocks of scales these tiles can tell apart.
 BLOCK_ROWS = 64
 WHOLE_BLOCKS = {(256, 128, 1, 1), (128, 256, 1, 1)}
@@ -62,8 +71,9 @@ WHOLE_BLOCKS = {(256, 128, 1, 1), (128, 256, 1, 1)}
 _MIN_SPLIT_BYTES = 2048
 _MAX_SPLIT_TILES = 12 * _SMS
 
-# Elements of a packed product whose k loop is split while that gives each SM another CTA.
-_MIN_PACKED_SPLIT = 512
+# Elements of k that each CTA of a packed product needs. The loop is split while all parts run at
+# once.
+_MIN_PACKED_SPLIT = 256
 
 # Elements of FP8 rows that token tiles of the same weights still find in L2.
 _MAX_SHARED_K = 2048
@@ -185,13 +195,12 @@ def _packed_config(usual: float, k: int, tiles: float, raster: int, float_out: b
     rows it has: the narrowest tile that holds a group is the best.
     """
     if usual <= 16:
-        few = tiles <= _SMS * PACKED[128, 16, 1, 1] / 2 and k >= _MIN_PACKED_SPLIT
-        return GemmConfig(128, 16, split_k=2 if few else 1)
+        parts = min(_SMS * PACKED[128, 16, 1, 1] / max(tiles, 1.0), k / _MIN_PACKED_SPLIT)
+        return GemmConfig(128, 16, split_k=4 if parts >= 4 else 2 if parts >= 2 else 1)
     for token_tile in (32, 64):
         if usual <= token_tile:
             return GemmConfig(128, token_tile)
-    # The widest tile has one set of operands alone: worth it while it spares a token tile of few.
-    spares = math.ceil(usual / 160) < math.ceil(usual / 128) <= 3
+    spares = math.ceil(usual / 160) < math.ceil(usual / 128)
     return GemmConfig(128, 160 if spares and not float_out else 128, raster=raster)
 
 
@@ -237,6 +246,11 @@ def mlp_configs(
     down = gmm_config(num_rows, num_experts, intermediate, hidden, share, second, packed=packed)
     if promoted is None and not packed:
         gather = gate_up.token_tile != 192 or intermediate <= _MAX_GATHER_INTERMEDIATE
+    elif packed:
+        gather = _sizes.is_known(num_rows) and (
+            num_rows <= _MAX_PLANNED_ROWS
+            or _usual_rows(num_rows, num_experts) <= _MAX_PACKED_GATHER
+        )
     else:  # the quantization of x can write its rows in expert order at no cost
         gather = gate_up.token_tile <= MAX_GATHER
     return dataclasses.replace(gate_up, gather=gather), down

@@ -229,6 +229,7 @@ VariantTable MakeVariants() {
     static const Variant rows[] = {
         JAXMOE_TILE(128, 16, (kNarrow ? 9 : 6), kNone, 3, 1, 1),
         JAXMOE_TILE(128, 16, (kNarrow ? 8 : 5), kNone, 3, 1, 2),
+        JAXMOE_TILE(128, 16, (kNarrow ? 6 : 4), kNone, 3, 1, 4),
         JAXMOE_TILE(128, 32, (kNarrow ? 7 : 4), kNone, 3, 1, 1),
         JAXMOE_TILE(128, 64, (kNarrow ? 7 : 6), kNone, 2, 1, 1),
         JAXMOE_TILE(128, 128, 4, kNone, 2, 1, 1),

@@ -56,15 +56,14 @@ __device__ __forceinline__ void RunKSteps(const SharedStorage<T>& smem,
   ReleaseStage(smem, previous, lane);
 }
 
-// Weights without zero points are decoded in fewer instructions, where decoding binds. Then there
-// are twice as many loops, between which ptxas shares no operands of wgmma: with zero points, one
-// N.
+// Weights without zero points are decoded in fewer instructions. Then there are twice as many loops,
+// for whose operands ptxas takes registers of their own: with zero points there is one for all N.
 template <class T>
 constexpr bool FasterIfSymmetric() {
   if constexpr (!T::kPacked)
     return false;
   else
-    return !std::is_void_v<typename T::Decoder::Symmetric> && T::kWarpgroupTokens <= 64;
+    return !std::is_void_v<typename T::Decoder::Symmetric>;
 }
 template <class T>
 inline constexpr bool kFasterIfSymmetric = FasterIfSymmetric<T>();

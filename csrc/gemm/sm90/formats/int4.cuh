@@ -18,11 +18,15 @@ struct Int4 : PackedWeights<Element, Packing::kInt4, 384> {
 
   static constexpr bool kHalf = std::is_same_v<Element, __half>;
   static constexpr float kFactor = kHalf ? 1.0f : 0x1p37f;
+  static constexpr uint32_t k16th = kHalf ? 0x2C002C00 : 0x3D803D80;
   static constexpr uint32_t kOne = kHalf ? 0x6400 : 0;  // what codes are added to, as bits
 
+  // Odd values of a thread lie four bits higher in their half of a word, so they are 16 times as
+  // large: one shift serves two of them.
   struct Scales {
     uint32_t scale;  // of the rows
     uint32_t other;  // of the rows: -8 times the scale in symmetric bf16, else -kOne - zero point
+    uint32_t odd;    // a 16th of the scale in symmetric bf16; in fp16 -64 - zero point
   };
 
   // Zero points are bytes, by_32 [row][half], else [row]: 32 bits hold all of a thread's.
@@ -53,7 +57,7 @@ struct Int4 : PackedWeights<Element, Packing::kInt4, 384> {
                                                       int half) {
     constexpr uint32_t kTwoTo96 = 0x6F806F80;
     constexpr uint32_t kMinusEight = 0x80088008;  // times 2^-133
-    Scales scales;
+    Scales scales{};
     scales.scale = *reinterpret_cast<const uint32_t*>(strip + site.scale + half * site.second);
     if constexpr (!kHalf) scales.scale = Multiply2<Element>(scales.scale, kTwoTo96);
     if constexpr (kZeros) {
@@ -64,26 +68,36 @@ struct Int4 : PackedWeights<Element, Packing::kInt4, 384> {
       scales.other = (0x8008 | kOne) * 0x10001;
     } else {
       scales.other = Multiply2<Element>(scales.scale, kMinusEight);
+      scales.odd = Multiply2<Element>(scales.scale, k16th);
     }
+    if constexpr (kHalf) scales.odd = Add2<Element>(scales.other, 0x63806380);  // 960
     return scales;
   }
 
   static __device__ __forceinline__ void Decode(
       const uint32_t* word, const Scales& scales, const Site& site, int, int, uint32_t (&a)[4]) {
+    const uint32_t words[] = {*word, *word >> 8};
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      uint32_t q = (*word >> (4 * j)) & 0x000F000F;
-      if constexpr (kHalf) {  // (shifted & 0x000F000F) | one, which ptxas would make two
+      const uint32_t mask = j % 2 == 0 ? 0x000F000F : 0x00F000F0;
+      uint32_t q = words[j / 2] & mask;
+      if constexpr (kHalf) {  // (word & mask) | one, which ptxas would make two
         asm("lop3.b32 %0, %1, %2, %3, 0xEA;"
             : "=r"(q)
-            : "r"(*word >> (4 * j)), "n"(0x000F000F), "r"(site.one));
+            : "r"(words[j / 2]), "r"(mask), "r"(site.one));
       }
       const uint32_t scale = OfRow<Element>(scales.scale, j);
       const uint32_t other = OfRow<Element>(scales.other, j);
+      const uint32_t odd = OfRow<Element>(scales.odd, j);
       if constexpr (kHalf || kZeros) {
-        a[j] = Multiply2<Element>(Add2<Element>(q, other), scale);
+        if (j % 2 == 0) {
+          q = Add2<Element>(q, other);
+        } else {
+          q = MultiplyAdd2<Element>(q, k16th, kHalf ? odd : other);
+        }
+        a[j] = Multiply2<Element>(q, scale);
       } else {  // -8 times the scale is exact
-        a[j] = MultiplyAdd2<Element>(q, scale, other);
+        a[j] = MultiplyAdd2<Element>(q, j % 2 == 0 ? scale : odd, other);
       }
     }
   }
