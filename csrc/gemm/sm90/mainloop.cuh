@@ -56,8 +56,9 @@ __device__ __forceinline__ void RunKSteps(const SharedStorage<T>& smem,
   ReleaseStage(smem, previous, lane);
 }
 
-// Weights without zero points are decoded in fewer instructions. Then there are twice as many loops,
-// for whose operands ptxas takes registers of their own: with zero points there is one for all N.
+// Weights without zero points are decoded in fewer instructions. Then there are twice as many
+// loops, for whose operands ptxas takes registers of their own: with zero points there is one for
+// all N.
 template <class T>
 constexpr bool FasterIfSymmetric() {
   if constexpr (!T::kPacked)

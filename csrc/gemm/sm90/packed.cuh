@@ -146,10 +146,10 @@ __device__ __forceinline__ void IssueProducts(const uint32_t (&set)[kSet][2][4],
 }
 
 // Operands are decoded while wgmma multiplies those before them, so there are two sets; what they
-// are decoded of is read when the set before has been issued. Tiles of few tokens have registers for
-// operands of two instructions in a set, so that there is less to wait for; those of more than 128
-// for one set alone, and one warpgroup decodes while the other multiplies. A loop for one N is 10 %
-// faster than one that chooses it, so those of weights with zero points alone do.
+// are decoded of is read when the set before has been issued. Tiles of few tokens have registers
+// for operands of two instructions in a set, so that there is less to wait for; those of more than
+// 128 for one set alone, and one warpgroup decodes while the other multiplies. A loop for one N is
+// 10 % faster than one that chooses it, so those of weights with zero points alone do.
 template <class T, int kN, class Decoder>
 __device__ __forceinline__ void RunPackedKSteps(const PackedArgs& packed,
                                                 const SharedStorage<T>& smem,
