@@ -134,15 +134,20 @@ def test_two_arrays(format):
 
 
 @pytest.mark.parametrize("format", PACKED)
-def test_weights_are_quantized_as_on_a_cpu(format):
-    """Also where one program quantizes and reads them: XLA must not leave a rounding out."""
+def test_one_program_quantizes_and_reads(format):
+    """XLA must not leave a rounding out where it sees both sides of it."""
     w = normal(np.random.default_rng(3), (2, 192, 256), jnp.bfloat16)
-    q = quantized(w, format)
-    jax.tree.map(assert_equal, q, quantized(on_cpu(w), format))
     at_once = jax.jit(
         lambda w: dequantize(quantize(w, format, weight_layout="nk"), dtype=jnp.float32)
     )
-    assert_equal(at_once(w), dequantized(q))
+    assert_equal(at_once(w), dequantized(quantized(w, format)))
+
+
+@pytest.mark.parametrize("format", ("mxfp4", "mxfp8"))
+def test_powers_of_two_are_those_of_a_cpu(format):
+    """Formats that divide differ by the last bit of XLA's division on a GPU."""
+    w = normal(np.random.default_rng(3), (2, 192, 256), jnp.bfloat16)
+    jax.tree.map(assert_equal, quantized(w, format), quantized(on_cpu(w), format))
 
 
 @pytest.mark.parametrize("dtype", (jnp.bfloat16, jnp.float16))

@@ -42,7 +42,8 @@ quantized = jax.jit(
 
 def test_pairs():
     assert PAIRS == (
-        *(("mxfp4", "mxfp4"), ("mxfp4", "mxfp8"), ("mxfp8", "mxfp8"), ("nvfp4", "nvfp4")),
+        *(("mxfp4", "mxfp4"), ("mxfp4", "mxfp8"), ("mxfp4", "e4m3")),
+        *(("mxfp8", "mxfp8"), ("nvfp4", "nvfp4")),
         *(("int4_g128", "e4m3"), ("int4_g128_zp", "e4m3")),
     )
     assert set(TOKEN_FORMATS) == {token for _, token in PAIRS}
@@ -111,6 +112,7 @@ def close(got, want):
 CASES = {
     "mxfp4": ("mxfp4", "mxfp4", {"activation": "relu2"}, {}),
     "mxfp4 mxfp8": ("mxfp4", "mxfp8", {"activation": GPT_OSS, "gate_up": "interleaved"}, {}),
+    "mxfp4 e4m3": ("mxfp4", "e4m3", {"activation": "relu2"}, {}),
     "mxfp8 two": ("mxfp8", "mxfp8", {}, {"two": True}),
     "nvfp4": ("nvfp4", "nvfp4", {}, {}),
     "nvfp4 static": ("nvfp4", "nvfp4", {"gate_up": "up_gate"}, STATIC),
@@ -322,9 +324,9 @@ def test_other_dtypes_of_tokens():
 @pytest.mark.parametrize(
     ("weights", "token_format", "message"),
     [
-        ("mxfp4", "fp4", "token_format='fp4' must be one of mxfp4, mxfp8, nvfp4, e4m3"),
-        ("mxfp4", "e4m3", "token_format='e4m3' must be None or 'mxfp4' or 'mxfp8' with weights in "
-         "mxfp4"),
+        ("mxfp4", "fp4", "token_format='fp4' must be one of mxfp4, mxfp8, e4m3, nvfp4"),
+        ("mxfp4", "nvfp4", "token_format='nvfp4' must be None or 'mxfp4' or 'mxfp8' or 'e4m3' with "
+         "weights in mxfp4"),
         ("nvfp4", "mxfp4", "must be None or 'nvfp4' with weights in nvfp4"),
         ("int4_g64", "e4m3", "token_format='e4m3' must be None with weights in int4_g64"),
         ("fp8_block", "e4m3", "token_format='e4m3' must be None with weights in fp8_block"),

@@ -31,7 +31,7 @@ _MX = tuple(PackedTokens(f.name, f, "", dtypes=_WIDE) for f in (MXFP4, MXFP8))
 _NVFP4 = PackedTokens(NVFP4.name, NVFP4, "", common=True, static=True)
 _E4M3 = Fp8Tokens("e4m3", FP8_CHANNEL, "t", static=True)
 _BESIDE: dict[str, tuple[TokenRule, ...]] = {
-    MXFP4.name: _MX,
+    MXFP4.name: (*_MX, _E4M3),
     MXFP8.name: _MX[1:],
     NVFP4.name: (_NVFP4,),
     **{f.name: (_E4M3,) for f in INT4 if f.group == 128},

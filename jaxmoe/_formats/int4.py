@@ -51,9 +51,9 @@ class Int4(Packed):
             scales = elements.over(high - low, 15.0)
         else:
             low, scales = None, elements.over(elements.largest(groups, -1), 7.0)
-        scales = jnp.where(jnp.isnan(groups).any(axis=-1), jnp.nan, scales).astype(self.dtype)
-        step = jax.lax.optimization_barrier(scales).astype(jnp.float32)
-        step = jnp.where(step > 0, step, jnp.inf)
+        scales = jnp.where(jnp.isnan(groups).any(axis=-1), jnp.nan, scales)
+        scales = elements.rounded(scales, self.dtype)
+        step = jnp.where(scales > 0, scales, jnp.inf)
         zero = None if low is None else jnp.clip(jnp.round(elements.over(-low, step)), 0, 15)
         middle = _MIDDLE if zero is None else zero[..., None]
         quotient = elements.over(groups, step[..., None])
@@ -61,7 +61,7 @@ class Int4(Packed):
         codes = jnp.clip(jnp.round(quotient) + middle, 0, 15)
         codes = codes.astype(jnp.uint8).reshape(x.shape)
         zeros = () if zero is None else (zero.astype(jnp.uint8),)
-        return self.pack(codes, scales, *zeros)
+        return self.pack(codes, scales.astype(self.dtype), *zeros)
 
     def given(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
         """What `pack` takes beside codes."""

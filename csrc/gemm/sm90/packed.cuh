@@ -203,6 +203,7 @@ __device__ __forceinline__ void RunPackedKSteps(const PackedArgs& packed,
         ptx::FenceRegisters(other[j][0]);
         ptx::FenceRegisters(other[j][1]);
       }
+      if (i == 0) __syncwarp();  // every lane has read its weights
       if (i == 0 && previous >= 0) ReleaseStage(smem, previous, lane);
     }
     previous = current;
@@ -210,6 +211,7 @@ __device__ __forceinline__ void RunPackedKSteps(const PackedArgs& packed,
   cute::warpgroup_wait<0>();
   ptx::FenceAccumulator(acc[0]);
   ptx::FenceAccumulator(acc[1]);
+  __syncwarp();
   ReleaseStage(smem, previous, lane);
 }
 
