@@ -65,8 +65,8 @@ class Experts:
       forward_format: None, or the name of a quantized format. The program quantizes weights and
         tokens for the value of the layer; gradients are those of plain weights. Static.
       token_format: None, or how tokens and the activation's results are quantized beside packed
-        weights: "nvfp4" with nvfp4, "mxfp4" or "mxfp8" with mxfp4, "mxfp8" with mxfp8, "e4m3" with
-        int4_g128 and int4_g128_zp. FP8 weights have FP8 tokens without it. Static.
+        weights: "nvfp4" with nvfp4, "mxfp4", "mxfp8" or "e4m3" with mxfp4, "mxfp8" with mxfp8,
+        "e4m3" with int4_g128 and int4_g128_zp. FP8 weights have FP8 tokens without it. Static.
 
     Raises:
       TypeError, ValueError: a field of the wrong kind, dtype, rank or shape, an unknown name, or

@@ -36,6 +36,7 @@ REFERENCES = (
     "docs/adding_a_kernel.md",
     "docs/checkpoints.md",
     "docs/expert_parallel.md",
+    "docs/frameworks.md",
     "docs/numerics.md",
     "docs/routing.md",
     "docs/semantics.md",

@@ -184,13 +184,13 @@ LAYER_ERRORS = (
         PLAIN | {"x_scale": SCALE},
         ValueError,
         "experts.x_scale must be None because no weight is quantized: it is for fp8_tensor and "
-        "token_format='nvfp4' or 'e4m3' alone. Got experts.x_scale: f32[].",
+        "token_format='e4m3' or 'nvfp4' alone. Got experts.x_scale: f32[].",
     ),
     (
         layer("fp8_channel") | {"intermediate_scale": SCALE},
         ValueError,
         "experts.h_scale must be None because the weights are fp8_channel: it is for "
-        "fp8_tensor and token_format='nvfp4' or 'e4m3' alone. Got experts.h_scale: f32[].",
+        "fp8_tensor and token_format='e4m3' or 'nvfp4' alone. Got experts.h_scale: f32[].",
     ),
     (
         {"x": tokens(), "x_scale": SCALE},

@@ -1,0 +1,290 @@
+"""What the modules of all frameworks have in common: parameters by name, and the block itself."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxmoe._jax import checks as _checks
+from jaxmoe.activation import Activation, resolve
+from jaxmoe.experts import Experts
+from jaxmoe.losses import expert_load, load_balancing_loss, router_z_loss
+from jaxmoe.mlp import moe_mlp
+from jaxmoe.routing import METHODS, route
+
+_OP = "MoEConfig"
+Layer = Callable[..., jax.Array]
+# Scores of the balance loss, by those of the routing rule; softmax for the others.
+_POSITIVE: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "sigmoid": jax.nn.sigmoid,
+    "sqrtsoftplus": lambda logits: jnp.sqrt(jax.nn.softplus(logits)),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class MoEConfig:
+    """A block of experts. Static: two equal ones are one program.
+
+    y = sum over k of weights[k] * mlp(x, expert_ids[k]) + g * mlp_shared(x)
+    with weights, expert_ids = route(x @ router + router_bias), g = sigmoid(x @ shared_router) or 1
+
+    Attributes:
+      hidden: H, the width of a token.
+      intermediate: I, the width of an expert.
+      num_experts: E.
+      top_k: K, experts of each token.
+      activation: of experts and of the shared expert, see `jaxmoe.Experts`.
+      method, num_groups, top_groups, scale, norm_topk_prob: of `jaxmoe.route`.
+      selection_bias: whether experts are chosen with a bias that is state and not trained, for
+        methods that have one; `jaxmoe.update_selection_bias` moves it.
+      router_bias: whether logits have a bias (gpt-oss).
+      expert_bias: whether both products of an expert have one.
+      shared_intermediate: width of the shared expert; 0: there is none.
+      shared_router: whether the shared expert has a gate of its own (Qwen2-MoE).
+      balance_loss: coefficient of `jaxmoe.load_balancing_loss`.
+      z_loss: coefficient of `jaxmoe.router_z_loss`.
+      param_dtype: of the weights of experts, shared ones too. The router is float32.
+      dtype: of products; None for `param_dtype`. If it is narrower, weights are float32 masters.
+      forward_format: see `jaxmoe.Experts`.
+
+    Raises:
+      TypeError, ValueError: a number out of range, an unknown name, or fields that do not go
+        together.
+    """
+
+    hidden: int
+    intermediate: int
+    num_experts: int
+    top_k: int
+    activation: str | Activation = "swiglu"
+    method: str = "renormalize"
+    num_groups: int = 1
+    top_groups: int = 1
+    scale: float = 1.0
+    norm_topk_prob: bool | None = None
+    selection_bias: bool = False
+    router_bias: bool = False
+    expert_bias: bool = False
+    shared_intermediate: int = 0
+    shared_router: bool = False
+    balance_loss: float = 0.0
+    z_loss: float = 0.0
+    param_dtype: Any = jnp.float32
+    dtype: Any = None
+    forward_format: str | None = None
+
+    def __post_init__(self) -> None:
+        """Checks what no other function would name as a field of the config."""
+        for name in ("hidden", "intermediate", "num_experts", "top_k"):
+            _checks.check_int(_OP, name, getattr(self, name), 1)
+        _checks.check_int(_OP, "shared_intermediate", self.shared_intermediate, 0)
+        _checks.check_choice(_OP, "method", self.method, tuple(METHODS))
+        if self.top_k > self.num_experts:
+            rule = f"top_k must be at most num_experts={self.num_experts}"
+            raise ValueError(_checks.message(_OP, rule, top_k=self.top_k))
+        if self.selection_bias and not METHODS[self.method].bias:
+            having = " or ".join(repr(name) for name, method in METHODS.items() if method.bias)
+            rule = f"selection_bias=True needs method {having}"
+            raise ValueError(_checks.message(_OP, rule, method=self.method))
+        if self.shared_router and not self.shared_intermediate:
+            rule = "shared_router=True needs a shared expert"
+            raise ValueError(_checks.message(_OP, rule, shared_intermediate=0))
+        stored, products = jnp.dtype(self.param_dtype), self.product_dtype
+        if products != stored and (stored.name != "float32" or products.itemsize > 2):
+            rule = "param_dtype must be dtype, or float32 beside a narrower one"
+            raise ValueError(_checks.message(_OP, rule, param_dtype=stored, dtype=products))
+
+    @property
+    def product_dtype(self) -> Any:
+        """The dtype of the products."""
+        return jnp.dtype(self.param_dtype if self.dtype is None else self.dtype)
+
+    @property
+    def gated(self) -> bool:
+        """Whether the activation has a gate."""
+        return resolve(self.activation).gated
+
+
+class Parameter(NamedTuple):
+    """An array of a block.
+
+    Attributes:
+      shape: its shape.
+      axes: a logical name for each dimension: "expert", "embed" (H), "mlp" (I) or None.
+      fan_in: inputs of a sum that the array weighs; 0 for biases, which begin at 0.
+      dtype: its dtype.
+      trained: whether it has gradients; a selection bias is state.
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    fan_in: int
+    dtype: Any
+    trained: bool = True
+
+
+class Aux(NamedTuple):
+    """What a block says beside its result.
+
+    Attributes:
+      loss: [] float32, the losses with their coefficients, to be added to that of the model.
+      load: [E] int32, slots of each expert, for `jaxmoe.update_selection_bias`.
+    """
+
+    loss: jax.Array
+    load: jax.Array
+
+
+def parameters(config: MoEConfig) -> dict[str, Parameter]:
+    """The arrays of a block by name, in a fixed order.
+
+    Gate and up are two arrays, so that their last axis may be split over devices.
+    """
+    c, stored, wide = config, jnp.dtype(config.param_dtype), jnp.dtype(jnp.float32)
+    found = {"router": Parameter((c.hidden, c.num_experts), ("embed", None), c.hidden, wide)}
+    if c.router_bias:
+        found["router_bias"] = Parameter((c.num_experts,), (None,), 0, wide)
+    if c.selection_bias:
+        found["selection_bias"] = Parameter((c.num_experts,), (None,), 0, wide, trained=False)
+
+    def mlp(prefix: str, experts: tuple[int, ...], width: int, biases: bool) -> None:
+        outer = ("expert",) * len(experts)
+        for name in ("gate", "up") if c.gated else ("up",):
+            shape, axes = (*experts, c.hidden, width), (*outer, "embed", "mlp")
+            found[prefix + name] = Parameter(shape, axes, c.hidden, stored)
+            if biases:
+                shape, axes = (*experts, width), (*outer, "mlp")
+                found[f"{prefix}{name}_bias"] = Parameter(shape, axes, 0, stored)
+        shape, axes = (*experts, width, c.hidden), (*outer, "mlp", "embed")
+        found[prefix + "down"] = Parameter(shape, axes, width, stored)
+        if biases:
+            shape, axes = (*experts, c.hidden), (*outer, "embed")
+            found[prefix + "down_bias"] = Parameter(shape, axes, 0, stored)
+
+    mlp("", (c.num_experts,), c.intermediate, c.expert_bias)
+    if c.shared_intermediate:
+        mlp("shared_", (), c.shared_intermediate, biases=False)
+    if c.shared_router:
+        found["shared_router"] = Parameter((c.hidden,), ("embed",), c.hidden, wide)
+    return found
+
+
+def initial(key: jax.Array, parameter: Parameter) -> jax.Array:
+    """Draws one array: normal with variance 1 / fan_in; zeros for biases."""
+    if parameter.fan_in == 0:
+        return jnp.zeros(parameter.shape, parameter.dtype)
+    drawn = jax.random.normal(key, parameter.shape, jnp.float32) * parameter.fan_in**-0.5
+    return drawn.astype(parameter.dtype)
+
+
+def init(config: MoEConfig, key: jax.Array) -> dict[str, jax.Array]:
+    """Draws all arrays of a block."""
+    named = parameters(config)
+    keys = jax.random.split(key, len(named))
+    return {name: initial(k, p) for k, (name, p) in zip(keys, named.items(), strict=True)}
+
+
+def apply(
+    config: MoEConfig,
+    params: Mapping[str, Any],
+    x: jax.Array,
+    *,
+    mask: jax.Array | None = None,
+    layer: Layer = moe_mlp,
+) -> tuple[jax.Array, Aux]:
+    """Computes a block.
+
+    Args:
+      config: what the block is.
+      params: its arrays by the names of `parameters`.
+      x: [..., H] bfloat16, float16 or float32.
+      mask: [...] bool, True for valid tokens; the others get the shared expert alone, and count for
+        no expert and no loss.
+      layer: `jaxmoe.moe_mlp`, or a function with its arguments x, routing, experts and residual;
+        inside `jax.shard_map`, where `params` has a device's experts,
+        `functools.partial(jaxmoe.expert_parallel.moe_mlp, axis_name="expert")`.
+
+    Returns:
+      [..., H] in the dtype of x, and `Aux`.
+
+    Raises:
+      KeyError: an array is missing.
+      TypeError, ValueError: those of `jaxmoe.route`, `jaxmoe.Experts` and the layer.
+
+    Numerics: logits in float32 whatever x is, products in `config.product_dtype`; the balance loss
+      of methods whose scores are no probabilities is that of scores divided by their sum
+      (DeepSeek-V3).
+    """
+    if x.shape[-1:] != (config.hidden,):
+        rule = f"x must have a last axis of hidden={config.hidden}"
+        raise ValueError(_checks.message("MoE", rule, shape=x.shape))
+    tokens = x.astype(config.product_dtype)
+    logits = _product(x, params["router"])
+    if config.router_bias:
+        logits += jnp.broadcast_to(params["router_bias"], logits.shape)
+    bias = params["selection_bias"] if config.selection_bias else None
+    routing = route(
+        logits,
+        top_k=config.top_k,
+        method=config.method,
+        bias=None if bias is None else jax.lax.stop_gradient(bias),
+        num_groups=config.num_groups,
+        top_groups=config.top_groups,
+        scale=config.scale,
+        norm_topk_prob=config.norm_topk_prob,
+    )
+    if mask is not None:
+        ids = jnp.where(mask[..., None], routing.expert_ids, jnp.int32(-1))
+        routing = dataclasses.replace(routing, expert_ids=ids)
+    shared = _shared(config, params, x, tokens)
+    y = layer(tokens, routing, _experts(config, params), residual=shared)
+    loss = jnp.zeros((), jnp.float32)
+    if config.balance_loss:
+        scores = _scores(config, logits)
+        loss += config.balance_loss * load_balancing_loss(scores, routing.expert_ids, mask)
+    if config.z_loss:
+        loss += config.z_loss * router_z_loss(logits, mask)
+    return y.astype(x.dtype), Aux(loss, expert_load(routing.expert_ids, config.num_experts))
+
+
+def _product(x: jax.Array, w: jax.Array) -> jax.Array:
+    """x @ w in float32: GPUs would round the factors, and other experts would be chosen."""
+    wide = (a.astype(jnp.float32) for a in (x, w))
+    return jnp.matmul(*wide, precision=jax.lax.Precision.HIGHEST)
+
+
+def _experts(config: MoEConfig, params: Mapping[str, Any]) -> Experts:
+    names = (n for n in ("gate", "up", "down") if n in params)
+    arrays = {n: params[n] for name in names for n in (name, f"{name}_bias") if n in params}
+    return Experts(
+        **arrays,
+        activation=config.activation,
+        dtype=None if config.product_dtype == config.param_dtype else config.product_dtype,
+        forward_format=config.forward_format,
+    )
+
+
+def _shared(
+    config: MoEConfig, params: Mapping[str, Any], x: jax.Array, tokens: jax.Array
+) -> jax.Array | None:
+    if not config.shared_intermediate:
+        return None
+    weights = {n: params[f"shared_{n}"] for n in ("gate", "up", "down") if f"shared_{n}" in params}
+    narrow = {name: w.astype(tokens.dtype) for name, w in weights.items()}
+    down = narrow.pop("down")
+    halves = (jnp.matmul(tokens, w, preferred_element_type=jnp.float32) for w in narrow.values())
+    h = resolve(config.activation)(*halves).astype(tokens.dtype)
+    y = jnp.matmul(h, down, preferred_element_type=jnp.float32)
+    if config.shared_router:
+        y *= jax.nn.sigmoid(_product(x, params["shared_router"]))[..., None]
+    return y.astype(tokens.dtype)
+
+
+def _scores(config: MoEConfig, logits: jax.Array) -> jax.Array:
+    positive = _POSITIVE.get(METHODS[config.method].score)
+    if positive is None:
+        return jax.nn.softmax(logits, axis=-1)
+    scores = positive(logits)
+    return scores / jnp.sum(scores, axis=-1, keepdims=True)

@@ -1,0 +1,377 @@
+"""Expert blocks: what they compute, and that modules of every framework are the same and train."""
+
+import dataclasses
+import functools
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxmoe
+from jaxmoe import Swiglu, expert_parallel
+from jaxmoe._testing import assert_equal
+from jaxmoe.nn import MoEConfig, apply, init, parameters
+
+PLAIN = MoEConfig(8, 16, num_experts=4, top_k=2)
+DEEPSEEK = MoEConfig(
+    8,
+    16,
+    num_experts=8,
+    top_k=3,
+    method="deepseek_v3",
+    num_groups=4,
+    top_groups=2,
+    scale=2.5,
+    selection_bias=True,
+    shared_intermediate=12,
+    balance_loss=0.1,
+)
+GPT_OSS = dataclasses.replace(
+    PLAIN, activation=Swiglu(1.702, 1.0, 7.0), router_bias=True, expert_bias=True, z_loss=0.01
+)
+QWEN2 = dataclasses.replace(
+    PLAIN, method="softmax", shared_intermediate=24, shared_router=True, balance_loss=0.01
+)
+NEMOTRON = dataclasses.replace(PLAIN, activation="relu2", shared_intermediate=8)
+CONFIGS = {
+    "plain": PLAIN,
+    "deepseek": DEEPSEEK,
+    "gpt_oss": GPT_OSS,
+    "qwen2": QWEN2,
+    "nemotron": NEMOTRON,
+}
+
+applied = jax.jit(apply, static_argnames=("config", "layer"))
+drawn = jax.jit(init, static_argnames="config")
+
+
+@functools.cache
+def example(name):
+    """Parameters, biases among them not zero, and tokens [3, 5, H]."""
+    config, rng = CONFIGS[name], np.random.default_rng(3)
+    params = {n: np.asarray(a) for n, a in drawn(config, jax.random.key(1)).items()}
+    noisy = {n: rng.normal(size=a.shape).astype(a.dtype) for n, a in params.items() if "bias" in n}
+    return config, params | noisy, rng.normal(size=(3, 5, config.hidden)).astype(np.float32)
+
+
+def sigmoid(a):
+    return 1 / (1 + np.exp(-a))
+
+
+def mlp(config, p, prefix, x, *expert):
+    """One expert on tokens [T, H], in float64."""
+    w = {
+        n: p[prefix + n][expert].astype(np.float64)
+        for n in ("gate", "up", "down")
+        if prefix + n in p
+    }
+    b = {n: p.get(f"{prefix}{n}_bias") for n in w}
+    z = {n: x @ w[n] + (0 if b[n] is None else b[n][expert]) for n in w if n != "down"}
+    if config is GPT_OSS:
+        gate, up = np.minimum(z["gate"], 7), np.clip(z["up"], -7, 7)
+        h = gate * sigmoid(1.702 * gate) * (up + 1)
+    elif config is NEMOTRON:
+        h = np.maximum(z["up"], 0) ** 2
+    else:
+        h = z["gate"] * sigmoid(z["gate"]) * z["up"]
+    return h @ w["down"] + (0 if b["down"] is None else b["down"][expert])
+
+
+def wanted(config, p, x, routing):
+    """The block in NumPy, given what `jaxmoe.route` chose."""
+    tokens = x.reshape(-1, config.hidden).astype(np.float64)
+    ids = np.asarray(routing.expert_ids).reshape(-1, config.top_k)
+    weights = np.asarray(routing.weights).reshape(ids.shape)
+    y = np.zeros_like(tokens)
+    for e in range(config.num_experts):
+        y += mlp(config, p, "", tokens, e) * (weights * (ids == e)).sum(axis=1, keepdims=True)
+    if config.shared_intermediate:
+        gate = sigmoid(tokens @ p["shared_router"])[:, None] if config.shared_router else 1
+        y += gate * mlp(config, p, "shared_", tokens)
+    return y.reshape(x.shape)
+
+
+def routed(config, p, x):
+    logits = x @ p["router"] + p.get("router_bias", np.float32(0))
+    options = ("top_k", "method", "num_groups", "top_groups", "scale", "norm_topk_prob")
+    chosen = {name: getattr(config, name) for name in options}
+    return logits, jaxmoe.route(jnp.asarray(logits), bias=p.get("selection_bias"), **chosen)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_block(name):
+    config, p, x = example(name)
+    y, aux = applied(config, p, x)
+    logits, routing = routed(config, p, x)
+    np.testing.assert_allclose(y, wanted(config, p, x, routing), rtol=2e-5, atol=2e-5)
+    ids = np.asarray(routing.expert_ids)
+    assert_equal(aux.load, np.bincount(ids.ravel(), minlength=config.num_experts).astype(np.int32))
+    scores = sigmoid(logits) if name == "deepseek" else np.exp(logits)
+    scores /= scores.sum(axis=-1, keepdims=True)
+    share = np.bincount(ids.ravel(), minlength=config.num_experts) / 15
+    loss = config.balance_loss * config.num_experts * (share * scores.mean(axis=(0, 1))).sum()
+    loss += config.z_loss * (np.log(np.exp(logits).sum(axis=-1)) ** 2).mean()
+    np.testing.assert_allclose(aux.loss, loss, rtol=1e-5)
+    assert (loss > 0) == (name not in ("plain", "nemotron"))
+
+
+def test_masked_tokens_get_the_shared_expert_alone():
+    config, p, x = example("deepseek")
+    mask = np.arange(15).reshape(3, 5) % 3 != 0
+    y, aux = applied(config, p, x, mask=mask)
+    all_of_them, _ = applied(config, p, x)
+    assert_equal(np.asarray(y)[mask], np.asarray(all_of_them)[mask])
+    shared = mlp(config, p, "shared_", x[~mask].astype(np.float64))
+    np.testing.assert_allclose(np.asarray(y)[~mask], shared, rtol=2e-5, atol=2e-6)
+    assert aux.load.sum() == mask.sum() * config.top_k
+    other, of_other = applied(config, p, np.where(mask[..., None], x, 7), mask=mask)
+    assert_equal(np.asarray(other)[mask], np.asarray(y)[mask])
+    assert_equal(of_other.loss, aux.loss)
+
+
+def test_products_may_be_narrower_than_parameters():
+    config, p, x = example("qwen2")
+    narrow = dataclasses.replace(config, dtype=jnp.bfloat16)
+    y, _ = applied(narrow, p, x)
+    assert y.dtype == jnp.float32
+    _, routing = routed(config, p, x)  # chosen in float32
+    want = wanted(config, p, x, routing)
+    assert 1e-4 < np.abs(y - want).max() / np.abs(want).max() < 2e-2
+    grads = jax.jit(jax.grad(lambda p: applied(narrow, p, x)[0].sum()))(p)
+    assert {a.dtype for a in grads.values()} == {jnp.dtype(jnp.float32)}
+    stored = dataclasses.replace(config, param_dtype=jnp.bfloat16)
+    of_stored = drawn(stored, jax.random.key(1))
+    assert of_stored["down"].dtype == jnp.bfloat16 and of_stored["router"].dtype == jnp.float32
+    assert applied(stored, of_stored, x.astype(jnp.bfloat16))[0].dtype == jnp.bfloat16
+
+
+def test_parameters_are_drawn_by_fan_in():
+    config = MoEConfig(64, 256, num_experts=8, top_k=2, expert_bias=True, shared_intermediate=512)
+    params, named = drawn(config, jax.random.key(0)), parameters(config)
+    assert params.keys() == named.keys()
+    for name, p in named.items():
+        assert params[name].shape == p.shape and len(p.axes) == len(p.shape)
+        wide = np.asarray(params[name], np.float64)
+        if p.fan_in:
+            assert wide.std() == pytest.approx(p.fan_in**-0.5, rel=0.06), name
+        else:
+            assert not wide.any(), name
+    assert named["gate"].axes == ("expert", "embed", "mlp")
+    assert named["down_bias"].axes == ("expert", "embed")
+    assert named["shared_down"].fan_in == 512
+
+
+def test_experts_of_several_devices():
+    config, p, x = example("deepseek")
+    mesh = jax.make_mesh((4,), ("expert",), devices=jax.devices()[:4])
+    specs = {
+        n: P("expert") if a.axes[0] == "expert" else P() for n, a in parameters(config).items()
+    }
+    layer = functools.partial(expert_parallel.moe_mlp, axis_name="expert")
+    block = jax.shard_map(
+        lambda p, x: apply(config, p, x, layer=layer)[0],
+        mesh=mesh,
+        in_specs=(specs, P("expert")),
+        out_specs=P("expert"),
+    )
+    tokens = np.concatenate([x.reshape(15, -1), x[0, :1]])
+    y, _ = applied(config, p, tokens)
+    place = functools.partial(jax.tree.map, lambda a, s: jax.device_put(a, NamedSharding(mesh, s)))
+    got = jax.jit(block)(place(p, specs), place(tokens, P("expert")))
+    np.testing.assert_allclose(got, y, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"hidden": 0}, ValueError, "hidden"),
+        ({"top_k": 5}, ValueError, "top_k must be at most num_experts=4"),
+        ({"method": "top1"}, ValueError, "method"),
+        ({"selection_bias": True}, ValueError, "selection_bias=True needs method 'deepseek_v3'"),
+        ({"shared_router": True}, ValueError, "shared_router=True needs a shared expert"),
+        ({"param_dtype": jnp.bfloat16, "dtype": jnp.float32}, ValueError, "param_dtype must be"),
+        ({"param_dtype": jnp.bfloat16, "dtype": jnp.float16}, ValueError, "param_dtype must be"),
+    ],
+)
+def test_refused_configs(change, error, message):
+    with pytest.raises(error, match=message):
+        dataclasses.replace(PLAIN, **change)
+
+
+def test_tokens_of_another_width_are_refused():
+    config, p, x = example("plain")
+    with pytest.raises(ValueError, match=r"x must have a last axis of hidden=8"):
+        apply(config, p, x[..., :4])
+
+
+# --- frameworks: (config, arrays) -> module, and what a step of training is ---
+
+
+class Linen:
+    def __init__(self, config, params):
+        from jaxmoe.nn import linen
+
+        self.block = linen.MoE(config)
+        trained = {n: a for n, a in params.items() if parameters(config)[n].trained}
+        state = {n: a for n, a in params.items() if n not in trained}
+        self.variables = {"params": trained} | ({linen.STATE: state} if state else {})
+
+    def call(self, variables, x):
+        return self.block.apply(variables, x)
+
+    def bias(self, x, rate):
+        _, moved = self.block.apply(self.variables, x, rate=rate, mutable=["moe_state"])
+        return moved["moe_state"]["selection_bias"]
+
+    def arrays(self, variables):
+        return {n: a for group in variables.values() for n, a in group.items()}
+
+    @staticmethod
+    def specs(config):
+        import flax.linen as nn
+
+        from jaxmoe.nn.linen import MoE
+
+        x = jax.ShapeDtypeStruct((2, config.hidden), jnp.float32)
+        boxed = jax.eval_shape(MoE(config).init, jax.random.key(0), x)
+        return nn.get_partition_spec(boxed)["params"]
+
+
+class Nnx:
+    def __init__(self, config, params):
+        from flax import nnx
+
+        from jaxmoe.nn.nnx import MoE
+
+        block = MoE(config, rngs=nnx.Rngs(0))
+        for name, a in params.items():
+            getattr(block, name)[...] = a
+        self.graph, self.variables = nnx.split(block)
+
+    def call(self, variables, x):
+        from flax import nnx
+
+        return nnx.merge(self.graph, variables)(x)
+
+    def bias(self, x, rate):
+        from flax import nnx
+
+        block = nnx.merge(self.graph, self.variables)
+        block.update_selection_bias(block(x)[1].load, rate=rate)
+        return block.selection_bias[...]
+
+    def arrays(self, variables):
+        from flax import nnx
+
+        return {path[-1]: variable[...] for path, variable in nnx.to_flat_state(variables)}
+
+    @staticmethod
+    def specs(config):
+        from flax import nnx
+
+        from jaxmoe.nn.nnx import MoE
+
+        state = nnx.state(nnx.eval_shape(lambda: MoE(config, rngs=nnx.Rngs(0))))
+        specs = nnx.to_flat_state(nnx.get_partition_spec(state))
+        return {path[-1]: v.get_value() for path, v in specs}
+
+
+class Equinox:
+    def __init__(self, config, params):
+        import equinox as eqx
+
+        from jaxmoe.nn.equinox import MoE
+
+        block = MoE(config, key=jax.random.key(0))
+        given = [{n: params[n] for n in part} for part in (block.params, block.state)]
+        block = eqx.tree_at(lambda b: (b.params, b.state), block, tuple(given))
+        self.variables, self.rest = eqx.partition(block, eqx.is_array_like)
+
+    def call(self, variables, x):
+        import equinox as eqx
+
+        return eqx.combine(variables, self.rest)(x)
+
+    def bias(self, x, rate):
+        import equinox as eqx
+
+        block = eqx.combine(self.variables, self.rest)
+        return block.with_selection_bias(block(x)[1].load, rate=rate).state["selection_bias"]
+
+    def arrays(self, variables):
+        return variables.params | variables.state
+
+    @staticmethod
+    def specs(config):
+        return {n: P(*p.axes) for n, p in parameters(config).items()}
+
+
+FRAMEWORKS = {"flax.linen": Linen, "flax.nnx": Nnx, "equinox": Equinox}
+
+
+@pytest.fixture(params=FRAMEWORKS)
+def framework(request):
+    pytest.importorskip(request.param)
+    return FRAMEWORKS[request.param]
+
+
+def test_modules_are_the_block(framework):
+    config, p, x = example("deepseek")
+    module = framework(config, p)
+    y, aux = jax.jit(module.call)(module.variables, x)
+    want, of_want = applied(config, p, x)
+    np.testing.assert_allclose(y, want, rtol=1e-6, atol=1e-6)
+    assert_equal(aux.load, of_want.load)
+    moved = jaxmoe.update_selection_bias(p["selection_bias"], of_want.load, rate=0.25)
+    assert_equal(module.bias(x, 0.25), moved)
+
+
+def test_modules_train(framework):
+    """Towards the block of other weights; what is not trained stays."""
+    config, p, _ = example("deepseek")
+    x = np.random.default_rng(0).normal(size=(64, config.hidden)).astype(np.float32)
+    y, _ = applied(config, p, x)
+    module = framework(config, p | {n: a * 0.5 for n, a in p.items() if n.endswith(("up", "down"))})
+    adam = optax.adam(2e-2)
+
+    def loss(variables):
+        got, aux = module.call(variables, x)
+        return jnp.mean((got - y) ** 2) + aux.loss
+
+    @jax.jit
+    def step(variables, moments):
+        value, grads = jax.value_and_grad(loss)(variables)
+        updates, moments = adam.update(grads, moments, variables)
+        return optax.apply_updates(variables, updates), moments, value
+
+    variables, moments, values = module.variables, adam.init(module.variables), []
+    with jax.numpy_dtype_promotion("standard"):  # which optax expects
+        for _ in range(30):
+            variables, moments, value = step(variables, moments)
+            values.append(float(value))
+    assert values[-1] < 0.4 * values[0]
+    before, after = module.arrays(module.variables), module.arrays(variables)
+    assert before.keys() == after.keys()
+    same = {n for n in before if np.array_equal(before[n], after[n])}
+    assert same == {"selection_bias"}
+
+
+def test_modules_name_the_axes_of_their_parameters(framework):
+    specs = framework.specs(QWEN2)
+    assert {n: tuple(s) for n, s in specs.items()} == {
+        n: p.axes for n, p in parameters(QWEN2).items()
+    }
+
+
+def test_frameworks_are_not_imported():
+    program = "import sys, jaxmoe; import jaxmoe.nn; print({'flax', 'equinox'} & set(sys.modules))"
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert run.stdout.strip() == "set()"
