@@ -45,11 +45,11 @@ class Settings:
         impl = entry.impl if entry.chosen is None else "jaxmoe"
         return self.impls is None or impl in self.impls
 
-    def pace(self, compute_heavy: bool, less_start: bool = False) -> timing.Pace:
+    def pace(self, compute_heavy: bool) -> timing.Pace:
         """Returns how to time a row: compute-heavy rows need longer pauses and longer bursts."""
         if compute_heavy:
-            return timing.Pace(max(3, self.repeats // 2), 0.040, 0.025, self.cap_s, less_start)
-        return timing.Pace(self.repeats, 0.005, 0.010, self.cap_s, less_start)
+            return timing.Pace(max(3, self.repeats // 2), 0.040, 0.025, self.cap_s)
+        return timing.Pace(self.repeats, 0.005, 0.010, self.cap_s)
 
 
 def measure(suite: str, case: Case, entries: list[Entry], settings: Settings, out: Results) -> None:
@@ -110,7 +110,7 @@ def _measure_op(
     first = next(iter(ready.values()))
     compute_heavy = first.work.compute_heavy(case.ceiling, first.scheme)
     try:
-        measured = timing.bursts(chains, settings.pace(compute_heavy, base.suite == "ep"))
+        measured = timing.bursts(chains, settings.pace(compute_heavy))
     except Exception as failure:  # noqa: BLE001
         for impl in ready:
             out.add(

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import Protocol
 
 _CHAIN_US = 2000.0  # a chain lasts at least this long: launching it takes far less
-_BURST_US = 12500.0  # a compute-heavy chain at most: the card slows down under longer load
+_BURST_US = 6250.0  # a compute-heavy chain at most: the card slows down under longer load
+_EXECUTIONS = 4  # of a batch, at least
 _SLOW_US = 50000.0  # any chain of more than one layer at most
 
 _LOAD = "clocks.sm,power.draw"
@@ -54,17 +55,14 @@ class Pace:
     Attributes:
       repeats: batches per row.
       idle_s: pause before each batch, so that every batch starts from the same power state.
-      batch_s: wanted length of a batch.
+      batch_s: wanted length of a batch, never fewer than 4 executions.
       cap_s: time one implementation may take for all its batches (never fewer than 3).
-      less_start: whether to subtract what a batch of half the length takes, and with it how long
-        the first execution waits for the host. Of programs on several devices that is milliseconds.
     """
 
     repeats: int
     idle_s: float
     batch_s: float
     cap_s: float
-    less_start: bool = False
 
 
 def percentile(values: list[float], q: float) -> float:
@@ -96,15 +94,17 @@ def execution_s(timed: Timed, warm_up: int = 3) -> float:
 def bursts(timed: Mapping[str, Timed], protocol: Pace) -> dict[str, Measured]:
     """Times every implementation in short bursts: idle, one warm-up execution, a few timed ones.
 
+    From the time of a batch that of one half as long is subtracted, which had the same pause: what
+    is left is the time of the executions in the second half, without the host's start of a batch.
     The order rotates from batch to batch, so that none always runs behind the same neighbour.
     """
     counts: dict[str, int] = {}
     repeats: dict[str, int] = {}
     for name, item in timed.items():
         once = execution_s(item)
-        counts[name] = max(1, min(200, math.ceil(protocol.batch_s / once)))
-        batch = (counts[name] + 1) * once + protocol.idle_s
-        repeats[name] = min(protocol.repeats, max(3, int(protocol.cap_s / batch)))
+        counts[name] = max(_EXECUTIONS, min(200, math.ceil(protocol.batch_s / once)))
+        both = (1.5 * counts[name] + 2) * once + 2 * protocol.idle_s
+        repeats[name] = min(protocol.repeats, max(3, int(protocol.cap_s / both)))
     names = list(timed)
     samples: dict[str, list[float]] = {name: [] for name in names}
     dispatch: dict[str, list[float]] = {name: [] for name in names}
@@ -114,14 +114,15 @@ def bursts(timed: Mapping[str, Timed], protocol: Pace) -> dict[str, Measured]:
             if repeat >= repeats[name]:
                 continue
             item, count = timed[name], counts[name]
-            time.sleep(protocol.idle_s)
-            start = time.perf_counter()
-            item.launch(1)
-            dispatch[name].append((time.perf_counter() - start) / item.layers * 1e6)
-            item.wait()
-            fewer = count // 2 if protocol.less_start else 0
-            seconds = _batch_s(item, count) - (_batch_s(item, fewer) if fewer else 0.0)
-            samples[name].append(seconds / ((count - fewer) * item.layers) * 1e6)
+            seconds = 0.0
+            for executions, sign in ((count, 1), (count // 2, -1)):
+                time.sleep(protocol.idle_s)
+                start = time.perf_counter()
+                item.launch(1)
+                dispatch[name].append((time.perf_counter() - start) / item.layers * 1e6)
+                item.wait()
+                seconds += sign * _batch_s(item, executions)
+            samples[name].append(seconds / ((count - count // 2) * item.layers) * 1e6)
     return {
         name: dataclasses.replace(
             _summary(samples[name]), dispatch_us=percentile(dispatch[name], 0.5)
