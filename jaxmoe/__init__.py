@@ -30,6 +30,7 @@ from .quantize import QuantizedArray as QuantizedArray
 from .quantize import dequantize as dequantize
 from .quantize import quantize as quantize
 from .quantize import quantize_tokens as quantize_tokens
+from .ragged_dot import ragged_dot_general as ragged_dot_general
 from .route_and_plan import route_and_plan as route_and_plan
 from .routing import Routing as Routing
 from .routing import route as route

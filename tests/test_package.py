@@ -41,6 +41,7 @@ PUBLIC_NAMES = {
     "plan",
     "quantize",
     "quantize_tokens",
+    "ragged_dot_general",
     "route",
     "route_and_plan",
     "router_z_loss",

@@ -1,0 +1,121 @@
+"""`jax.lax.ragged_dot_general` for experts: the forward product, and both of its derivative."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxmoe._jax import checks as _checks
+from jaxmoe.grouped_gemm import grouped_gemm
+from jaxmoe.weight_grad import grouped_gemm_weight_grad
+
+_OP = "ragged_dot_general"
+
+
+@_checks.array_likes
+def ragged_dot_general(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    ragged_dot_dimension_numbers: jax.lax.RaggedDotDimensionNumbers,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    group_offset: Any = None,
+    out_sharding: None = None,
+    *,
+    activation: Callable[[jax.Array], jax.Array] | None = None,
+    zero_initialize: bool = True,
+) -> jax.Array:
+    """Multiplies groups of rows, in the three forms that a layer of experts and its gradient take.
+
+    lhs [R, K], rhs [E, K, N]: out[r] = lhs[r] @ rhs[e]           contracting ((1,), (1,))
+    lhs [R, K], rhs [E, N, K]: out[r] = rhs[e] @ lhs[r]           contracting ((1,), (2,))
+    lhs [R, M], rhs [R, N]: out[e] = lhs[rows].T @ rhs[rows]      contracting ((0,), (0,))
+
+    with e the group of row r, the rows of a group in order, and the ragged dimension 0 of `lhs`. It
+    has the arguments of `jax.lax.ragged_dot_general`, and those of a tokamax `implementation`:
+
+        tokamax.ragged_dot(lhs, rhs, sizes, implementation=(jaxmoe.ragged_dot_general, "xla"))
+
+    Everything else is refused by NotImplementedError, so that a caller with a list of
+    implementations takes the next one.
+
+    Args:
+      lhs: [R, K] or [R, M] bfloat16, float16 or float32.
+      rhs: [E, K, N], [E, N, K] or [R, N] in the dtype of `lhs`.
+      group_sizes: [E] integers, or more than E of them with `group_offset`. Rows past their sum are
+        in no group.
+      ragged_dot_dimension_numbers: one of the three above, without batch dimensions.
+      precision: as in `jaxmoe.grouped_gemm`.
+      preferred_element_type: dtype of the result, that of `lhs` by default.
+      group_offset: [] or [1] integer, group of `rhs[0]`. Not in the third form.
+      out_sharding: None.
+      activation: applied to the float32 result before it is rounded. Not in the third form.
+      zero_initialize: for tokamax; rows of no group are 0 whatever it is.
+
+    Returns:
+      [R, N] or [E, M, N].
+
+    Raises:
+      NotImplementedError: another form, mixed or other dtypes, an `out_sharding`.
+      TypeError, ValueError: those of `jaxmoe.grouped_gemm` and `grouped_gemm_weight_grad`.
+
+    Numerics: those of `jaxmoe.grouped_gemm` and `jaxmoe.grouped_gemm_weight_grad`.
+    Sharding: the same.
+    Source: jax.lax.ragged_dot_general.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxmoe
+      >>> numbers = jax.lax.RaggedDotDimensionNumbers(
+      ...     dot_dimension_numbers=(((0,), (0,)), ((), ())),
+      ...     lhs_ragged_dimensions=[0],
+      ...     rhs_group_dimensions=[],
+      ... )
+      >>> lhs, rhs = jnp.array([[1.0], [2.0], [3.0]]), jnp.ones((3, 1))
+      >>> jaxmoe.ragged_dot_general(lhs, rhs, jnp.array([1, 2]), numbers).tolist()
+      [[[1.0]], [[5.0]]]
+    """
+    del zero_initialize
+    form = _form(ragged_dot_dimension_numbers)
+    if form is None:
+        rule = "ragged_dot_dimension_numbers must be one of the three forms of the docstring"
+        raise _unsupported(rule, ragged_dot_dimension_numbers=ragged_dot_dimension_numbers)
+    if lhs.dtype != rhs.dtype or lhs.dtype.name not in _checks.FLOATS:
+        allowed = "bfloat16, float16 or float32"
+        raise _unsupported(f"lhs and rhs must have one dtype, {allowed}", lhs=lhs, rhs=rhs)
+    if out_sharding is not None:
+        raise _unsupported("out_sharding must be None", out_sharding=out_sharding)
+    given = {"group_offset": group_offset, "activation": activation}
+    if form == "gradient":
+        for name, value in given.items():
+            if value is not None:
+                rule = f"{name} must be None where rows are contracted"
+                raise _unsupported(rule, **{name: value})
+        return grouped_gemm_weight_grad(lhs, rhs, group_sizes, precision, preferred_element_type)
+    if group_offset is not None and jnp.ndim(group_offset) == 1:
+        group_offset = jnp.reshape(group_offset, ())
+    product = (lhs, rhs, group_sizes, precision)
+    if activation is None:
+        return grouped_gemm(*product, preferred_element_type, group_offset, weight_layout=form)
+    z = grouped_gemm(*product, jnp.float32, group_offset, weight_layout=form)
+    return activation(z).astype(preferred_element_type or lhs.dtype)
+
+
+def _form(numbers: jax.lax.RaggedDotDimensionNumbers) -> str | None:
+    """Layout of `rhs`, "gradient" where rows are contracted, None for anything else."""
+    (of_lhs, of_rhs), batch = numbers.dot_dimension_numbers
+    contracted, ragged = (tuple(of_lhs), tuple(of_rhs)), tuple(numbers.lhs_ragged_dimensions)
+    groups = tuple(numbers.rhs_group_dimensions)
+    if any(len(b) for b in batch) or ragged != (0,):
+        return None
+    forms: dict[Any, str] = {
+        (((1,), (1,)), (0,)): "kn",
+        (((1,), (2,)), (0,)): "nk",
+        (((0,), (0,)), ()): "gradient",
+    }
+    return forms.get((contracted, groups))
+
+
+def _unsupported(rule: str, **values: Any) -> NotImplementedError:
+    return NotImplementedError(_checks.message(_OP, rule, **values))
