@@ -1,0 +1,268 @@
+"""Low-rank adapters on experts: what is trained beside frozen weights, bf16, FP8 or packed."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxmoe._gemm.gate_up import activate
+from jaxmoe._jax import checks as _checks
+from jaxmoe.activation import resolve
+from jaxmoe.experts import Experts
+from jaxmoe.finalize import finalize
+from jaxmoe.grouped_gemm import grouped_gemm
+from jaxmoe.permute import permute
+from jaxmoe.plan import Plan, plan
+from jaxmoe.quantize import QuantizedArray
+from jaxmoe.routing import Routing
+
+_OP = "lora.moe_mlp"
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Adapters:
+    """Adapters of one layer of experts, one or several. A pytree: what is trained.
+
+    A weight W [K, N] of an expert becomes W + scale * A @ B, of rank r.
+
+    Attributes:
+      gate_up_a: [E, H, r], or [S, E, H, r] of S adapters; so below.
+      gate_up_b: [E, r, N1], with the columns of `experts.gate_up`, or those of gate and then up.
+      down_a: [E, I, r].
+      down_b: [E, r, H].
+      scale: alpha / r. Static.
+
+    The rank of the two products may differ. Adapters that are separate for gate and up, of rank r
+    each, are one of rank 2r: [A_gate, A_up], and B of two blocks.
+    """
+
+    gate_up_a: jax.Array
+    gate_up_b: jax.Array
+    down_a: jax.Array
+    down_b: jax.Array
+    scale: float = dataclasses.field(default=1.0, metadata={"static": True})
+
+
+def init(
+    key: jax.Array,
+    experts: Experts,
+    rank: int,
+    *,
+    scale: float = 1.0,
+    num_adapters: int | None = None,
+    dtype: Any = jnp.float32,
+) -> Adapters:
+    """Draws adapters of `experts` that change nothing yet: A normal / sqrt(K), B zero.
+
+    Args:
+      key: for A.
+      experts: the layer, arrays or `jax.ShapeDtypeStruct`.
+      rank: r; on CUDA a multiple of 8 (of 4 in float32).
+      scale: see `Adapters`.
+      num_adapters: S, for arrays with that axis in front; None for one adapter.
+      dtype: of the arrays. They are rounded to that of the layer where they multiply.
+
+    Raises:
+      TypeError, ValueError: a rank or number below 1.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxmoe
+      >>> from jaxmoe import lora
+      >>> experts = jaxmoe.Experts(gate_up=jnp.ones((2, 4, 6)), down=jnp.ones((2, 3, 4)))
+      >>> lora.init(jax.random.key(0), experts, rank=8).gate_up_b.shape
+      (2, 8, 6)
+    """
+    _checks.check_int("lora.init", "rank", rank, 1)
+    lead: tuple[int, ...] = (experts.num_experts,)
+    if num_adapters is not None:
+        lead = (_checks.check_int("lora.init", "num_adapters", num_adapters, 1), *lead)
+    width = experts.intermediate * (2 if resolve(experts.activation).gated else 1)
+    keys = jax.random.split(key)
+
+    def drawn(key: jax.Array, k: int) -> jax.Array:
+        return (jax.random.normal(key, (*lead, k, rank), jnp.float32) * k**-0.5).astype(dtype)
+
+    return Adapters(
+        gate_up_a=drawn(keys[0], experts.hidden),
+        gate_up_b=jnp.zeros((*lead, rank, width), dtype),
+        down_a=drawn(keys[1], experts.intermediate),
+        down_b=jnp.zeros((*lead, rank, experts.hidden), dtype),
+        scale=scale,
+    )
+
+
+def moe_mlp(
+    x: jax.Array,
+    routing: Routing,
+    experts: Experts,
+    adapters: Adapters,
+    *,
+    adapter_ids: jax.Array | None = None,
+    residual: jax.Array | None = None,
+) -> jax.Array:
+    """`jaxmoe.moe_mlp` of experts whose weights are W + scale * A @ B.
+
+    Args:
+      x: [T, H] bfloat16, float16 or float32. T stands for one axis or several.
+      routing: as in `jaxmoe.moe_mlp`.
+      experts: all experts of the routing, plain or quantized; not with `token_format` or
+        `forward_format`.
+      adapters: of these experts.
+      adapter_ids: [T] int32, the adapter of each token among several; other ids have none. None
+        with one adapter, which all tokens have.
+      residual: [T, H], added last.
+
+    Returns:
+      [T, H] in the dtype of x.
+
+    Raises:
+      TypeError, ValueError: arrays that do not go together, or those of the ops it is made of.
+
+    Numerics: x @ A, its product with B, and the frozen product are each rounded to the dtype of x;
+      their sum and the activation are float32, rounded once. Experts of several adapters are
+      multiplied once: rows are in the order of experts, and of adapters within each.
+    Sharding: one device's layer; over devices, inside `jax.shard_map`, with the experts that are
+      all of the routing.
+    Source: LoRA, https://arxiv.org/abs/2106.09685; several adapters, https://arxiv.org/abs/2310.18547
+    """
+    _check(x, routing, experts, adapters, adapter_ids)
+    lead, hidden = x.shape[:-1], x.shape[-1]
+    tokens = x.reshape(-1, hidden)
+    ids, weights = (a.reshape(tokens.shape[0], -1) for a in (routing.expert_ids, routing.weights))
+    several = adapters.down_b.ndim == 4
+    num_adapters = adapters.down_b.shape[0] if several else 1
+    chosen = jnp.zeros(tokens.shape[0], jnp.int32)
+    if adapter_ids is not None:
+        chosen = adapter_ids.reshape(-1).astype(jnp.int32)
+    there = (chosen >= 0) & (chosen < num_adapters)
+    num_experts = experts.num_experts
+    known = (ids >= 0) & (ids < num_experts)
+    slot = ids * num_adapters + jnp.where(there, chosen, 0)[:, None]
+    order = plan(jnp.where(known, slot, -1).astype(jnp.int32), num_experts * num_adapters)
+    of_row = there[jnp.maximum(order.row_to_token, 0)] if adapter_ids is not None else None
+
+    def product(rows: jax.Array, w: Any, layout: str, bias: Any, a: Any, b: Any) -> jax.Array:
+        return _adapted(rows, w, layout, bias, a, b, adapters.scale, order, num_experts, of_row)
+
+    first, second = experts.layouts
+    rows = permute(tokens, order)
+    if experts.gate is None:
+        w, bias = (
+            (experts.up, experts.up_bias)
+            if experts.gate_up is None
+            else (experts.gate_up, experts.gate_up_bias)
+        )
+        z = product(rows, w, first, bias, adapters.gate_up_a, adapters.gate_up_b)
+    else:
+        halves = jnp.split(adapters.gate_up_b, 2, axis=-1)
+        arrays = ((experts.gate, experts.gate_bias), (experts.up, experts.up_bias))
+        parts = [
+            product(rows, w, first, bias, adapters.gate_up_a, b)
+            for (w, bias), b in zip(arrays, halves, strict=True)
+        ]
+        z = jnp.concatenate(parts, axis=1)
+    h = activate(z, resolve(experts.activation), experts.order).astype(x.dtype)
+    y = product(h, experts.down, second, experts.down_bias, adapters.down_a, adapters.down_b)
+    if residual is not None:
+        residual = residual.reshape(tokens.shape)
+    y = finalize(y.astype(x.dtype), order, weights, residual=residual)
+    return y.reshape(*lead, hidden)
+
+
+def merged(experts: Experts, adapters: Adapters) -> Experts:
+    """Returns plain experts with one adapter added to their weights, each rounded once.
+
+    Raises:
+      TypeError: quantized experts: dequantize them first.
+      ValueError: several adapters.
+    """
+    op = "lora.merged"
+    if isinstance(experts.down, QuantizedArray):
+        raise TypeError(_checks.message(op, "experts must be plain", down=experts.down))
+    if adapters.down_b.ndim != 3:
+        rule = "adapters must be one: take one of them with jax.tree.map(lambda a: a[i], adapters)"
+        raise ValueError(_checks.message(op, rule, down_b=adapters.down_b))
+
+    def added(w: jax.Array, layout: str, a: jax.Array, b: jax.Array) -> jax.Array:
+        wide = (m.astype(jnp.float32) for m in (a, b))
+        change = jnp.matmul(*wide, precision=jax.lax.Precision.HIGHEST) * adapters.scale
+        if layout == "nk":
+            change = change.swapaxes(-1, -2)
+        return (w.astype(jnp.float32) + change).astype(w.dtype)
+
+    first, second = experts.layouts
+    a, b = adapters.gate_up_a, adapters.gate_up_b
+    down = added(experts.down, second, adapters.down_a, adapters.down_b)
+    if experts.gate is not None:
+        halves = zip(("gate", "up"), jnp.split(b, 2, axis=-1), strict=True)
+        new = {n: added(getattr(experts, n), first, a, half) for n, half in halves}
+    else:
+        name = "up" if experts.gate_up is None else "gate_up"
+        new = {name: added(getattr(experts, name), first, a, b)}
+    return dataclasses.replace(experts, down=down, **new)
+
+
+def _adapted(
+    rows: jax.Array,
+    w: Any,
+    layout: str,
+    bias: Any,
+    a: jax.Array,
+    b: jax.Array,
+    scale: float,
+    order: Plan,
+    num_experts: int,
+    of_row: jax.Array | None,
+) -> jax.Array:
+    """Rows times W and, apart, times A and B of their adapter: the sum, float32."""
+    dtype, fine = rows.dtype, order.group_sizes
+    if not isinstance(w, QuantizedArray):
+        w = w.astype(dtype)
+        bias = None if bias is None else bias.astype(dtype)
+    sizes = fine.reshape(num_experts, -1).sum(axis=1, dtype=jnp.int32)
+    frozen = grouped_gemm(rows, w, sizes, bias=bias, weight_layout=layout)
+    if a.ndim == 4:  # groups are experts, and adapters within each
+        a, b = (m.swapaxes(0, 1).reshape(-1, *m.shape[2:]) for m in (a, b))
+    low = grouped_gemm(rows, a.astype(dtype), fine)
+    change = grouped_gemm(low, b.astype(dtype), fine).astype(jnp.float32) * scale
+    if of_row is not None:
+        change = jnp.where(of_row[:, None], change, 0.0)
+    return frozen.astype(jnp.float32) + change
+
+
+def _check(
+    x: jax.Array, routing: Routing, experts: Experts, adapters: Adapters, adapter_ids: Any
+) -> None:
+    e = experts
+    for name in ("token_format", "forward_format"):
+        if getattr(e, name) is not None:
+            rule = f"experts.{name} must be None beside adapters"
+            raise ValueError(_checks.message(_OP, rule, **{name: getattr(e, name)}))
+    if routing.num_experts not in (None, e.num_experts):
+        rule = f"experts must be all {routing.num_experts} of the routing"
+        raise ValueError(_checks.message(_OP, rule, num_experts=e.num_experts))
+    if routing.expert_ids.shape[:-1] != x.shape[:-1]:
+        rule = "routing must have the axes of tokens that x has"
+        raise ValueError(_checks.message(_OP, rule, x=x, expert_ids=routing.expert_ids))
+    width = e.intermediate * (2 if resolve(e.activation).gated else 1)
+    ranks = {"gate_up": adapters.gate_up_b.shape[-2], "down": adapters.down_b.shape[-2]}
+    wanted = {
+        "gate_up_a": (e.hidden, ranks["gate_up"]),
+        "gate_up_b": (ranks["gate_up"], width),
+        "down_a": (e.intermediate, ranks["down"]),
+        "down_b": (ranks["down"], e.hidden),
+    }
+    several = adapters.down_b.shape[:-3]
+    for name, matrix in wanted.items():
+        shape = getattr(adapters, name).shape
+        if shape != (*several, e.num_experts, *matrix) or len(several) > 1:
+            rule = f"adapters.{name} must be {[*several, e.num_experts, *matrix]}"
+            raise ValueError(_checks.message(_OP, rule, shape=shape))
+    if (adapter_ids is None) != (not several):
+        rule = "adapter_ids must be given with several adapters, and with these alone"
+        raise ValueError(_checks.message(_OP, rule, adapter_ids=adapter_ids, shape=several))
+    if adapter_ids is not None and adapter_ids.shape != x.shape[:-1]:
+        rule = "adapter_ids must have the axes of tokens that x has"
+        raise ValueError(_checks.message(_OP, rule, adapter_ids=adapter_ids, x=x))

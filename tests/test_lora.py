@@ -1,0 +1,163 @@
+"""Adapters on experts: the layer of merged weights, several adapters, and that they train."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxmoe
+from jaxmoe import Experts, Routing, lora, quantize
+from jaxmoe._testing import assert_equal
+
+E, H, WIDTH, T, RANK = 4, 64, 64, 10, 8
+
+
+def normal(rng, *shape):
+    return (rng.normal(size=shape) * shape[-2] ** -0.5).astype(np.float32)
+
+
+@functools.cache
+def example(kind="joined"):
+    """Tokens, routing with an id of no expert, experts and an adapter that changes them."""
+    rng = np.random.default_rng(5)
+    gate_up, down = normal(rng, E, H, 2 * WIDTH), normal(rng, E, WIDTH, H)
+    biases = {"down_bias": normal(rng, 1, E, H)[0]}
+    if kind == "two":
+        gate, up = np.split(gate_up, 2, axis=2)
+        turned = {"gate": gate.swapaxes(1, 2), "up": up.swapaxes(1, 2), "down": down.swapaxes(1, 2)}
+        experts = Experts(**{n: w.copy() for n, w in turned.items()}, layout="nk", **biases)
+    elif kind == "ungated":
+        experts = Experts(up=gate_up[..., :WIDTH].copy(), down=down, activation="relu2", **biases)
+    else:
+        experts = Experts(gate_up=gate_up, down=down, order="interleaved", **biases)
+    width = WIDTH if kind == "ungated" else 2 * WIDTH
+    adapters = lora.Adapters(
+        *(normal(rng, E, *s) for s in ((H, RANK), (RANK, width), (WIDTH, RANK), (RANK, H))),
+        scale=0.5,
+    )
+    ids = np.stack([rng.permutation(E)[:2] for _ in range(T)]).astype(np.int32)
+    ids[3, 1] = -1
+    weights = rng.random((T, 2)).astype(np.float32)
+    return normal(rng, 1, T, H)[0] * 3, Routing(ids, weights), experts, adapters
+
+
+layer = jax.jit(lora.moe_mlp)
+merged = jax.jit(lora.merged)
+plain = jax.jit(functools.partial(jaxmoe.moe_mlp, num_experts=E))
+
+
+@pytest.mark.parametrize("kind", ("joined", "two", "ungated"))
+def test_the_layer_is_that_of_merged_weights(kind):
+    x, routing, experts, adapters = example(kind)
+    residual = x[::-1].copy()
+    got = layer(x, routing, experts, adapters, residual=residual)
+    want = plain(x, routing, merged(experts, adapters), residual=residual)
+    np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
+    assert np.abs(want - plain(x, routing, experts, residual=residual)).max() > 0.1
+    leading = Routing(*(a.reshape(2, 5, 2) for a in (routing.expert_ids, routing.weights)))
+    again = layer(
+        x.reshape(2, 5, H), leading, experts, adapters, residual=residual.reshape(2, 5, H)
+    )
+    assert_equal(again, got.reshape(2, 5, H))
+
+
+def test_fresh_adapters_change_nothing():
+    x, routing, experts, _ = example()
+    adapters = lora.init(jax.random.key(0), experts, RANK, scale=2.0)
+    np.testing.assert_allclose(
+        layer(x, routing, experts, adapters), plain(x, routing, experts), rtol=1e-5, atol=1e-5
+    )
+    assert np.asarray(adapters.gate_up_a).std() == pytest.approx(H**-0.5, rel=0.1)
+    several = lora.init(jax.random.key(0), experts, RANK, num_adapters=3)
+    assert several.down_b.shape == (3, E, RANK, H) and several.down_a.shape == (3, E, WIDTH, RANK)
+
+
+def test_each_token_has_the_adapter_it_names():
+    x, routing, experts, one = example()
+    several = jax.tree.map(lambda a: np.stack([a, -a[::-1], 2 * a]), one)
+    chosen = np.array([0, 1, 2, 0, -1, 2, 1, 7, 0, 2], np.int32)
+    got = layer(x, routing, experts, several, adapter_ids=chosen)
+    for i in range(3):
+        alone = layer(x, routing, experts, jax.tree.map(lambda a, i=i: a[i], several))
+        np.testing.assert_allclose(got[chosen == i], alone[chosen == i], rtol=1e-5, atol=1e-5)
+    none = (chosen < 0) | (chosen > 2)
+    np.testing.assert_allclose(got[none], plain(x, routing, experts)[none], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("format", ("fp8_channel", "mxfp4", "int4_g64"))
+def test_through_frozen_quantized_experts(format):
+    """Gradients of adapters and tokens are those beside the dequantized weights."""
+    x, routing, experts, adapters = example()
+    turned = {n: np.swapaxes(getattr(experts, n), 1, 2) for n in ("gate_up", "down")}
+    narrow = jnp.float32 if format == "fp8_channel" else jnp.bfloat16
+    frozen = {n: quantize(w.astype(narrow), format, weight_layout="nk") for n, w in turned.items()}
+    x = x.astype(narrow)
+    biases = {"down_bias": experts.down_bias.astype(narrow)}
+    held = Experts(**frozen, layout="nk", order="interleaved", **biases)
+    wide = {n: jaxmoe.dequantize(q, dtype=narrow) for n, q in frozen.items()}
+    beside = Experts(**wide, layout="nk", order="interleaved", **biases)
+
+    def loss(adapters, x, experts):
+        return (lora.moe_mlp(x, routing, experts, adapters).astype(jnp.float32) ** 2).sum()
+
+    gradient = jax.jit(jax.grad(loss, (0, 1)))
+    got, want = gradient(adapters, x, held), gradient(adapters, x, beside)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        a, b = (np.asarray(v, np.float64) for v in (a, b))
+        assert a.any() and np.abs(a - b).max() < 0.1 * np.abs(b).max()
+
+
+def test_adapters_train_and_experts_stay():
+    x, routing, experts, target = example()
+    y = layer(x, routing, experts, target)
+    adapters = lora.init(jax.random.key(1), experts, RANK, scale=0.5)
+
+    def loss(adapters):
+        return jnp.mean((lora.moe_mlp(x, routing, experts, adapters) - y) ** 2)
+
+    step = jax.jit(jax.value_and_grad(loss))
+    values = []
+    for _ in range(60):
+        value, grads = step(adapters)
+        values.append(float(value))
+        adapters = jax.tree.map(lambda a, g: a - 3.0 * g, adapters, grads)
+    assert values[-1] < 0.2 * values[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"adapters": {"down_a": np.ones((E, WIDTH, 4), np.float32)}}, "adapters.down_a must be"),
+        (
+            {"adapters": {"gate_up_b": np.ones((E, RANK, WIDTH), np.float32)}},
+            "adapters.gate_up_b must",
+        ),
+        ({"adapter_ids": np.zeros(T, np.int32)}, "adapter_ids must be given with several"),
+        ({"experts": {"forward_format": "fp8_tensor"}}, "experts.forward_format must be None"),
+        ({"routing": {"num_experts": 8}}, "experts must be all 8 of the routing"),
+        ({"x": np.ones((T + 1, H), np.float32)}, "routing must have the axes of tokens"),
+    ],
+)
+def test_refused(change, message):
+    names = ("x", "routing", "experts", "adapters")
+    given = dict(zip(names, example(), strict=True))
+    for name, value in change.items():
+        replace = isinstance(value, dict)
+        given[name] = dataclasses.replace(given[name], **value) if replace else value
+    with pytest.raises(ValueError, match=message):
+        lora.moe_mlp(**given)
+
+
+def test_several_or_quantized_are_not_merged():
+    _, _, experts, adapters = example()
+    with pytest.raises(ValueError, match="adapters must be one"):
+        lora.merged(experts, jax.tree.map(lambda a: a[None], adapters))
+    q = {
+        n: quantize(getattr(experts, n), "fp8_channel", weight_layout="kn")
+        for n in ("gate_up", "down")
+    }
+    with pytest.raises(TypeError, match="experts must be plain"):
+        lora.merged(dataclasses.replace(experts, **q), adapters)
