@@ -1,6 +1,7 @@
 """examples/: the language model learns, goes on where it stopped, and never looks ahead."""
 
 import dataclasses
+import functools
 import importlib
 import sys
 from pathlib import Path
@@ -90,3 +91,27 @@ def test_kinds_are_compared_with_the_spread_over_seeds(example):
     assert compare.within_noise(losses)
     losses["dense"] = {seed: loss + 0.1 for seed, loss in losses["dense"].items()}
     assert not compare.within_noise(losses)
+
+
+def test_serving_goes_on_from_its_cache(capsys, monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    serve = importlib.import_module("serve")
+    config = dataclasses.replace(serve.PRESETS["toy"], layers=1, vocabulary=64)
+    params, first = serve.init(config, "bf16"), jnp.array([3, 7], jnp.int32)
+    decode = functools.partial(serve.decode, params, config=config)
+
+    def tokens(steps):
+        cache, token, parts = serve.empty_cache(config, 2, 8), first, []
+        for start in range(0, 8, steps):
+            part, cache = decode(cache, token, jnp.int32(start), steps=steps, layer="jaxmoe")
+            parts, token = [*parts, part], part[-1]
+        return np.concatenate(parts)
+
+    np.testing.assert_array_equal(tokens(4), tokens(8))
+    cache = serve.empty_cache(config, 2, 8)
+    logits = [serve.step(params, cache, first, jnp.int32(0), config, k)[0] for k in serve.LAYERS]
+    np.testing.assert_allclose(*logits, atol=0.05)
+    monkeypatch.setitem(serve.PRESETS, "toy", config)
+    assert serve.main(["--format", "bf16,int4_g64", "--batch", "2", "--tokens", "4"]) == 0
+    lines = [line.split()[:4:3] for line in capsys.readouterr().out.splitlines()[1:]]
+    assert lines == [["bf16", "jaxmoe"], ["bf16", "ragged_dot"], ["int4_g64", "jaxmoe"]]
