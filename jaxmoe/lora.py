@@ -75,6 +75,9 @@ def init(
       (2, 8, 6)
     """
     _checks.check_int("lora.init", "rank", rank, 1)
+    if len(experts.down.shape) != 3:
+        rule = "experts must be those of one layer; jax.vmap draws those of several"
+        raise ValueError(_checks.message("lora.init", rule, down=experts.down))
     lead: tuple[int, ...] = (experts.num_experts,)
     if num_adapters is not None:
         lead = (_checks.check_int("lora.init", "num_adapters", num_adapters, 1), *lead)
@@ -93,6 +96,7 @@ def init(
     )
 
 
+@_checks.array_likes
 def moe_mlp(
     x: jax.Array,
     routing: Routing,
@@ -107,12 +111,12 @@ def moe_mlp(
     Args:
       x: [T, H] bfloat16, float16 or float32. T stands for one axis or several.
       routing: as in `jaxmoe.moe_mlp`.
-      experts: all experts of the routing, plain or quantized; not with `token_format` or
-        `forward_format`.
+      experts: all experts of the routing, plain, master or quantized; not with `token_format`,
+        `forward_format` or static scales.
       adapters: of these experts.
       adapter_ids: [T] int32, the adapter of each token among several; other ids have none. None
         with one adapter, which all tokens have.
-      residual: [T, H], added last.
+      residual: [T, H] in the dtype of x, added last.
 
     Returns:
       [T, H] in the dtype of x.
@@ -127,21 +131,24 @@ def moe_mlp(
       all of the routing.
     Source: LoRA, https://arxiv.org/abs/2106.09685; several adapters, https://arxiv.org/abs/2310.18547
     """
-    _check(x, routing, experts, adapters, adapter_ids)
+    _check(x, routing, experts, adapters, adapter_ids, residual)
     lead, hidden = x.shape[:-1], x.shape[-1]
     tokens = x.reshape(-1, hidden)
-    ids, weights = (a.reshape(tokens.shape[0], -1) for a in (routing.expert_ids, routing.weights))
+    top_k = routing.expert_ids.shape[-1]
+    ids, weights = (a.reshape(-1, top_k) for a in (routing.expert_ids, routing.weights))
     several = adapters.down_b.ndim == 4
     num_adapters = adapters.down_b.shape[0] if several else 1
     chosen = jnp.zeros(tokens.shape[0], jnp.int32)
     if adapter_ids is not None:
-        chosen = adapter_ids.reshape(-1).astype(jnp.int32)
+        chosen = adapter_ids.reshape(-1)
     there = (chosen >= 0) & (chosen < num_adapters)
     num_experts = experts.num_experts
     known = (ids >= 0) & (ids < num_experts)
     slot = ids * num_adapters + jnp.where(there, chosen, 0)[:, None]
     order = plan(jnp.where(known, slot, -1).astype(jnp.int32), num_experts * num_adapters)
-    of_row = there[jnp.maximum(order.row_to_token, 0)] if adapter_ids is not None else None
+    of_row = None
+    if adapter_ids is not None and tokens.shape[0]:
+        of_row = there[jnp.maximum(order.row_to_token, 0)]
 
     def product(rows: jax.Array, w: Any, layout: str, bias: Any, a: Any, b: Any) -> jax.Array:
         return _adapted(rows, w, layout, bias, a, b, adapters.scale, order, num_experts, of_row)
@@ -184,6 +191,7 @@ def merged(experts: Experts, adapters: Adapters) -> Experts:
     if adapters.down_b.ndim != 3:
         rule = "adapters must be one: take one of them with jax.tree.map(lambda a: a[i], adapters)"
         raise ValueError(_checks.message(op, rule, down_b=adapters.down_b))
+    _check_adapters(op, experts, adapters)
 
     def added(w: jax.Array, layout: str, a: jax.Array, b: jax.Array) -> jax.Array:
         wide = (m.astype(jnp.float32) for m in (a, b))
@@ -233,19 +241,49 @@ def _adapted(
 
 
 def _check(
-    x: jax.Array, routing: Routing, experts: Experts, adapters: Adapters, adapter_ids: Any
+    x: jax.Array,
+    routing: Routing,
+    experts: Experts,
+    adapters: Adapters,
+    adapter_ids: Any,
+    residual: Any,
 ) -> None:
     e = experts
-    for name in ("token_format", "forward_format"):
+    for name in ("token_format", "forward_format", "x_scale", "h_scale"):
         if getattr(e, name) is not None:
             rule = f"experts.{name} must be None beside adapters"
             raise ValueError(_checks.message(_OP, rule, **{name: getattr(e, name)}))
     if routing.num_experts not in (None, e.num_experts):
         rule = f"experts must be all {routing.num_experts} of the routing"
         raise ValueError(_checks.message(_OP, rule, num_experts=e.num_experts))
-    if routing.expert_ids.shape[:-1] != x.shape[:-1]:
-        rule = "routing must have the axes of tokens that x has"
-        raise ValueError(_checks.message(_OP, rule, x=x, expert_ids=routing.expert_ids))
+    _checks.check_dtype(_OP, "x", x, _checks.FLOATS)
+    if not isinstance(e.down, QuantizedArray):
+        products = e.down.dtype if e.dtype is None else e.dtype
+        _checks.check_dtype(_OP, "x", x, (jnp.dtype(products).name,))
+    _checks.check_dtype(_OP, "routing.expert_ids", routing.expert_ids, ("int32",))
+    of_tokens = {
+        "routing.expert_ids": (routing.expert_ids.shape[:-1], x.shape[:-1]),
+        "routing.weights": (routing.weights.shape, routing.expert_ids.shape),
+    }
+    if residual is not None:
+        _checks.check_same_dtype(_OP, "residual", residual, "x", x)
+        of_tokens["residual"] = (residual.shape, x.shape)
+    several = _check_adapters(_OP, e, adapters)
+    if (adapter_ids is None) != (not several):
+        rule = "adapter_ids must be given with several adapters, and with these alone"
+        raise ValueError(_checks.message(_OP, rule, adapter_ids=adapter_ids))
+    if adapter_ids is not None:
+        _checks.check_dtype(_OP, "adapter_ids", adapter_ids, ("int32",))
+        of_tokens["adapter_ids"] = (adapter_ids.shape, x.shape[:-1])
+    for name, (shape, wanted) in of_tokens.items():
+        if shape != wanted:
+            rule = f"{name} must have the axes of tokens that x has: {list(shape)}, {list(wanted)}"
+            raise ValueError(_checks.message(_OP, rule, x=x))
+
+
+def _check_adapters(op: str, experts: Experts, adapters: Adapters) -> tuple[int, ...]:
+    """Checks shapes against the experts. Returns (S,), or () for one adapter."""
+    e = experts
     width = e.intermediate * (2 if resolve(e.activation).gated else 1)
     ranks = {"gate_up": adapters.gate_up_b.shape[-2], "down": adapters.down_b.shape[-2]}
     wanted = {
@@ -256,13 +294,8 @@ def _check(
     }
     several = adapters.down_b.shape[:-3]
     for name, matrix in wanted.items():
-        shape = getattr(adapters, name).shape
-        if shape != (*several, e.num_experts, *matrix) or len(several) > 1:
+        array = getattr(adapters, name)
+        if array.shape != (*several, e.num_experts, *matrix) or len(several) > 1:
             rule = f"adapters.{name} must be {[*several, e.num_experts, *matrix]}"
-            raise ValueError(_checks.message(_OP, rule, shape=shape))
-    if (adapter_ids is None) != (not several):
-        rule = "adapter_ids must be given with several adapters, and with these alone"
-        raise ValueError(_checks.message(_OP, rule, adapter_ids=adapter_ids, shape=several))
-    if adapter_ids is not None and adapter_ids.shape != x.shape[:-1]:
-        rule = "adapter_ids must have the axes of tokens that x has"
-        raise ValueError(_checks.message(_OP, rule, adapter_ids=adapter_ids, x=x))
+            raise ValueError(_checks.message(op, rule, **{name: array}))
+    return several

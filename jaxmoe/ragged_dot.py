@@ -52,13 +52,13 @@ def ragged_dot_general(
       group_offset: [] or [1] integer, group of `rhs[0]`. Not in the third form.
       out_sharding: None.
       activation: applied to the float32 result before it is rounded. Not in the third form.
-      zero_initialize: for tokamax; rows of no group are 0 whatever it is.
+      zero_initialize: for tokamax; rows of no group are 0 whatever it is, before the activation.
 
     Returns:
       [R, N] or [E, M, N].
 
     Raises:
-      NotImplementedError: another form, mixed or other dtypes, an `out_sharding`.
+      NotImplementedError: another form or rank, no group, mixed or other dtypes, an `out_sharding`.
       TypeError, ValueError: those of `jaxmoe.grouped_gemm` and `grouped_gemm_weight_grad`.
 
     Numerics: those of `jaxmoe.grouped_gemm` and `jaxmoe.grouped_gemm_weight_grad`.
@@ -84,6 +84,17 @@ def ragged_dot_general(
     if lhs.dtype != rhs.dtype or lhs.dtype.name not in _checks.FLOATS:
         allowed = "bfloat16, float16 or float32"
         raise _unsupported(f"lhs and rhs must have one dtype, {allowed}", lhs=lhs, rhs=rhs)
+    ranks = (lhs.ndim, rhs.ndim, jnp.ndim(group_sizes))
+    if ranks != (2, 2 if form == "gradient" else 3, 1) or jnp.shape(group_sizes) == (0,):
+        rule = "lhs, rhs and group_sizes must have the axes of one of the three forms"
+        raise _unsupported(rule, lhs=lhs, rhs=rhs, group_sizes=group_sizes)
+    if form != "gradient" and rhs.shape[0] == 0:
+        raise _unsupported("rhs must have one group or more", rhs=rhs)
+    if preferred_element_type is not None:
+        wanted = jnp.dtype(preferred_element_type)
+        if wanted.name not in _checks.FLOATS:
+            rule = f"preferred_element_type={wanted.name} must be bfloat16, float16 or float32"
+            raise _unsupported(rule)
     if out_sharding is not None:
         raise _unsupported("out_sharding must be None", out_sharding=out_sharding)
     given = {"group_offset": group_offset, "activation": activation}

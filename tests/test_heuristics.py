@@ -268,6 +268,14 @@ def test_packed_products_split_the_k_loop_while_sms_have_room():
     assert split(16, 2880, 5760) == 1  # more tiles than half of the CTAs that fit
 
 
+def test_packed_products_fetch_rows_in_tiles_that_can():
+    for num_experts in (1, 2, 8, 128):
+        for rows in range(1, 200):
+            sizes = (rows, num_experts, num_experts, 2880, 2880)
+            first, _ = _gemm.tiles.mlp_configs(*sizes, True, packed=True)
+            assert not first.gather or first.token_tile <= _gemm.tiles.MAX_GATHER
+
+
 def test_packed_products_fetch_few_rows_by_index():
     def gathers(num_tokens, top_k, num_experts):
         sizes = (num_tokens * top_k, num_experts, num_experts, 2048, 768)

@@ -13,6 +13,7 @@ from jaxmoe import Experts, Routing, lora, quantize
 from jaxmoe._testing import assert_equal
 
 E, H, WIDTH, T, RANK = 4, 64, 64, 10, 8
+FIRST_AND_DOWN = ("gate_up", "down")
 
 
 def normal(rng, *shape):
@@ -138,7 +139,9 @@ def test_adapters_train_and_experts_stay():
         ({"adapter_ids": np.zeros(T, np.int32)}, "adapter_ids must be given with several"),
         ({"experts": {"forward_format": "fp8_tensor"}}, "experts.forward_format must be None"),
         ({"routing": {"num_experts": 8}}, "experts must be all 8 of the routing"),
-        ({"x": np.ones((T + 1, H), np.float32)}, "routing must have the axes of tokens"),
+        ({"x": np.ones((T + 1, H), np.float32)}, "routing.expert_ids must have the axes of tok"),
+        ({"routing": {"weights": np.ones((2, T), np.float32)}}, "routing.weights must have the ax"),
+        ({"residual": np.ones((H, T), np.float32)}, "residual must have the axes of tokens"),
     ],
 )
 def test_refused(change, message):
@@ -151,13 +154,54 @@ def test_refused(change, message):
         lora.moe_mlp(**given)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": np.ones((T, H), np.float16)}, "x.dtype=f16 must be f32"),
+        ({"adapter_ids": np.zeros(T, np.int64)}, "adapter_ids"),
+        ({"residual": np.ones((T, H), np.float16)}, "residual"),
+    ],
+)
+def test_refused_dtypes(change, message):
+    x, routing, experts, one = example()
+    several = jax.tree.map(lambda a: a[None], one)
+    given = {"x": x, "adapter_ids": np.zeros(T, np.int32)} | change
+    with pytest.raises(TypeError, match=message):
+        lora.moe_mlp(routing=routing, experts=experts, adapters=several, **given)
+
+
+def test_static_scales_are_refused():
+    x, routing, experts, adapters = example()
+    q = {n: quantize(getattr(experts, n), "fp8_tensor", weight_layout="kn") for n in FIRST_AND_DOWN}
+    scaled = dataclasses.replace(experts, **q, h_scale=np.float32(1))
+    with pytest.raises(ValueError, match="experts.h_scale must be None"):
+        lora.moe_mlp(x, routing, scaled, adapters)
+
+
+def test_no_tokens_and_master_weights():
+    x, routing, experts, adapters = example()
+    none = Routing(routing.expert_ids[:0], routing.weights[:0])
+    assert layer(x[:0], none, experts, adapters).shape == (0, H)
+    several = jax.tree.map(lambda a: a[None], adapters)
+    empty = np.zeros(0, np.int32)
+    assert layer(x[:0], none, experts, several, adapter_ids=empty).shape == (0, H)
+    master = dataclasses.replace(experts, dtype=jnp.bfloat16)
+    narrow = layer(x.astype(jnp.bfloat16), routing, master, adapters).astype(jnp.float32)
+    wide = layer(x, routing, experts, adapters)
+    assert 0 < np.abs(narrow - wide).max() < 0.05 * np.abs(wide).max()
+
+
 def test_several_or_quantized_are_not_merged():
     _, _, experts, adapters = example()
     with pytest.raises(ValueError, match="adapters must be one"):
         lora.merged(experts, jax.tree.map(lambda a: a[None], adapters))
+    with pytest.raises(ValueError, match="adapters.gate_up_a must be"):
+        lora.merged(experts, jax.tree.map(lambda a: a[:1], adapters))
+    layers = jax.tree.map(lambda a: np.stack([a, a]), experts)
+    with pytest.raises(ValueError, match="experts must be those of one layer"):
+        lora.init(jax.random.key(0), layers, RANK)
     q = {
-        n: quantize(getattr(experts, n), "fp8_channel", weight_layout="kn")
-        for n in ("gate_up", "down")
+        n: quantize(getattr(experts, n), "fp8_channel", weight_layout="kn") for n in FIRST_AND_DOWN
     }
     with pytest.raises(TypeError, match="experts must be plain"):
         lora.merged(dataclasses.replace(experts, **q), adapters)

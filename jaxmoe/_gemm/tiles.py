@@ -247,10 +247,11 @@ def mlp_configs(
     if promoted is None and not packed:
         gather = gate_up.token_tile != 192 or intermediate <= _MAX_GATHER_INTERMEDIATE
     elif packed:
-        gather = _sizes.is_known(num_rows) and (
+        few = _sizes.is_known(num_rows) and (
             num_rows <= _MAX_PLANNED_ROWS
             or _usual_rows(num_rows, num_experts) <= _MAX_PACKED_GATHER
         )
+        gather = few and gate_up.token_tile <= MAX_GATHER
     else:  # the quantization of x can write its rows in expert order at no cost
         gather = gate_up.token_tile <= MAX_GATHER
     return dataclasses.replace(gate_up, gather=gather), down
