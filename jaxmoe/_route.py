@@ -52,7 +52,7 @@ def route_xla(
     x = logits.astype(jnp.float32)
     key = x
     if rule.by_score:
-        key = jnp.where(jnp.isnan(x), jnp.nan, _scores(x, rule.score))
+        key = jnp.where(jnp.isnan(x), jnp.nan, scores_of(x, rule.score))
         if bias is not None:
             key = key + bias.astype(jnp.float32)[None, :]
     order = _order_key(key)
@@ -72,7 +72,7 @@ def weights_xla(logits: jax.Array, expert_ids: jax.Array, *, rule: Rule) -> jax.
         s = _picked(_softmax(x, ~jnp.isnan(x)), at)
     else:  # of the chosen alone: whatever the others are, NaN too, stays out of the gradient
         picked = jnp.where(chosen, _picked(x, at), 0.0)
-        s = _scores(picked, rule.score)
+        s = scores_of(picked, rule.score)
     s = jnp.where(chosen, s, 0.0)
     if rule.normalize == "softmax":
         s = _softmax(s, chosen)
@@ -116,7 +116,7 @@ def completed(
     return expert_ids, weights
 
 
-def _scores(x: jax.Array, score: str) -> jax.Array:
+def scores_of(x: jax.Array, score: str) -> jax.Array:
     """Scores of float32 logits, NaN logits left out of a softmax."""
     if score == "softmax":
         return _softmax(x, ~jnp.isnan(x))

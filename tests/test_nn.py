@@ -180,7 +180,7 @@ def test_experts_of_several_devices():
         in_specs=(specs, P("expert")),
         out_specs=P("expert"),
     )
-    tokens = np.concatenate([x.reshape(15, -1), x[0, :1]])
+    tokens = np.concatenate([x, x[:1]])  # [4, 5, H]: several axes
     y, _ = applied(config, p, tokens)
     place = functools.partial(jax.tree.map, lambda a, s: jax.device_put(a, NamedSharding(mesh, s)))
     got = jax.jit(block)(place(p, specs), place(tokens, P("expert")))
@@ -191,7 +191,12 @@ def test_experts_of_several_devices():
     ("change", "error", "message"),
     [
         ({"hidden": 0}, ValueError, "hidden"),
-        ({"top_k": 5}, ValueError, "top_k must be at most num_experts=4"),
+        ({"top_k": 5}, ValueError, r"top_k=5 must be in \[1, 4\]"),
+        ({"method": "llama4"}, ValueError, "top_k=2 must be 1 for method 'llama4'"),
+        ({"method": "softmax", "num_groups": 2}, ValueError, "num_groups"),
+        ({"activation": "swish"}, ValueError, "activation"),
+        ({"forward_format": "fp3"}, ValueError, "forward_format"),
+        ({"param_dtype": jnp.int32}, ValueError, "must be bfloat16, float16 or float32"),
         ({"method": "top1"}, ValueError, "method"),
         ({"selection_bias": True}, ValueError, "selection_bias=True needs method 'deepseek_v3'"),
         ({"shared_router": True}, ValueError, "shared_router=True needs a shared expert"),
@@ -204,20 +209,77 @@ def test_refused_configs(change, error, message):
         dataclasses.replace(PLAIN, **change)
 
 
-def test_tokens_of_another_width_are_refused():
+def test_refused_arrays():
     config, p, x = example("plain")
-    with pytest.raises(ValueError, match=r"x must have a last axis of hidden=8"):
-        apply(config, p, x[..., :4])
+    for wrong in (x[..., :4], x[0, 0]):
+        with pytest.raises(ValueError, match=r"a last one of hidden=8"):
+            apply(config, p, wrong)
+    with pytest.raises(TypeError, match="x.dtype"):
+        apply(config, p, x.astype(np.int32))
+    with pytest.raises(ValueError, match="mask must have the axes of tokens"):
+        apply(config, p, x, mask=np.ones(5, bool))
+    with pytest.raises(TypeError, match="mask.dtype"):
+        apply(config, p, x, mask=np.ones((3, 5), np.int32))
+
+
+def test_gradients_of_masters_are_not_rounded():
+    """Those of the shared expert neither."""
+    config, p, x = example("qwen2")
+    narrow = dataclasses.replace(config, dtype=jnp.bfloat16)
+    grads = jax.jit(jax.grad(lambda p: (apply(narrow, p, x)[0] ** 2).sum()))(p)
+    for name in ("gate", "down", "shared_gate", "shared_up", "shared_down"):
+        g = np.asarray(grads[name])
+        kept = g == np.asarray(jnp.asarray(g).astype(jnp.bfloat16).astype(jnp.float32))
+        assert kept[g != 0].mean() < 0.2, name
+
+
+@pytest.mark.parametrize("method", ("sqrtsoftplus", "sigmoid_renorm"))
+def test_losses_of_hopeless_experts_have_finite_gradients(method):
+    config = dataclasses.replace(PLAIN, method=method, balance_loss=0.1, router_bias=True)
+    p = dict(drawn(config, jax.random.key(0)))
+    p["router_bias"] = jnp.array([-jnp.inf, 0.0, -110.0, 0.0])
+    grads = jax.jit(jax.grad(lambda p: apply(config, p, jnp.ones((3, 8)))[1].loss))(p)
+    assert all(np.isfinite(g).all() for g in grads.values())
+
+
+def test_nan_in_padding_reaches_no_gradient():
+    config, p, x = example("plain")
+    mask = np.ones((3, 5), bool)
+    mask[1, 2] = False
+    x = np.where(mask[..., None], x, np.nan).astype(np.float32)
+    grads = jax.jit(jax.grad(lambda p: apply(config, p, x, mask=mask)[0][mask].sum()))(p)
+    assert all(np.isfinite(g).all() for g in grads.values())
+
+
+def test_llama4_weighs_what_experts_read():
+    config = dataclasses.replace(PLAIN, method="llama4", top_k=1)
+    p, x = drawn(config, jax.random.key(0)), example("plain")[2]
+    routing = jaxmoe.route(jnp.asarray(x @ np.asarray(p["router"])), top_k=1, method="llama4")
+    experts = jaxmoe.Experts(**{n: p[n] for n in ("gate", "up", "down")})
+    want = jaxmoe.moe_mlp(jnp.asarray(x), routing, experts, apply_weight_on_input=True)
+    np.testing.assert_allclose(applied(config, p, x)[0], want, rtol=1e-5, atol=1e-6)
+
+
+def test_explicit_axes():
+    config, p, x = example("qwen2")
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    rules = {"expert": "a", "mlp": "b", "embed": None, None: None}
+    specs = {n: P(*(rules[axis] for axis in q.axes)) for n, q in parameters(config).items()}
+    place = lambda a, s: jax.device_put(a, NamedSharding(mesh, s))  # noqa: E731
+    tokens = np.concatenate([x, x[:1]])
+    with jax.set_mesh(mesh):
+        got, _ = applied(config, jax.tree.map(place, p, specs), place(tokens, P("a")))
+    np.testing.assert_allclose(got, applied(config, p, tokens)[0], rtol=1e-4, atol=1e-4)
 
 
 # --- frameworks: (config, arrays) -> module, and what a step of training is ---
 
 
 class Linen:
-    def __init__(self, config, params):
+    def __init__(self, config, params, layer=jaxmoe.moe_mlp):
         from jaxmoe.nn import linen
 
-        self.block = linen.MoE(config)
+        self.block = linen.MoE(config, layer)
         trained = {n: a for n, a in params.items() if parameters(config)[n].trained}
         state = {n: a for n, a in params.items() if n not in trained}
         self.variables = {"params": trained} | ({linen.STATE: state} if state else {})
@@ -244,12 +306,12 @@ class Linen:
 
 
 class Nnx:
-    def __init__(self, config, params):
+    def __init__(self, config, params, layer=jaxmoe.moe_mlp):
         from flax import nnx
 
         from jaxmoe.nn.nnx import MoE
 
-        block = MoE(config, rngs=nnx.Rngs(0))
+        block = MoE(config, rngs=nnx.Rngs(0), layer=layer)
         for name, a in params.items():
             getattr(block, name)[...] = a
         self.graph, self.variables = nnx.split(block)
@@ -283,12 +345,12 @@ class Nnx:
 
 
 class Equinox:
-    def __init__(self, config, params):
+    def __init__(self, config, params, layer=jaxmoe.moe_mlp):
         import equinox as eqx
 
         from jaxmoe.nn.equinox import MoE
 
-        block = MoE(config, key=jax.random.key(0))
+        block = MoE(config, key=jax.random.key(0), layer=layer)
         given = [{n: params[n] for n in part} for part in (block.params, block.state)]
         block = eqx.tree_at(lambda b: (b.params, b.state), block, tuple(given))
         self.variables, self.rest = eqx.partition(block, eqx.is_array_like)
@@ -330,6 +392,32 @@ def test_modules_are_the_block(framework):
     assert_equal(aux.load, of_want.load)
     moved = jaxmoe.update_selection_bias(p["selection_bias"], of_want.load, rate=0.25)
     assert_equal(module.bias(x, 0.25), moved)
+
+
+def test_modules_over_devices(framework):
+    config, p, x = example("qwen2")
+    mesh = jax.make_mesh((4,), ("expert",), devices=jax.devices()[:4])
+    layer = functools.partial(expert_parallel.moe_mlp, axis_name="expert")
+    module = framework(config, p, layer)
+    tokens = np.concatenate([x, x[:1]])
+    axes = parameters(config)
+
+    def spec(path, _):
+        names = [str(getattr(k, "key", getattr(k, "name", k))) for k in path]
+        name = next(n for n in names if n in axes)
+        return P("expert") if axes[name].axes[0] == "expert" else P()
+
+    specs = jax.tree_util.tree_map_with_path(spec, module.variables)
+    place = lambda a, s: jax.device_put(a, NamedSharding(mesh, s))  # noqa: E731
+    block = jax.shard_map(
+        lambda v, x: module.call(v, x)[0],
+        mesh=mesh,
+        in_specs=(specs, P("expert")),
+        out_specs=P("expert"),
+    )
+    placed = jax.tree.map(place, module.variables, specs)
+    got = jax.jit(block)(placed, place(tokens, P("expert")))
+    np.testing.assert_allclose(got, applied(config, p, tokens)[0], rtol=1e-5, atol=1e-5)
 
 
 def test_modules_train(framework):

@@ -7,20 +7,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxmoe._formats import FORWARD
 from jaxmoe._jax import checks as _checks
+from jaxmoe._route import scores_of
 from jaxmoe.activation import Activation, resolve
 from jaxmoe.experts import Experts
 from jaxmoe.losses import expert_load, load_balancing_loss, router_z_loss
 from jaxmoe.mlp import moe_mlp
-from jaxmoe.routing import METHODS, route
+from jaxmoe.routing import METHODS, Routing, route
 
 _OP = "MoEConfig"
 Layer = Callable[..., jax.Array]
-# Scores of the balance loss, by those of the routing rule; softmax for the others.
-_POSITIVE: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "sigmoid": jax.nn.sigmoid,
-    "sqrtsoftplus": lambda logits: jnp.sqrt(jax.nn.softplus(logits)),
-}
+_WEIGHS_INPUTS = "llama4"  # the method of models that weigh what experts read, not what they say
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,9 +79,9 @@ class MoEConfig:
             _checks.check_int(_OP, name, getattr(self, name), 1)
         _checks.check_int(_OP, "shared_intermediate", self.shared_intermediate, 0)
         _checks.check_choice(_OP, "method", self.method, tuple(METHODS))
-        if self.top_k > self.num_experts:
-            rule = f"top_k must be at most num_experts={self.num_experts}"
-            raise ValueError(_checks.message(_OP, rule, top_k=self.top_k))
+        resolve(self.activation, _OP)
+        if self.forward_format is not None:
+            _checks.check_choice(_OP, "forward_format", self.forward_format, tuple(FORWARD))
         if self.selection_bias and not METHODS[self.method].bias:
             having = " or ".join(repr(name) for name, method in METHODS.items() if method.bias)
             rule = f"selection_bias=True needs method {having}"
@@ -91,10 +89,18 @@ class MoEConfig:
         if self.shared_router and not self.shared_intermediate:
             rule = "shared_router=True needs a shared expert"
             raise ValueError(_checks.message(_OP, rule, shared_intermediate=0))
-        stored, products = jnp.dtype(self.param_dtype), self.product_dtype
+        for name in ("param_dtype", "dtype"):  # equal configs are one program
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, jnp.dtype(getattr(self, name)))
+        stored, products = self.param_dtype, self.product_dtype
+        if {stored.name, products.name} - set(_checks.FLOATS):
+            rule = "param_dtype and dtype must be bfloat16, float16 or float32"
+            raise ValueError(_checks.message(_OP, rule, param_dtype=stored, dtype=products))
         if products != stored and (stored.name != "float32" or products.itemsize > 2):
             rule = "param_dtype must be dtype, or float32 beside a narrower one"
             raise ValueError(_checks.message(_OP, rule, param_dtype=stored, dtype=products))
+        logits = jax.ShapeDtypeStruct((1, self.num_experts), jnp.float32)
+        jax.eval_shape(lambda logits: _routed(self, logits, None), logits)
 
     @property
     def product_dtype(self) -> Any:
@@ -204,42 +210,44 @@ def apply(
         no expert and no loss.
       layer: `jaxmoe.moe_mlp`, or a function with its arguments x, routing, experts and residual;
         inside `jax.shard_map`, where `params` has a device's experts,
-        `functools.partial(jaxmoe.expert_parallel.moe_mlp, axis_name="expert")`.
+        `functools.partial(jaxmoe.expert_parallel.moe_mlp, axis_name="expert")`. It is given one
+        axis of tokens, and `apply_weight_on_input=True` with method "llama4", as Llama 4 has it.
 
     Returns:
       [..., H] in the dtype of x, and `Aux`.
 
     Raises:
       KeyError: an array is missing.
-      TypeError, ValueError: those of `jaxmoe.route`, `jaxmoe.Experts` and the layer.
+      TypeError, ValueError: an x or mask of another dtype or shape, and those of `jaxmoe.route`,
+        `jaxmoe.Experts` and the layer.
 
     Numerics: logits in float32 whatever x is, products in `config.product_dtype`; the balance loss
       of methods whose scores are no probabilities is that of scores divided by their sum
-      (DeepSeek-V3).
+      (DeepSeek-V3). The shared expert is a layer of one expert, and rounds as that does.
+    Sharding: tokens and experts may be split as in `jaxmoe.moe_mlp`; on Explicit axes H of x and
+      router must be whole.
     """
-    if x.shape[-1:] != (config.hidden,):
-        rule = f"x must have a last axis of hidden={config.hidden}"
-        raise ValueError(_checks.message("MoE", rule, shape=x.shape))
+    _checks.check_dtype("MoE", "x", x, _checks.FLOATS)
+    if x.ndim < 2 or x.shape[-1] != config.hidden:
+        rule = f"x must have axes of tokens and a last one of hidden={config.hidden}"
+        raise ValueError(_checks.message("MoE", rule, x=x))
+    if mask is not None:
+        _checks.check_dtype("MoE", "mask", mask, ("bool",))
+        if mask.shape != x.shape[:-1]:
+            rule = "mask must have the axes of tokens that x has"
+            raise ValueError(_checks.message("MoE", rule, mask=mask, x=x))
     tokens = x.astype(config.product_dtype)
-    logits = _product(x, params["router"])
+    # What is left out has no gradient either, NaN or not.
+    valid = x if mask is None else jnp.where(mask[..., None], x, jnp.zeros((), x.dtype))
+    logits = _product(valid, params["router"])
     if config.router_bias:
         logits += jnp.broadcast_to(params["router_bias"], logits.shape)
-    bias = params["selection_bias"] if config.selection_bias else None
-    routing = route(
-        logits,
-        top_k=config.top_k,
-        method=config.method,
-        bias=None if bias is None else jax.lax.stop_gradient(bias),
-        num_groups=config.num_groups,
-        top_groups=config.top_groups,
-        scale=config.scale,
-        norm_topk_prob=config.norm_topk_prob,
-    )
+    routing = _routed(config, logits, params.get("selection_bias"))
     if mask is not None:
         ids = jnp.where(mask[..., None], routing.expert_ids, jnp.int32(-1))
         routing = dataclasses.replace(routing, expert_ids=ids)
-    shared = _shared(config, params, x, tokens)
-    y = layer(tokens, routing, _experts(config, params), residual=shared)
+    y = _shared(config, params, x, tokens) if config.shared_intermediate else None
+    y = _by_layer(config, layer, tokens, routing, _experts(config, params), y)
     loss = jnp.zeros((), jnp.float32)
     if config.balance_loss:
         scores = _scores(config, logits)
@@ -249,10 +257,43 @@ def apply(
     return y.astype(x.dtype), Aux(loss, expert_load(routing.expert_ids, config.num_experts))
 
 
+def _routed(config: MoEConfig, logits: jax.Array, bias: jax.Array | None) -> Routing:
+    return route(
+        logits,
+        top_k=config.top_k,
+        method=config.method,
+        bias=None if bias is None else jax.lax.stop_gradient(bias),
+        num_groups=config.num_groups,
+        top_groups=config.top_groups,
+        scale=config.scale,
+        norm_topk_prob=config.norm_topk_prob,
+    )
+
+
 def _product(x: jax.Array, w: jax.Array) -> jax.Array:
     """x @ w in float32: GPUs would round the factors, and other experts would be chosen."""
     wide = (a.astype(jnp.float32) for a in (x, w))
     return jnp.matmul(*wide, precision=jax.lax.Precision.HIGHEST)
+
+
+def _by_layer(
+    config: MoEConfig,
+    layer: Layer,
+    tokens: jax.Array,
+    routing: Routing,
+    experts: Experts,
+    residual: jax.Array | None,
+) -> jax.Array:
+    """The experts by `layer`, which has one axis of tokens unless it is that of the library."""
+    options = {"apply_weight_on_input": True} if config.method == _WEIGHS_INPUTS else {}
+    if layer is moe_mlp or tokens.ndim == 2:
+        return layer(tokens, routing, experts, residual=residual, **options)
+    ids, weights = (a.reshape(-1, a.shape[-1]) for a in (routing.expert_ids, routing.weights))
+    flat = dataclasses.replace(routing, expert_ids=ids, weights=weights)
+    rows = tokens.reshape(-1, tokens.shape[-1])
+    if residual is not None:
+        residual = residual.reshape(rows.shape)
+    return layer(rows, flat, experts, residual=residual, **options).reshape(tokens.shape)
 
 
 def _experts(config: MoEConfig, params: Mapping[str, Any]) -> Experts:
@@ -268,23 +309,23 @@ def _experts(config: MoEConfig, params: Mapping[str, Any]) -> Experts:
 
 def _shared(
     config: MoEConfig, params: Mapping[str, Any], x: jax.Array, tokens: jax.Array
-) -> jax.Array | None:
-    if not config.shared_intermediate:
-        return None
-    weights = {n: params[f"shared_{n}"] for n in ("gate", "up", "down") if f"shared_{n}" in params}
-    narrow = {name: w.astype(tokens.dtype) for name, w in weights.items()}
-    down = narrow.pop("down")
-    halves = (jnp.matmul(tokens, w, preferred_element_type=jnp.float32) for w in narrow.values())
-    h = resolve(config.activation)(*halves).astype(tokens.dtype)
-    y = jnp.matmul(h, down, preferred_element_type=jnp.float32)
+) -> jax.Array:
+    """The shared expert: a layer of one expert that every token takes."""
+    arrays = {n: params[f"shared_{n}"] for n in ("gate", "up", "down") if f"shared_{n}" in params}
+    one = {name: w[None] for name, w in arrays.items()}
+    experts = _experts(dataclasses.replace(config, forward_format=None), one)
+    ids = jnp.zeros((*x.shape[:-1], 1), jnp.int32)
+    weights = jnp.ones(ids.shape, jnp.float32)
     if config.shared_router:
-        y *= jax.nn.sigmoid(_product(x, params["shared_router"]))[..., None]
-    return y.astype(tokens.dtype)
+        weights = jax.nn.sigmoid(_product(x, params["shared_router"][:, None]))
+    return moe_mlp(tokens, Routing(ids, weights, 1), experts)
 
 
 def _scores(config: MoEConfig, logits: jax.Array) -> jax.Array:
-    positive = _POSITIVE.get(METHODS[config.method].score)
-    if positive is None:
+    """Scores of the balance loss, probabilities: those of the rule by their sum, else softmax."""
+    score = METHODS[config.method].score
+    if score in ("logits", "softmax"):
         return jax.nn.softmax(logits, axis=-1)
-    scores = positive(logits)
-    return scores / jnp.sum(scores, axis=-1, keepdims=True)
+    scores = scores_of(logits, score)
+    total = jnp.sum(scores, axis=-1, keepdims=True)
+    return scores / jnp.where(total == 0, 1.0, total)

@@ -17,7 +17,8 @@ class MoE(nn.Module):
 
     Parameters carry logical axes, `flax.linen.get_partition_spec` reads them. A selection bias is a
     variable `selection_bias` of the collection `STATE`; with that collection mutable, a call
-    that is given `rate` leaves the moved bias there.
+    that is given `rate` leaves the moved bias there. Its load is that of the call: inside
+    `jax.shard_map` move the bias outside, with `jaxmoe.update_selection_bias`.
 
     Attributes:
       config: what the block is.
@@ -41,19 +42,25 @@ class MoE(nn.Module):
         self, x: jax.Array, mask: jax.Array | None = None, rate: float | jax.Array | None = None
     ) -> tuple[jax.Array, Aux]:
         """Computes the block; see `jaxmoe.nn.apply`."""
-        named = parameters(self.config)
-        params = {n: self.param(n, _boxed(p)) for n, p in named.items() if p.trained}
+        named, layer = parameters(self.config), self.layer
+        if self.is_initializing():  # outside of any mesh: all experts, by the plain layer
+            layer = moe_mlp
+        params = {n: _parameter(self, n, p) for n, p in named.items() if p.trained}
         state = {n: _variable(self, n, p) for n, p in named.items() if not p.trained}
         params |= {n: variable.value for n, variable in state.items()}
-        y, aux = apply(self.config, params, x, mask=mask, layer=self.layer)
+        y, aux = apply(self.config, params, x, mask=mask, layer=layer)
         if rate is not None and not self.is_initializing():
             for variable in state.values():
                 variable.value = update_selection_bias(variable.value, aux.load, rate=rate)
         return y, aux
 
 
-def _boxed(parameter: Parameter) -> Any:
-    return nn.with_logical_partitioning(lambda key: initial(key, parameter), parameter.axes)
+def _parameter(module: nn.Module, name: str, parameter: Parameter) -> Any:
+    """Reads an array as it is, which inside `jax.shard_map` has a device's experts, or draws it."""
+    if module.has_variable("params", name):
+        return nn.unbox(module.get_variable("params", name))
+    draw = nn.with_logical_partitioning(lambda key: initial(key, parameter), parameter.axes)
+    return module.param(name, draw)
 
 
 def _variable(module: nn.Module, name: str, parameter: Parameter) -> Any:
