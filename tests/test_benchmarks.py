@@ -111,6 +111,11 @@ def test_plain_runs_draw_uniform_and_zipf() -> None:
     assert {case.skew for case in chosen} == {"one_expert", "unused"}
 
 
+def test_lists_given_twice_are_one() -> None:
+    given = ["--impl", "jaxmoe", "--impl", "floor,jaxmoe[mxfp4]"]
+    assert run.parse(["--suite", "layer", *given]).impl == ["jaxmoe", "floor", "jaxmoe[mxfp4]"]
+
+
 def test_chains_are_long_enough_to_hide_launches_and_short_enough_for_a_burst() -> None:
     assert timing.chain_length(17.6, compute_heavy=False) == 64
     assert timing.chain_length(113.0, compute_heavy=False) == 18
