@@ -85,7 +85,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
     def add(flag: str, **options: Any) -> None:
         if options.get("type") is names:  # given twice, the lists are one
-            options["action"] = _Added
+            options["action"] = "extend"
         parser.add_argument(flag, **options)
 
     add("--suite", type=names, required=True, help=", ".join(SUITES))
@@ -111,13 +111,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
             if value not in allowed:
                 parser.error(f"--{flag} {value}: choose from {', '.join(allowed)}")
     return args
-
-
-class _Added(argparse.Action):
-    def __call__(
-        self, parser: Any, namespace: Any, values: Any, option_string: str | None = None
-    ) -> None:
-        setattr(namespace, self.dest, [*(getattr(namespace, self.dest) or ()), *values])
 
 
 def _names(text: str) -> list[str]:
