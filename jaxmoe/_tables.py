@@ -35,6 +35,8 @@ def own(theirs: dict[str, Any]) -> dict[str, Any]:
         "tiles": {t: n for t, n in tiles.TILES.items() if t not in tiles.ONLY_PROMOTED},
         "promoted_tiles": {t: n for t, n in tiles.TILES.items() if t not in tiles.NOT_PROMOTED},
         "packed_tiles": tiles.PACKED,
+        "layer_tiles": {t: tiles.TILES[t] for t in tiles.LAYER_TILES},
+        "packed_layer_tiles": {t: tiles.PACKED[t] for t in tiles.PACKED_LAYER_TILES},
         "max_route_experts": MAX_CUDA_EXPERTS,
         "quant_block": quantization.BLOCK,
         "max_quant_partials": quantization.MAX_PARTIALS,

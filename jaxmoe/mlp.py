@@ -299,7 +299,7 @@ def _static(
     promoted = None if sums[0] is None else sums
     odd = odd_blocks(format.block > 1, act.gated, experts.order, intermediate)
     checks.check_configs(op, config, hidden, intermediate, promoted, odd, format.packed)
-    return Layer(
+    layer = Layer(
         format=format,
         dtype=jnp.dtype(x.dtype),
         activation=act,
@@ -313,6 +313,8 @@ def _static(
         finalize=finalize,
         first=next(n for n in ("gate_up", "gate", "up") if getattr(experts, n) is not None),
     )
+    checks.check_one_kernel(op, layer)
+    return layer
 
 
 def _whole_k(op: str, layer: Layer, x: Any, routing: Any, experts: Experts) -> Layer:

@@ -1,5 +1,6 @@
 """Every message of moe_mlp, word for word."""
 
+import dataclasses
 import re
 
 import jax
@@ -30,6 +31,8 @@ LAYER = {
     "w_down": zeros(E, INTER, H),
 }
 MAP = zeros(7, dtype=I32)
+DECODE = GemmConfig(128, 8)
+ONE = dataclasses.replace(DECODE, one_kernel=True)
 WINDOW_HINT = "give expert_map if it depends on the device"
 NEEDS_SCALES = (
     "must be bf16 or f16 or f32; quantized weights and tokens come with their scales as a "
@@ -246,6 +249,36 @@ LAYER_ERRORS = (
         {"config": (None, "fast")},
         TypeError,
         "config[1] must be a GemmConfig. Got config[1]: 'fast'.",
+    ),
+    (
+        {"config": (ONE, dataclasses.replace(DECODE, one_kernel=True))},
+        ValueError,
+        "config[1].one_kernel must be False: the gate-up GEMM's kernel goes on, config[0]'s. Got "
+        "config: a tuple.",
+    ),
+    (
+        {"config": (ONE, GemmConfig(128, 32))},
+        ValueError,
+        "config[0].one_kernel=True needs config[1] with the same tile, (128, 8, 1, 1). Got config: "
+        "a tuple.",
+    ),
+    (
+        {"config": (ONE, None)},
+        ValueError,
+        "config[0].one_kernel=True needs config[1] with the same tile, (128, 8, 1, 1). Got config: "
+        "a tuple.",
+    ),
+    (
+        {"config": (GemmConfig(256, 128, one_kernel=True), GemmConfig(256, 128))},
+        ValueError,
+        "config[0].one_kernel=True needs a tile among (128, 8, 1, 1), (128, 8, 1, 2), "
+        "(128, 32, 1, 1), not (256, 128, 1, 1). Got config: a tuple.",
+    ),
+    (
+        {"config": (ONE, DECODE), "activation": "relu2", "w_gate_up": zeros(E, H, INTER)},
+        ValueError,
+        "config[0].one_kernel must be False with an activation that is not gated. Got config: a "
+        "tuple.",
     ),
 )
 

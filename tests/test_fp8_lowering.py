@@ -53,6 +53,7 @@ def tile(weight_tile, token_tile, gather, split_k=1, raster=1, cluster=1):
         "split_k": split_k,
         "raster": raster,
         "gather": gather,
+        "one_kernel": 0,
     }
     return {name: f"{value}:i64" for name, value in values.items()}
 
@@ -124,7 +125,7 @@ def test_the_layer_is_one_call_with_these_attributes():
         "xq": "6x144xf8E4M3FN",
         "hq": "12x272xf8E4M3FN",
         "floats": f"{4 + 4 + 1024}xf32",
-        "index": f"{_gemm.tiles.mlp_index_size(12, 4)}xi32",
+        "index": f"{_gemm.tiles.mlp_index_size(12, 4, False)}xi32",
     }
 
 

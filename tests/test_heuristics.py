@@ -183,6 +183,7 @@ def test_attributes_are_integers():
         "split_k": 1,
         "raster": 8,
         "gather": 0,
+        "one_kernel": 0,
     }
     assert all(type(value) is int for value in attrs.values())
     assert dataclasses.fields(GemmConfig)[0].name == "weight_tile"
@@ -214,6 +215,7 @@ def test_unknown_tiles_are_refused(arguments, message):
         ({"raster": True}, "raster: True"),
         ({"cluster": 2.0}, "cluster: 2.0"),
         ({"gather": "yes"}, "gather: 'yes'"),
+        ({"one_kernel": 1}, "one_kernel: 1"),
     ),
 )
 def test_fields_of_another_type_are_refused(arguments, got):
@@ -224,9 +226,11 @@ def test_fields_of_another_type_are_refused(arguments, got):
 
 def test_index_scratch_covers_its_parts():
     # 4 counters, 5 -> 8 offsets, 2 x 20 row indices, 1 of the plan.
-    assert _gemm.tiles.mlp_index_size(18, 4) == 4 + 8 + 40 + 1
+    assert _gemm.tiles.mlp_index_size(18, 4, False) == 4 + 8 + 40 + 1
+    # One kernel counts, for each row, the tiles that are stored.
+    assert _gemm.tiles.mlp_index_size(18, 4, True) == 4 + 8 + 60 + 1
     # A plan of so many rows counts 8 experts in each of 65 chunks.
-    assert _gemm.tiles.mlp_index_size(2**18 + 1, 8) == 4 + 12 + 2 * (2**18 + 4) + 65 * 8
+    assert _gemm.tiles.mlp_index_size(2**18 + 1, 8, False) == 4 + 12 + 2 * (2**18 + 4) + 65 * 8
 
 
 @pytest.mark.parametrize("mean", (1 / 64, 1, 3, 8, 20, 60, 100, 150, 300, 3000))

@@ -75,6 +75,7 @@ def test_moe_mlp_is_one_call_with_these_attributes():
             "split_k": "1:i64",
             "raster": "2:i64",
             "gather": "1:i64",
+            "one_kernel": "0:i64",
         },
         "gemm2": {
             "weight_tile": "256:i64",
@@ -83,6 +84,7 @@ def test_moe_mlp_is_one_call_with_these_attributes():
             "split_k": "1:i64",
             "raster": "8:i64",
             "gather": "0:i64",
+            "one_kernel": "0:i64",
         },
     }
     assert operands == {
@@ -142,6 +144,7 @@ def test_grouped_gemm_call():
                 "split_k": "1:i64",
                 "raster": "0:i64",
                 "gather": "0:i64",  # rows are in order already
+                "one_kernel": "0:i64",
             },
         },
         [
@@ -302,6 +305,7 @@ OTHER_OPS = {
                     "split_k": "1:i64",
                     "raster": "1:i64",
                     "gather": "1:i64",
+                    "one_kernel": "0:i64",
                 },
             },
         ),
@@ -604,3 +608,14 @@ def test_a_training_step_has_the_tiles_that_were_asked_for(weights):
     tiles = [attrs["config"] for _, attrs, *_ in found if "config" in attrs]
     rasters = [tile["raster"] for tile in tiles if tile["raster"] != "1:i64"]
     assert rasters == ["3:i64"] * len(first) + ["5:i64"]
+
+
+def test_one_kernel_for_both_products():
+    """The gate-up product is asked to go on; rows are counted in the scratch."""
+    tile = GemmConfig(128, 32)
+    one = GemmConfig(128, 32, gather=True, one_kernel=True)
+    attrs, _, results = layer_call(
+        calls(cuda_text(lambda *a: moe_mlp(*a, config=(one, tile)), *layer_structs()))[0]
+    )
+    assert (attrs["gemm1"]["one_kernel"], attrs["gemm2"]["one_kernel"]) == ("1:i64", "0:i64")
+    assert results["index"] == f"{_gemm.tiles.mlp_index_size(T * K, E, True)}xi32"

@@ -10,7 +10,7 @@ from jaxmoe._jax import targets as _targets
 # Sizes of scratch are compared where the extension has them: here one that each formula gives.
 SIZES = {
     "plan_scratch": {(3, 30, 7): 1, (1, 262145, 2): 2 * 65},
-    "mlp_index": {(30, 7): 4 + 8 + 32 + 32 + 1},
+    "mlp_index": {(30, 7, False): 4 + 8 + 32 + 32 + 1, (30, 7, True): 4 + 32 + 8 + 32 + 32 + 1},
     "mlp_floats": {(0, 6, 12, 16, 32): 0, (3, 6, 12, 144, 272): 12 + 36 + 1024},
 }
 

@@ -14,9 +14,10 @@ struct alignas(16) TileInfo {
   int weight;  // index of the weight matrix; negative: there are no more tiles
   int row;     // first row of the tile
   int rows;    // rows of the group in this tile, up to kTokenTile; 0 when a cluster has too few
-  int w_tile;  // weight tile index
+  int w_tile;  // weight tile index i; ~i in the second product of a kernel that has two
 
   __device__ bool end() const { return weight < 0; }
+  __device__ bool second() const { return w_tile < 0; }
 };
 
 // Position in a circular buffer of kSize slots; `parity` flips at each wrap.

@@ -137,6 +137,25 @@ __device__ __forceinline__ void FenceProxyAsync() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// Makes global memory written by threads visible to bulk copies that this thread starts.
+__device__ __forceinline__ void FenceProxyAsyncGlobal() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+
+// ---- counters in global memory ---------------------------------------------------------------
+
+// Adds one. Whoever then loads the sum by LoadAcquire sees all that this thread has written, and
+// all that threads have written which it has met at a barrier.
+__device__ __forceinline__ void AddRelease(int* counter) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
+}
+
+__device__ __forceinline__ int LoadAcquire(const int* counter) {
+  int value;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
+  return value;
+}
+
 // ---- wgmma ----------------------------------------------------------------------------------
 
 // Descriptor of a 128-byte-swizzled operand whose 8-row (or 8-k) groups are 1024 bytes apart.

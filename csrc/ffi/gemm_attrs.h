@@ -21,6 +21,7 @@ struct TileAttrs {
   int64_t split_k;
   int64_t raster;
   int64_t gather;
+  int64_t one_kernel;
 
   TileConfig config() const {
     TileConfig tile;
@@ -30,6 +31,7 @@ struct TileAttrs {
     tile.split_k = static_cast<int>(split_k);
     tile.raster = static_cast<int>(raster);
     tile.gather = gather != 0;
+    tile.one_kernel = one_kernel != 0;
     return tile;
   }
 };
@@ -105,7 +107,8 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jaxmoe::TileAttrs,
                                       ::xla::ffi::StructMember<int64_t>("cluster"),
                                       ::xla::ffi::StructMember<int64_t>("split_k"),
                                       ::xla::ffi::StructMember<int64_t>("raster"),
-                                      ::xla::ffi::StructMember<int64_t>("gather"));
+                                      ::xla::ffi::StructMember<int64_t>("gather"),
+                                      ::xla::ffi::StructMember<int64_t>("one_kernel"));
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jaxmoe::ActivationAttrs,
                                       ::xla::ffi::StructMember<int64_t>("kind"),

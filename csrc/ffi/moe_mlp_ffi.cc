@@ -79,6 +79,8 @@ ffi::Error MoeMlp(cudaStream_t stream,
     p.slot_to_row = take.Ints("slot_to_row", *slot_to_row, {T, K});
   }
   const bool gathers = attrs.gemm1.gather != 0;
+  p.gate_up.tile = attrs.gemm1.config();
+  p.down.tile = attrs.gemm2.config();
   if (!RowOf(p.format).is_plain()) {
     p.gate_up.scales = take.Floats(
         "gate_up_scales", gate_up_scales, WeightScales(p.format, {E1}, N, H, two_arrays ? 2 : 1));
@@ -108,7 +110,8 @@ ffi::Error MoeMlp(cudaStream_t stream,
   take.Range("num_local_experts modulo w_gate_up.shape[0]", attrs.num_local_experts % E1, 0, 0);
   take.Range("num_local_experts modulo w_down.shape[0]", attrs.num_local_experts % E2, 0, 0);
   p.floats = take.Floats("floats", *floats, {MlpFloats(p.format, T, R, H, I).size});
-  p.index = take.Ints("index", *index, {MlpIndex(R, attrs.num_local_experts).size});
+  p.index = take.Ints(
+      "index", *index, {MlpIndex(R, attrs.num_local_experts, p.gate_up.tile.one_kernel).size});
   if (take.failed()) return take.error();
 
   p.dtype = TypeOf(*act);
@@ -127,8 +130,6 @@ ffi::Error MoeMlp(cudaStream_t stream,
   p.down.layout = static_cast<WeightLayout>(attrs.layout2);
   p.gate_up.promoted = attrs.promoted1 != 0;
   p.down.promoted = attrs.promoted2 != 0;
-  p.gate_up.tile = attrs.gemm1.config();
-  p.down.tile = attrs.gemm2.config();
   p.gated = gated;
   p.order = static_cast<GateUp>(attrs.gate_up);
   p.activation = activation.params();

@@ -29,12 +29,13 @@ nb::dict FormatCodes() {
 }
 
 // (weight_tile, token_tile, cluster, split_k) -> CTAs an SM of kernels for packed weights or not,
-// whose sums are promoted or not.
-nb::dict Tiles(bool packed, bool promoted) {
+// whose sums are promoted or not; `layer`: of those that compute both products of a layer.
+nb::dict Tiles(bool packed, bool promoted, bool layer = false) {
   nb::dict tiles;
   for (const KernelInfo& kernel : Kernels()) {
     const TileConfig& t = kernel.tile;
     if ((kernel.packing != Packing::kNone) != packed || kernel.promoted != promoted) continue;
+    if (layer && !kernel.computes_layer) continue;
     tiles[nb::make_tuple(t.weight_tile, t.token_tile, t.cluster, t.split_k)] = kernel.ctas_per_sm;
   }
   return tiles;
@@ -46,7 +47,9 @@ void AddScratch(nb::dict& tables) {
   for (int64_t rows : {0, 1, 30, 8192, 8193, 262144, 262145, 1 << 21}) {
     for (int64_t experts : {1, 7, 128, 1024, 1025}) {
       plan[nb::make_tuple(3, rows, experts)] = PlanScratchInts(3, rows, experts);
-      index[nb::make_tuple(rows, experts)] = MlpIndex(rows, experts).size;
+      for (bool one_kernel : {false, true}) {
+        index[nb::make_tuple(rows, experts, one_kernel)] = MlpIndex(rows, experts, one_kernel).size;
+      }
     }
   }
   for (int format = 0; format < static_cast<int>(std::size(kFormats)); ++format) {
@@ -78,6 +81,8 @@ nb::dict Tables() {
   tables["tiles"] = Tiles(false, false);
   tables["promoted_tiles"] = Tiles(false, true);
   tables["packed_tiles"] = Tiles(true, false);
+  tables["layer_tiles"] = Tiles(false, false, true);
+  tables["packed_layer_tiles"] = Tiles(true, false, true);
   tables["max_route_experts"] = kRouteMaxExperts;
   tables["quant_block"] = kQuantBlock;
   tables["max_quant_partials"] = kMaxQuantPartials;

@@ -76,6 +76,12 @@ struct MoeGemmArgs {
   int64_t x_rows;        // rows of X that row_index may name; others are zeros
 };
 
+// Both products of a layer, see sm90/layer_kernel.cuh.
+struct MoeLayerArgs {
+  MoeGemmArgs products[2];  // gate-up and down, with as many rows in the same groups
+  int* stored;              // [rows]: at a token tile's first row, gate-up tiles stored; zero first
+};
+
 // One instantiated kernel. `launch` sets attributes and launches on `grid` CTAs.
 struct Variant {
   DType dtype;
@@ -94,6 +100,8 @@ struct Variant {
   bool stores_float;  // float32 output
   bool stores_sums;   // MoeGemmArgs::z
   cudaError_t (*launch)(const MoeGemmArgs&, int grid, bool pdl, cudaStream_t);
+  // The kernel that goes on with the down product, or null.
+  cudaError_t (*launch_layer)(const MoeLayerArgs&, int grid, bool pdl, cudaStream_t);
 };
 
 struct VariantTable {

@@ -109,25 +109,30 @@ const char* Message(const char* format, Args... args) {
   return text;
 }
 
-}  // namespace
+const char* NoKernel(const MoeGemmProblem& p, const TileConfig& tile, const char* what) {
+  return Message("no kernel with weight_tile=%d token_tile=%d cluster=%d split_k=%d%s%s",
+                 tile.weight_tile,
+                 tile.token_tile,
+                 tile.cluster,
+                 tile.split_k,
+                 p.scales.promoted ? ", promoted sums" : "",
+                 what);
+}
 
-const char* LaunchMoeGemm(const MoeGemmProblem& p, const TileConfig& tile, cudaStream_t stream) {
-  const Variant* variant = FindVariant(p, tile);
-  const bool fp8 = IsFloat8(p.dtype);
-  if (variant == nullptr || (p.out_f32 && !variant->stores_float)) {
-    return Message("no kernel with weight_tile=%d token_tile=%d cluster=%d split_k=%d%s%s",
-                   tile.weight_tile,
-                   tile.token_tile,
-                   tile.cluster,
-                   tile.split_k,
-                   p.scales.promoted ? ", promoted sums" : "",
-                   p.out_f32 ? ", float32 output" : "");
-  }
+// A product without rows, columns or groups.
+bool IsEmpty(const MoeGemmProblem& p) {
+  return p.num_groups == 0 || p.rows_per_batch == 0 || p.n == 0;
+}
+
+// Arguments of a product that is not empty, or the reason why its kernel cannot run it.
+const char* MakeArgs(const MoeGemmProblem& p,
+                     const TileConfig& tile,
+                     const Variant* variant,
+                     MoeGemmArgs* out) {
   const bool two_arrays = p.w_up != nullptr;
   if (two_arrays && (!p.gated || p.gate_up != GateUp::kGateUp)) {
     return "a second weight array has the up half of a gated product, gate first";
   }
-  if (p.num_groups == 0 || p.rows_per_batch == 0 || p.n == 0) return nullptr;
   const int unit = 16 / ElementSize(p.dtype);
   if (p.k % unit != 0 || (p.gated ? p.n / 2 : p.n) % 8 != 0 || p.n % 8 != 0 || p.k == 0) {
     return Message("k=%d must be a positive multiple of %d and n=%d%s of 8 (16-byte rows)",
@@ -156,7 +161,8 @@ const char* LaunchMoeGemm(const MoeGemmProblem& p, const TileConfig& tile, cudaS
   if (ByStep(p) && p.gated && !two_arrays && p.n % 32 != 0)
     return "with block scales n / 2 is a multiple of 16";
 
-  MoeGemmArgs args{};
+  MoeGemmArgs& args = *out;
+  args = {};
   args.up_origin = two_arrays ? p.n / 2 : 0;
   const auto encode_weight = [&](const void* w, CUtensorMap* map) {
     constexpr int kBoxRows = 64;
@@ -217,7 +223,7 @@ const char* LaunchMoeGemm(const MoeGemmProblem& p, const TileConfig& tile, cudaS
   args.plans = p.plan != nullptr;
   args.writes_plan = p.writes_plan;
   if (args.plans) args.plan = *p.plan;
-  if (fp8 || is_packed) args.scales = MakeScales(p);
+  if (IsFloat8(p.dtype) || is_packed) args.scales = MakeScales(p);
 
   // A thread takes one scale for its warpgroup's 64 gate rows and one for the up rows.
   if (ByStep(p) && p.gated && !two_arrays && !args.interleaved && args.n_out % 64 != 0 &&
@@ -227,21 +233,79 @@ const char* LaunchMoeGemm(const MoeGemmProblem& p, const TileConfig& tile, cudaS
   if (p.scales.out_groups != nullptr && !QuantizesGroups(p.scales.shared, tile)) {
     return "this tile has no whole groups to quantize";
   }
+  return nullptr;
+}
 
-  int sm_count = 0;
-  if (cudaError_t status = GetSmCount(&sm_count); status != cudaSuccess) {
-    return cudaGetErrorString(status);
-  }
-  // Token tiles of all groups together: at most one ragged tile a group beyond the full ones.
+// Cluster tiles of a product, at most: of all groups together there is at most one ragged token
+// tile a group beyond the full ones.
+int64_t MaxTiles(const MoeGemmProblem& p, const MoeGemmArgs& args, const Variant& variant) {
+  const int tile_rows = variant.token_tile * variant.cluster;
   const int64_t batches = CeilDiv(p.num_groups, p.groups_per_batch);
   const int64_t rows = batches * p.rows_per_batch;
   const int64_t token_tiles = rows / tile_rows + std::min<int64_t>(p.num_groups, rows);
-  const int cluster_ctas = variant->cluster * variant->split_k;
-  const int64_t clusters = std::min<int64_t>(token_tiles * args.num_w_tiles,
-                                             sm_count * variant->ctas_per_sm / cluster_ctas);
-  const int grid = static_cast<int>(clusters) * cluster_ctas;
-  const cudaError_t status = variant->launch(args, grid, p.pdl, stream);
+  return token_tiles * args.num_w_tiles;
+}
+
+// CTAs for so many cluster tiles: no more than run at once.
+cudaError_t GridOf(int64_t tiles, const Variant& variant, int* grid) {
+  int sm_count = 0;
+  JAXMOE_RETURN_IF_CUDA_ERROR(GetSmCount(&sm_count));
+  const int cluster_ctas = variant.cluster * variant.split_k;
+  const int64_t clusters = std::min<int64_t>(tiles, sm_count * variant.ctas_per_sm / cluster_ctas);
+  *grid = static_cast<int>(clusters) * cluster_ctas;
+  return cudaSuccess;
+}
+
+const char* Reason(cudaError_t status) {
   return status == cudaSuccess ? nullptr : cudaGetErrorString(status);
+}
+
+}  // namespace
+
+const char* LaunchMoeGemm(const MoeGemmProblem& p, const TileConfig& tile, cudaStream_t stream) {
+  const Variant* variant = FindVariant(p, tile);
+  if (variant == nullptr || (p.out_f32 && !variant->stores_float)) {
+    return NoKernel(p, tile, p.out_f32 ? ", float32 output" : "");
+  }
+  if (IsEmpty(p)) return nullptr;
+  MoeGemmArgs args;
+  if (const char* error = MakeArgs(p, tile, variant, &args)) return error;
+  int grid = 0;
+  if (const char* error = Reason(GridOf(MaxTiles(p, args, *variant), *variant, &grid))) {
+    return error;
+  }
+  return Reason(variant->launch(args, grid, p.pdl, stream));
+}
+
+const char* LaunchMoeLayer(const MoeGemmProblem& gate_up,
+                           const TileConfig& gate_up_tile,
+                           const MoeGemmProblem& down,
+                           const TileConfig& down_tile,
+                           int* stored,
+                           cudaStream_t stream) {
+  const Variant* first = FindVariant(gate_up, gate_up_tile);
+  const Variant* second = FindVariant(down, down_tile);
+  if (first == nullptr || second == nullptr || first->launch_layer == nullptr) {
+    return NoKernel(gate_up, gate_up_tile, " for both products");
+  }
+  if (gate_up.layout != down.layout || gate_up_tile.weight_tile != down_tile.weight_tile ||
+      gate_up_tile.token_tile != down_tile.token_tile ||
+      gate_up_tile.cluster != down_tile.cluster || gate_up_tile.split_k != down_tile.split_k) {
+    return "one kernel for both products needs one tile and one layout of weights";
+  }
+  if (gate_up.out_f32 || down.out_f32 || gate_up.z != nullptr || down.gated) {
+    return "one kernel for both products is gate-up, activation and down";
+  }
+  if (IsEmpty(gate_up) || IsEmpty(down)) return "one kernel for both products needs both";
+  MoeLayerArgs args;
+  if (const char* error = MakeArgs(gate_up, gate_up_tile, first, &args.products[0])) return error;
+  if (const char* error = MakeArgs(down, down_tile, second, &args.products[1])) return error;
+  args.stored = stored;
+  const int64_t tiles =
+      MaxTiles(gate_up, args.products[0], *first) + MaxTiles(down, args.products[1], *second);
+  int grid = 0;
+  if (const char* error = Reason(GridOf(tiles, *first, &grid))) return error;
+  return Reason(first->launch_layer(args, grid, gate_up.pdl, stream));
 }
 
 std::vector<KernelInfo> Kernels() {
@@ -255,7 +319,9 @@ std::vector<KernelInfo> Kernels() {
       tile.token_tile = v.token_tile;
       tile.cluster = v.cluster;
       tile.split_k = v.split_k;
-      kernels.push_back({v.packing, v.dtype, v.layout, v.promoted, v.gated, tile, v.ctas_per_sm});
+      const bool computes_layer = v.launch_layer != nullptr;
+      kernels.push_back(
+          {v.packing, v.dtype, v.layout, v.promoted, v.gated, tile, v.ctas_per_sm, computes_layer});
     }
   }
   return kernels;

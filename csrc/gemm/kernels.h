@@ -15,6 +15,7 @@ struct KernelInfo {
   bool gated;
   TileConfig tile;
   int ctas_per_sm;
+  bool computes_layer;  // there is a kernel that goes on with the down product
 };
 
 std::vector<KernelInfo> Kernels();

@@ -47,12 +47,13 @@ struct EnumNames<ActivationParams::Kind> {
 
 // Tile of a kernel, chosen by jaxmoe/_gemm/tiles.py among those of sm90/kernel.cuh.
 struct TileConfig {
-  int weight_tile = 128;  // weight rows per CTA tile
-  int token_tile = 8;     // rows per CTA tile
-  int cluster = 1;        // CTAs that share a weight tile, each with rows of its own
-  int split_k = 1;        // CTAs that share the k loop of a tile
-  int raster = 1;         // weight tiles per raster panel, 0 = all of them
-  bool gather = false;    // X rows fetched through row_index
+  int weight_tile = 128;    // weight rows per CTA tile
+  int token_tile = 8;       // rows per CTA tile
+  int cluster = 1;          // CTAs that share a weight tile, each with rows of its own
+  int split_k = 1;          // CTAs that share the k loop of a tile
+  int raster = 1;           // weight tiles per raster panel, 0 = all of them
+  bool gather = false;      // X rows fetched through row_index
+  bool one_kernel = false;  // of the gate-up product: its kernel goes on with the down product
 };
 
 // True if a GEMM is launched to overlap the end of the kernel before it. GEMMs bound by reading
@@ -128,5 +129,15 @@ struct MoeGemmProblem {
 const char* LaunchMoeGemm(const MoeGemmProblem& problem,
                           const TileConfig& tile,
                           cudaStream_t stream);
+
+// Both products of a layer in one launch, with tiles of one shape, of the same groups and plan.
+// `stored` [rows] and the tile counter of `gate_up` are zero when the kernel starts; that one
+// counter is for both. `pdl` and the plan are those of `gate_up`.
+const char* LaunchMoeLayer(const MoeGemmProblem& gate_up,
+                           const TileConfig& gate_up_tile,
+                           const MoeGemmProblem& down,
+                           const TileConfig& down_tile,
+                           int* stored,
+                           cudaStream_t stream);
 
 }  // namespace jaxmoe

@@ -1,5 +1,6 @@
 // The fused layer as launches: [plan], [permute], gate-up GEMM, down GEMM, finalize or zero_rows;
-// where the format quantizes tokens, also the quantization of what each GEMM reads.
+// where the format quantizes tokens, also the quantization of what each GEMM reads. Both GEMMs may
+// be one launch.
 #include "csrc/gemm/moe_mlp.h"
 
 #include "csrc/kernels/finalize.h"
@@ -22,7 +23,7 @@ struct Layer {
   explicit Layer(const MoeMlpParams& p)
       : p(p),
         rows(p.num_tokens * p.top_k),
-        at(rows, p.num_local_experts),
+        at(rows, p.num_local_experts, p.gate_up.tile.one_kernel),
         floats(p.format, p.num_tokens, rows, p.hidden, p.intermediate),
         quantized(RowOf(p.format).scaled),
         quantizes_x(quantized && p.x_scales == nullptr),
@@ -178,7 +179,7 @@ PlanParams MakePlan(const Layer& layer) {
   plan.expert_offset = p.expert_offset;
   plan.num_local_experts = p.num_local_experts;
   plan.zero_counters = p.index;
-  plan.num_zero_counters = MlpIndex::kCounters;
+  plan.num_zero_counters = at.expert_offsets;  // and all before it
   return plan;
 }
 
@@ -214,6 +215,14 @@ ZeroRowsParams MakeZeroRows(const Layer& layer) {
   return zero;
 }
 
+// The counters that a plan clears, where the products plan for themselves.
+ZeroRowsParams MakeZeroCounters(const Layer& layer) {
+  ZeroRowsParams zero{};
+  zero.zero_counters = layer.p.index;
+  zero.num_zero_counters = layer.at.expert_offsets;
+  return zero;
+}
+
 const char* Reason(cudaError_t status) {
   return status == cudaSuccess ? nullptr : cudaGetErrorString(status);
 }
@@ -224,6 +233,10 @@ const char* LaunchMoeMlp(const MoeMlpParams& p, cudaStream_t stream) {
   const Layer layer(p);
   if (layer.rows == 0 || p.hidden == 0) return nullptr;
 
+  const bool one_kernel = p.gate_up.tile.one_kernel;
+  if (one_kernel && (layer.quantized || !p.gated)) {
+    return "one kernel for both products is for gated layers whose tokens are not quantized";
+  }
   const PlanParams plan = MakePlan(layer);
   MoeGemmProblem gate_up = GateUpProblem(layer);
   MoeGemmProblem down = DownProblem(layer);
@@ -237,6 +250,10 @@ const char* LaunchMoeMlp(const MoeMlpParams& p, cudaStream_t stream) {
     gate_up.pdl = layer.quantizes_x;  // else the first launch, see LaunchClusters
     gate_up.scales.x_index = nullptr;
     down.plan = &plan;
+    if (one_kernel) {
+      gate_up.pdl = true;
+      if (const char* error = Reason(LaunchZeroRows(MakeZeroCounters(layer), stream))) return error;
+    }
   } else if (const char* error = Reason(LaunchPlan(plan, stream))) {
     return error;
   }
@@ -247,13 +264,19 @@ const char* LaunchMoeMlp(const MoeMlpParams& p, cudaStream_t stream) {
   } else if (!layer.gathers) {
     if (const char* error = Reason(LaunchPermuteSlots(PermuteX(layer), stream))) return error;
   }
-  if (const char* error = LaunchMoeGemm(gate_up, p.gate_up.tile, stream)) return error;
-  if (gate_up.out != down.x) {
-    if (const char* error = Reason(LaunchQuantize(QuantizeAct(layer), stream))) return error;
-  }
   TileConfig down_tile = p.down.tile;
   down_tile.gather = false;
-  if (const char* error = LaunchMoeGemm(down, down_tile, stream)) return error;
+  if (one_kernel) {
+    int32_t* stored = p.index + layer.at.stored;
+    const char* error = LaunchMoeLayer(gate_up, p.gate_up.tile, down, down_tile, stored, stream);
+    if (error != nullptr) return error;
+  } else {
+    if (const char* error = LaunchMoeGemm(gate_up, p.gate_up.tile, stream)) return error;
+    if (gate_up.out != down.x) {
+      if (const char* error = Reason(LaunchQuantize(QuantizeAct(layer), stream))) return error;
+    }
+    if (const char* error = LaunchMoeGemm(down, down_tile, stream)) return error;
+  }
   // NOTE: zero last: without gather the rows of X are in the same buffer.
   if (p.y == nullptr) return Reason(LaunchZeroRows(MakeZeroRows(layer), stream));
   return Reason(LaunchFinalize(MakeFinalize(layer), stream));

@@ -15,14 +15,16 @@ namespace jaxmoe {
 // jaxmoe/_gemm/tiles.py.
 struct MlpIndex {
   static constexpr int64_t kCounters = 4;  // tile counters of the two GEMMs
+  int64_t stored;                          // [R] if one kernel computes both, see MoeLayerArgs
   int64_t expert_offsets;                  // [E_l + 1]
   int64_t row_to_token;                    // [R]
   int64_t slot_to_row;                     // [T, K]
   int64_t plan_scratch;
   int64_t size;
 
-  MlpIndex(int64_t rows, int64_t local_experts) {
-    expert_offsets = kCounters;
+  MlpIndex(int64_t rows, int64_t local_experts, bool one_kernel) {
+    stored = kCounters;
+    expert_offsets = stored + (one_kernel ? RoundUp(rows, 4) : 0);
     row_to_token = expert_offsets + RoundUp(local_experts + 1, 4);
     slot_to_row = row_to_token + RoundUp(rows, 4);
     plan_scratch = slot_to_row + RoundUp(rows, 4);

@@ -51,6 +51,11 @@ PACKED: dict[tuple[int, int, int, int], int] = {
 # Those that have no registers for the addresses of a float32 output.
 PACKED_ROUNDED = {(128, 160, 1, 1)}
 
+# Tiles of the kernels that compute both products of a gated layer, of weights as they are and of
+# packed ones.
+LAYER_TILES = {(128, 8, 1, 1), (128, 8, 1, 2), (128, 32, 1, 1)}
+PACKED_LAYER_TILES = {tile for tile in PACKED if tile[1] <= 64}
+
 MAX_GATHER = 32  # tokens of a tile that fetches rows by index beside quantized weights
 
 # Usual rows of a group that packed tiles fetch by index. Each row of a step is a copy to start, and
@@ -97,9 +102,12 @@ class GemmConfig:
       raster: Weight tiles per panel of the tile order, 0 for all. 1 keeps the token tiles that
         share a weight tile adjacent in time; larger panels let many token tiles share X.
       gather: The gate-up GEMM fetches rows of x by index instead of reading a permuted copy.
+      one_kernel: The gate-up GEMM's kernel goes on with the down GEMM, whose tile is the same. Not
+        chosen by itself yet.
 
     Raises:
-      TypeError: a tile, cluster, split or raster that is no integer, a gather that is no bool.
+      TypeError: a tile, cluster, split or raster that is no integer, a gather or one_kernel that
+        is no bool.
       ValueError: no kernel has this tile, or a negative number.
     """
 
@@ -109,13 +117,16 @@ class GemmConfig:
     split_k: int = 1
     raster: int = 1
     gather: bool = False
+    one_kernel: bool = False
 
     def __post_init__(self) -> None:
         op = "GemmConfig"
         for name in ("weight_tile", "token_tile", "cluster", "split_k", "raster"):
             _checks.check_int(op, name, getattr(self, name), 0)
-        if type(self.gather) is not bool:
-            raise TypeError(_checks.message(op, "gather must be a bool", gather=self.gather))
+        for name in ("gather", "one_kernel"):
+            given = getattr(self, name)
+            if type(given) is not bool:
+                raise TypeError(_checks.message(op, f"{name} must be a bool", **{name: given}))
         if self.tile not in TILES and self.tile not in PACKED:
             allowed = ", ".join(map(str, {**TILES, **PACKED}))
             raise ValueError(
@@ -282,11 +293,12 @@ def gmm_scratch_size() -> int:
     return 4
 
 
-def mlp_index_size(num_rows: int, num_local_experts: int) -> int:
+def mlp_index_size(num_rows: int, num_local_experts: int, one_kernel: bool) -> int:
     """int32 elements of the fused layer's index scratch; MlpIndex in csrc/gemm/moe_mlp.h."""
 
     def pad(count: int) -> int:
         return -(-count // 4) * 4
 
     plan_scratch = plan_scratch_size(1, num_rows, num_local_experts)
-    return 4 + pad(num_local_experts + 1) + 2 * pad(num_rows) + plan_scratch
+    of_rows = 3 if one_kernel else 2
+    return 4 + pad(num_local_experts + 1) + of_rows * pad(num_rows) + plan_scratch

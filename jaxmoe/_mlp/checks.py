@@ -8,8 +8,15 @@ import numpy as np
 
 from jaxmoe._formats import Format, static_scales
 from jaxmoe._formats import checks as _formats_checks
-from jaxmoe._gemm.tiles import BLOCK_ROWS, MAX_GATHER, WHOLE_BLOCKS
+from jaxmoe._gemm.tiles import (
+    BLOCK_ROWS,
+    LAYER_TILES,
+    MAX_GATHER,
+    PACKED_LAYER_TILES,
+    WHOLE_BLOCKS,
+)
 from jaxmoe._jax import checks as _checks
+from jaxmoe._mlp.operands import Layer
 from jaxmoe.experts import Experts, check_parts, format_of
 from jaxmoe.grouped_gemm import check_config
 from jaxmoe.quantize import QuantizedArray, check_quantized
@@ -177,6 +184,31 @@ def check_configs(
             f"and an intermediate size of {intermediate}, not a multiple of {BLOCK_ROWS}"
         )
         raise ValueError(_checks.message(op, rule, config=config))
+
+
+def check_one_kernel(op: str, layer: Layer) -> None:
+    """Refuses one kernel for both products where there is none for them."""
+    first, second = layer.config or (None, None)
+    format = layer.format
+    name = "config[0].one_kernel"
+    rule = None
+    if second is not None and second.one_kernel:
+        rule = "config[1].one_kernel must be False: the gate-up GEMM's kernel goes on, config[0]'s"
+    elif first is None or not first.one_kernel:
+        return
+    elif not layer.activation.gated:
+        rule = f"{name} must be False with an activation that is not gated"
+    elif format.quantizes_tokens or (format.composed and not format.master):
+        rule = f"{name} must be False if tokens are quantized"
+    elif layer.layouts[0] != layer.layouts[1]:
+        rule = f"{name} must be False with weights of two layouts, {' and '.join(layer.layouts)}"
+    elif first.tile not in (allowed := PACKED_LAYER_TILES if format.packed else LAYER_TILES):
+        tiles = ", ".join(map(str, sorted(allowed)))
+        rule = f"{name}=True needs a tile among {tiles}, not {first.tile}"
+    elif second is None or second.tile != first.tile:
+        rule = f"{name}=True needs config[1] with the same tile, {first.tile}"
+    if rule is not None:
+        raise ValueError(_checks.message(op, rule, config=layer.config))
 
 
 def check_scales(

@@ -173,7 +173,7 @@ def _joined_tangents(primals: Operands, tangents: Operands, layer: Layer) -> Ope
 
 
 def configs_of(a: Operands, layer: Layer) -> tuple[Any, Any]:
-    """Returns the tiles of the two products: the ones asked for, else chosen from the shapes."""
+    """The tiles of the two products: the ones asked for, else chosen from the shapes."""
     intermediate = layer.intermediate(a.w_down)
     chosen = mlp_configs(
         num_rows=a.expert_ids.size,
@@ -221,10 +221,10 @@ def _scratch(a: Operands, *, layer: Layer) -> list[_primitive.Spec]:
     intermediate = layer.intermediate(a.w_down)
     nothing = (0, 0)
     xq, hq, dtype, floats = nothing, nothing, layer.dtype, 0
+    first, _ = configs_of(a, layer)
     if format.quantizes_tokens:
-        gathers = configs_of(a, layer)[0].gather
         in_place = 0 if a.x_scales is not None else tokens
-        xq, hq = (in_place if gathers else num_rows, hidden), (num_rows, intermediate)
+        xq, hq = (in_place if first.gather else num_rows, hidden), (num_rows, intermediate)
         dtype = format.token_dtype
         floats = scratch_floats(format, (tokens, hidden), (num_rows, intermediate)) + MAX_PARTIALS
     own: list[_primitive.Spec] = [
@@ -232,7 +232,7 @@ def _scratch(a: Operands, *, layer: Layer) -> list[_primitive.Spec]:
         (xq, dtype),
         (hq, dtype),
         ((floats,), jnp.float32),
-        ((mlp_index_size(num_rows, layer.num_local_experts),), jnp.int32),
+        ((mlp_index_size(num_rows, layer.num_local_experts, first.one_kernel),), jnp.int32),
     ]
     if layer.finalize:
         return [((num_rows, hidden), layer.dtype), (nothing, jnp.int32), *own]

@@ -1,6 +1,6 @@
 // Kernel instances: e4m3.
 #include "csrc/gemm/sm90/formats/fp8.cuh"
-#include "csrc/gemm/sm90/kernel.cuh"
+#include "csrc/gemm/sm90/variants.cuh"
 
 namespace jaxmoe {
 

@@ -1,6 +1,6 @@
 // Kernel instances: e5m2 weights, e4m3 tokens, promoted sums.
 #include "csrc/gemm/sm90/formats/fp8_block.cuh"
-#include "csrc/gemm/sm90/kernel.cuh"
+#include "csrc/gemm/sm90/variants.cuh"
 
 namespace jaxmoe {
 

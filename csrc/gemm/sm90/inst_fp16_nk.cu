@@ -1,6 +1,6 @@
 // Kernel instances: fp16, weights [E, N, K].
 #include "csrc/gemm/sm90/formats/plain.cuh"
-#include "csrc/gemm/sm90/kernel.cuh"
+#include "csrc/gemm/sm90/variants.cuh"
 
 namespace jaxmoe {
 

@@ -1,6 +1,6 @@
 // Kernel instances: int4, tokens of fp16.
 #include "csrc/gemm/sm90/formats/int4.cuh"
-#include "csrc/gemm/sm90/kernel.cuh"
+#include "csrc/gemm/sm90/variants.cuh"
 
 namespace jaxmoe {
 

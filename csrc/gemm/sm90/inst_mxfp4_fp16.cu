@@ -1,6 +1,6 @@
 // Kernel instances: mxfp4, tokens of fp16.
 #include "csrc/gemm/sm90/formats/mxfp4.cuh"
-#include "csrc/gemm/sm90/kernel.cuh"
+#include "csrc/gemm/sm90/variants.cuh"
 
 namespace jaxmoe {
 

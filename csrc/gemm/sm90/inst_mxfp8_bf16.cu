@@ -1,6 +1,6 @@
 // Kernel instances: mxfp8, tokens of bf16.
 #include "csrc/gemm/sm90/formats/mxfp8.cuh"
-#include "csrc/gemm/sm90/kernel.cuh"
+#include "csrc/gemm/sm90/variants.cuh"
 
 namespace jaxmoe {
 

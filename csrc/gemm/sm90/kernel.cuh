@@ -1,4 +1,4 @@
-// Grouped GEMM kernel: roles of the warps, and the launch of one variant.
+// Grouped GEMM kernel: roles of the warps.
 //
 //   Y[r, n] = epilogue(sum_k W[e(r)][n, k] * X[x_row(r), k])
 //
@@ -26,6 +26,26 @@ __device__ __forceinline__ WarpgroupShare Share(int rows, int consumer, bool gat
     return {0, first, min(max(rows - first, 0), half), half, gathered};
   }
   return {T::kSplit == Split::kWeights ? 2 * consumer : 0, 0, rows, rows, gathered};
+}
+
+// Where the part of a tile goes that a consumer warpgroup computed.
+template <class T>
+__device__ __forceinline__ EpilogueSite SiteOf(const MoeGemmArgs& args,
+                                               const TileInfo& info,
+                                               const WarpgroupShare& share,
+                                               int consumer,
+                                               int thread) {
+  EpilogueSite site;
+  site.weight = info.weight;
+  site.row = info.row + share.first_token;
+  site.rows = share.rows;
+  site.feature = info.w_tile * (T::kGated ? T::kWeightTile / 2 : T::kWeightTile) +
+                 (share.first_block / 2) * T::kOutFeatures;
+  site.weight_row0 = WeightRow<T>(args, info.w_tile, share.first_block);
+  site.weight_row1 = WeightRow<T>(args, info.w_tile, share.first_block + 1);
+  site.consumer = consumer;
+  site.thread = thread;
+  return site;
 }
 
 template <class T>
@@ -60,16 +80,7 @@ __device__ __forceinline__ void RunConsumer(const MoeGemmArgs& args,
       if (!sum_is_here) return;
     }
 
-    EpilogueSite site;
-    site.weight = info.weight;
-    site.row = info.row + share.first_token;
-    site.rows = share.rows;
-    site.feature = info.w_tile * (T::kGated ? T::kWeightTile / 2 : T::kWeightTile) +
-                   (share.first_block / 2) * T::kOutFeatures;
-    site.weight_row0 = WeightRow<T>(args, info.w_tile, share.first_block);
-    site.weight_row1 = WeightRow<T>(args, info.w_tile, share.first_block + 1);
-    site.consumer = consumer;
-    site.thread = thread;
+    const EpilogueSite site = SiteOf<T>(args, info, share, consumer, thread);
     if constexpr (T::kTokensOnM) {
       TokenMajorEpilogue<T>(args, smem, site).Run(info, share, acc);
     } else {
@@ -79,6 +90,24 @@ __device__ __forceinline__ void RunConsumer(const MoeGemmArgs& args,
       Epilogue<T, Scales>(args, smem, site, scales).Run(acc);
     }
   });
+}
+
+// Initializes barriers for `loaders` warps that read the ring to fill stages, as one thread.
+template <class T>
+__device__ __forceinline__ void InitBarriers(const SharedStorage<T>& smem,
+                                             int full_arrivals,
+                                             int loaders) {
+  for (int s = 0; s < T::kStages; ++s) {
+    ptx::BarrierInit(smem.full(s), full_arrivals);
+    ptx::BarrierInit(smem.empty(s), 4 * T::kConsumers * T::kMulticast);
+  }
+  ptx::BarrierInit(smem.partial_full(), 1);
+  ptx::BarrierInit(smem.partial_empty(), 4);  // the warps of the CTA that adds up
+  for (int s = 0; s < T::kRing; ++s) {
+    ptx::BarrierInit(smem.ring_full(s), 1);
+    ptx::BarrierInit(smem.ring_empty(s), T::kCluster * (loaders + 4 * T::kConsumers));
+  }
+  ptx::BarrierInitFence();
 }
 
 template <class T>
@@ -99,19 +128,8 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
     const bool by_threads = args.gather && T::kGatherByThreads;
     const bool step_scales = T::kPromoted && args.scales.by_step;
     const int full_arrivals = 1 + (by_threads ? kWarpgroup : 0) + (step_scales ? 32 : 0);
-    for (int s = 0; s < T::kStages; ++s) {
-      ptx::BarrierInit(smem.full(s), full_arrivals);
-      ptx::BarrierInit(smem.empty(s), 4 * T::kConsumers * T::kMulticast);
-    }
-    ptx::BarrierInit(smem.partial_full(), 1);
-    ptx::BarrierInit(smem.partial_empty(), 4);  // the warps of the CTA that adds up
-    for (int s = 0; s < T::kRing; ++s) {
-      ptx::BarrierInit(smem.ring_full(s), 1);
-      // The weight thread, the warps that load X, its scales, and the consumers of this slot.
-      const int warps = 1 + (by_threads ? 4 : 1) + (step_scales ? 1 : 0) + 4 * T::kConsumers;
-      ptx::BarrierInit(smem.ring_empty(s), T::kCluster * warps);
-    }
-    ptx::BarrierInitFence();
+    // The weight thread, the warps that load X, its scales.
+    InitBarriers(smem, full_arrivals, 1 + (by_threads ? 4 : 1) + (step_scales ? 1 : 0));
   }
   if (T::kPromoted && !args.scales.by_step) {
     for (int i = threadIdx.x; i < T::kStages * T::kStepScaleBytes / 4; i += T::kThreads) {
@@ -134,11 +152,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
       }
     } else if (warp == 1) {
       if (lane == 0) {
-        if constexpr (T::kPacked) {
-          RunPackedProducer<T>(args, smem);
-        } else {
-          RunWeightProducer<T>(args, smem);
-        }
+        RunWeightProducer<T>(args, smem);
       }
     } else {
       if (warp == 3) {
@@ -169,86 +183,6 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
   }
   // Other CTAs may still write to this one's shared memory or arrive at its barriers.
   if constexpr (T::kCluster > 1) ptx::ClusterSync();
-}
-
-template <class T, WeightLayout kLayout>
-Variant MakeVariant() {
-  Variant v{};
-  v.dtype = DTypeOf<typename T::Weight>();
-  v.layout = kLayout;
-  v.packing = T::kPacking;
-  v.promoted = T::kPromoted;
-  v.gated = T::kGated;
-  v.weight_tile = T::kWeightTile;
-  v.token_tile = T::kTokenTile;
-  v.ctas_per_sm = T::kCtasPerSm;
-  v.cluster = T::kMulticast;
-  v.split_k = T::kSplitK;
-  v.step_k = T::kStepK;
-  v.box_rows = T::kBoxRows;
-  v.gathers = T::kGatherByThreads || (T::kPacked ? T::kWarpProducts : T::kDecode);
-  v.stores_float = T::kStoresFloat;
-  v.stores_sums = !T::kScaled;
-  v.launch = [](const MoeGemmArgs& args, int grid, bool pdl, cudaStream_t stream) {
-    return LaunchClusters(&MoeGemmKernel<T>,
-                          dim3(grid),
-                          dim3(T::kThreads),
-                          T::kCluster,
-                          T::kSharedBytes,
-                          stream,
-                          pdl,
-                          args);
-  };
-  return v;
-}
-
-// The tile table of one format and weight layout. Of weights as they are, decode tiles (one
-// consumer warpgroup, two CTAs an SM) keep >= 96 KB in flight per SM; the others use the whole SM.
-// Promoted sums of 256 x 160 would not fit the registers.
-template <class Format, WeightLayout kLayout>
-VariantTable MakeVariants() {
-  constexpr auto kMajor =
-      kLayout == WeightLayout::kNK ? cute::SM90::GMMA::Major::K : cute::SM90::GMMA::Major::MN;
-#define JAXMOE_VARIANT(gated, ...) MakeVariant<Tile<Format, kMajor, gated, __VA_ARGS__>, kLayout>()
-#define JAXMOE_TILE(wt, tt, stages, split, ctas, cluster, split_k)            \
-  JAXMOE_VARIANT(true, wt, tt, stages, Split::split, ctas, cluster, split_k), \
-      JAXMOE_VARIANT(false, wt, tt, stages, Split::split, ctas, cluster, split_k)
-  if constexpr (Format::kScaling == Scaling::kStep) {
-    static const Variant rows[] = {
-        JAXMOE_TILE(128, 8, 6, kNone, 2, 1, 1),
-        JAXMOE_TILE(128, 8, 6, kNone, 2, 1, 2),
-        JAXMOE_TILE(128, 32, 5, kNone, 2, 1, 1),
-        JAXMOE_TILE(128, 192, 5, kTokens, 1, 1, 1),
-        JAXMOE_TILE(128, 256, 4, kTokens, 1, 1, 1),
-        JAXMOE_TILE(256, 128, 4, kWeights, 1, 1, 1),
-    };
-    return {rows, static_cast<int>(std::size(rows))};
-  } else if constexpr (Format::kPacking != Packing::kNone) {
-    // Decoding takes time that hides behind that of other CTAs: none has an SM for itself.
-    constexpr bool kNarrow = Format::kValueBytes == 2048;
-    static const Variant rows[] = {
-        JAXMOE_TILE(128, 16, (kNarrow ? 9 : 6), kNone, 3, 1, 1),
-        JAXMOE_TILE(128, 16, (kNarrow ? 8 : 5), kNone, 3, 1, 2),
-        JAXMOE_TILE(128, 16, (kNarrow ? 6 : 4), kNone, 3, 1, 4),
-        JAXMOE_TILE(128, 32, (kNarrow ? 7 : 4), kNone, 3, 1, 1),
-        JAXMOE_TILE(128, 64, (kNarrow ? 7 : 6), kNone, 2, 1, 1),
-        JAXMOE_TILE(128, 128, 4, kNone, 2, 1, 1),
-        JAXMOE_TILE(128, 160, (kNarrow ? 4 : 3), kNone, 2, 1, 1),
-    };
-    return {rows, static_cast<int>(std::size(rows))};
-  } else {
-    static const Variant rows[] = {
-        JAXMOE_TILE(128, 8, 6, kNone, 2, 1, 1),
-        JAXMOE_TILE(128, 8, 6, kNone, 2, 1, 2),
-        JAXMOE_TILE(128, 32, 5, kNone, 2, 1, 1),
-        JAXMOE_TILE(128, 192, 5, kTokens, 1, 1, 1),
-        JAXMOE_TILE(256, 128, 4, kWeights, 1, 1, 1),
-        JAXMOE_TILE(256, 160, 4, kWeights, 1, 2, 1),
-    };
-    return {rows, static_cast<int>(std::size(rows))};
-  }
-#undef JAXMOE_TILE
-#undef JAXMOE_VARIANT
 }
 
 }  // namespace jaxmoe

@@ -44,16 +44,30 @@ __device__ __forceinline__ int TokenBoxes(int rows) {
   return max((rows + T::kBoxRows - 1) / T::kBoxRows, 1);
 }
 
-// Loads the weight blocks of every tile, as one thread. Each k step reads 128 bytes of a weight
-// row. DRAM is faster if the adjacent 128 are requested together, so decode tiles issue two steps
-// at once; wide tiles have no stages to spare. Where n is contiguous, the blocks of a step are
+// L2 policy of weights. A weight that one token tile reads must not push rows of X out of L2. A
+// weight that several token tiles read is kept like anything else.
+__device__ __forceinline__ uint64_t WeightPolicy(const MoeGemmArgs& args) {
+  return args.stream_weights ? ptx::CreatePolicy<ptx::CachePolicy::kEvictFirst>()
+                             : ptx::CreatePolicy<ptx::CachePolicy::kEvictNormal>();
+}
+
+// Bytes of X that bulk copies bring to a stage of this tile.
+template <class T>
+__device__ __forceinline__ uint32_t BulkTokenBytes(const MoeGemmArgs& args, int rows) {
+  if (args.gather) return T::kGatherByThreads ? 0 : rows * T::kTokenStepBytes;
+  return TokenBoxes<T>(rows) * T::kBoxRows * T::kTokenStepBytes;
+}
+
+// Loads the weight blocks of a tile, as one thread. Each k step reads 128 bytes of a weight row.
+// DRAM is faster if the adjacent 128 are requested together, so decode tiles issue two steps at
+// once; wide tiles have no stages to spare. Where n is contiguous, the blocks of a step are
 // adjacent anyway.
 template <class T>
-__device__ void RunWeightProducer(const MoeGemmArgs& args, const SharedStorage<T>& smem) {
-  // A weight that one token tile reads must not push rows of X out of L2. A weight that several
-  // token tiles read is kept like anything else.
-  const uint64_t policy = args.stream_weights ? ptx::CreatePolicy<ptx::CachePolicy::kEvictFirst>()
-                                              : ptx::CreatePolicy<ptx::CachePolicy::kEvictNormal>();
+__device__ __forceinline__ void LoadPlainTile(const MoeGemmArgs& args,
+                                              const SharedStorage<T>& smem,
+                                              const TileInfo& info,
+                                              uint64_t policy,
+                                              PipelineState<T::kStages>& stage) {
   // Each CTA of a cluster loads a part of the weight tile into the shared memory of all.
   constexpr bool kKMajor = T::kMajor == cute::SM90::GMMA::Major::K;
   constexpr bool kPairs = kKMajor && T::kDecode;
@@ -62,152 +76,192 @@ __device__ void RunWeightProducer(const MoeGemmArgs& args, const SharedStorage<T
   const int first_block = T::kMulticast > 1 ? ptx::ClusterRank() * kBlocks : 0;
   const CUtensorMap* const up_map = args.up_origin != 0 ? &args.w_up_map : &args.w_map;
   const StepRange steps = StepsOf<T>(args.num_k_steps);
-  PipelineState<T::kStages> stage;
-  ForEachTile(smem, [&](const TileInfo& info, const auto& slot) {
-    uint32_t token_bytes = TokenBoxes<T>(info.rows) * T::kBoxRows * T::kTokenStepBytes;
-    if (args.gather) token_bytes = T::kGatherByThreads ? 0 : info.rows * T::kTokenStepBytes;
-    int row[kBlocks];
+  const uint32_t token_bytes = BulkTokenBytes<T>(args, info.rows);
+  int row[kBlocks];
+#pragma unroll
+  for (int b = 0; b < kBlocks; ++b) {
+    row[b] = RowInArray<T>(args, WeightRow<T>(args, info.w_tile, first_block + b), b);
+  }
+
+  for (int step = steps.first; step < steps.last; ++step) {
+    uint64_t* full = smem.full(stage.index);
+    ptx::BarrierWait(smem.empty(stage.index), stage.parity ^ 1);
+    if (kPairs && (step - steps.first) % 2 == 0 && step + 1 < steps.last) {
+      PipelineState<T::kStages> next = stage;
+      next.Advance();
+      ptx::BarrierWait(smem.empty(next.index), next.parity ^ 1);
+    }
+    ptx::BarrierArriveExpectTx(full, T::kWeightBytes + token_bytes);
+    const int k = step * T::kStepK;
+    uint8_t* dst = smem.weights(stage.index) + first_block * T::kBlockBytes;
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
-      row[b] = RowInArray<T>(args, WeightRow<T>(args, info.w_tile, first_block + b), b);
-    }
-
-    for (int step = steps.first; step < steps.last; ++step) {
-      uint64_t* full = smem.full(stage.index);
-      ptx::BarrierWait(smem.empty(stage.index), stage.parity ^ 1);
-      if (kPairs && (step - steps.first) % 2 == 0 && step + 1 < steps.last) {
-        PipelineState<T::kStages> next = stage;
-        next.Advance();
-        ptx::BarrierWait(smem.empty(next.index), next.parity ^ 1);
+      const CUtensorMap* const map = IsUpBlock<T>(b) ? up_map : &args.w_map;
+      const int c0 = kKMajor ? k : row[b];
+      const int c1 = kKMajor ? row[b] : k;
+      if constexpr (T::kMulticast > 1) {
+        constexpr uint16_t kAll = (1 << T::kMulticast) - 1;
+        ptx::TmaLoad3DMulticast(
+            dst + b * T::kBlockBytes, map, full, c0, c1, info.weight, kAll, policy);
+      } else {
+        ptx::TmaLoad3D(dst + b * T::kBlockBytes, map, full, c0, c1, info.weight, policy);
       }
-      ptx::BarrierArriveExpectTx(full, T::kWeightBytes + token_bytes);
-      const int k = step * T::kStepK;
-      uint8_t* dst = smem.weights(stage.index) + first_block * T::kBlockBytes;
-#pragma unroll
-      for (int b = 0; b < kBlocks; ++b) {
-        const CUtensorMap* const map = IsUpBlock<T>(b) ? up_map : &args.w_map;
-        const int c0 = kKMajor ? k : row[b];
-        const int c1 = kKMajor ? row[b] : k;
-        if constexpr (T::kMulticast > 1) {
-          constexpr uint16_t kAll = (1 << T::kMulticast) - 1;
-          ptx::TmaLoad3DMulticast(
-              dst + b * T::kBlockBytes, map, full, c0, c1, info.weight, kAll, policy);
-        } else {
-          ptx::TmaLoad3D(dst + b * T::kBlockBytes, map, full, c0, c1, info.weight, policy);
-        }
-      }
-      stage.Advance();
     }
-    slot.Release();
-  });
+    stage.Advance();
+  }
 }
 
 // Loads blocks of packed weights: values of 64 rows by a step of k are adjacent in memory, and so
 // are their scales, so neither needs a tensor map.
 template <class T>
-__device__ void RunPackedProducer(const MoeGemmArgs& args, const SharedStorage<T>& smem) {
+__device__ __forceinline__ void LoadPackedTile(const MoeGemmArgs& args,
+                                               const SharedStorage<T>& smem,
+                                               const TileInfo& info,
+                                               uint64_t policy,
+                                               PipelineState<T::kStages>& stage) {
   const PackedArgs& packed = args.packed;
-  const uint64_t policy = args.stream_weights ? ptx::CreatePolicy<ptx::CachePolicy::kEvictFirst>()
-                                              : ptx::CreatePolicy<ptx::CachePolicy::kEvictNormal>();
   const int last_row = T::kGated ? args.n - args.up_origin : args.n;
   const StepRange steps = StepsOf<T>(args.num_k_steps);
-  PipelineState<T::kStages> stage;
-  ForEachTile(smem, [&](const TileInfo& info, const auto& slot) {
-    uint32_t bytes = TokenBoxes<T>(info.rows) * T::kBoxRows * T::kTokenStepBytes;
-    if (args.gather) bytes = T::kGatherByThreads ? 0 : info.rows * T::kTokenStepBytes;
-    const uint8_t* block[T::kWeightBlocks];  // null past the last row, where nothing is stored
+  uint32_t bytes = BulkTokenBytes<T>(args, info.rows);
+  const uint8_t* block[T::kWeightBlocks];  // null past the last row, where nothing is stored
+#pragma unroll
+  for (int b = 0; b < T::kWeightBlocks; ++b) {
+    const int row = RowInArray<T>(args, WeightRow<T>(args, info.w_tile, b), b);
+    const uint8_t* w = IsUpBlock<T>(b) && args.up_origin != 0 ? packed.w_up : packed.w;
+    const bool exists = row < last_row;
+    block[b] =
+        !exists ? nullptr : w + info.weight * packed.weight_bytes + row / 64 * packed.block_bytes;
+    bytes += exists ? T::kValueBytes + packed.strip_bytes : 0;
+  }
+  int superblock = steps.first / packed.superblock_steps;
+  int part = steps.first % packed.superblock_steps;
+  for (int step = steps.first; step < steps.last; ++step) {
+    uint64_t* full = smem.full(stage.index);
+    ptx::BarrierWait(smem.empty(stage.index), stage.parity ^ 1);
+    ptx::BarrierArriveExpectTx(full, bytes);
+    const int64_t at = superblock * packed.superblock_bytes;
+    const int64_t strip = at + packed.superblock_steps * T::kValueBytes;
+    uint8_t* dst = smem.weights(stage.index);
 #pragma unroll
     for (int b = 0; b < T::kWeightBlocks; ++b) {
-      const int row = RowInArray<T>(args, WeightRow<T>(args, info.w_tile, b), b);
-      const uint8_t* w = IsUpBlock<T>(b) && args.up_origin != 0 ? packed.w_up : packed.w;
-      const bool exists = row < last_row;
-      block[b] =
-          !exists ? nullptr : w + info.weight * packed.weight_bytes + row / 64 * packed.block_bytes;
-      bytes += exists ? T::kValueBytes + packed.strip_bytes : 0;
-    }
-    int superblock = steps.first / packed.superblock_steps;
-    int part = steps.first % packed.superblock_steps;
-    for (int step = steps.first; step < steps.last; ++step) {
-      uint64_t* full = smem.full(stage.index);
-      ptx::BarrierWait(smem.empty(stage.index), stage.parity ^ 1);
-      ptx::BarrierArriveExpectTx(full, bytes);
-      const int64_t at = superblock * packed.superblock_bytes;
-      const int64_t strip = at + packed.superblock_steps * T::kValueBytes;
-      uint8_t* dst = smem.weights(stage.index);
-#pragma unroll
-      for (int b = 0; b < T::kWeightBlocks; ++b) {
-        if (block[b] == nullptr) continue;
-        uint8_t* to = dst + b * T::kBlockBytes;
-        if (packed.superblock_steps == 1) {
-          ptx::BulkLoad(to, block[b] + at, T::kValueBytes + packed.strip_bytes, full, policy);
-          continue;
-        }
-        ptx::BulkLoad(to, block[b] + at + part * T::kValueBytes, T::kValueBytes, full, policy);
-        if (packed.strip_bytes == 0) continue;
-        ptx::BulkLoad(to + T::kValueBytes, block[b] + strip, packed.strip_bytes, full, policy);
+      if (block[b] == nullptr) continue;
+      uint8_t* to = dst + b * T::kBlockBytes;
+      if (packed.superblock_steps == 1) {
+        ptx::BulkLoad(to, block[b] + at, T::kValueBytes + packed.strip_bytes, full, policy);
+        continue;
       }
-      if (++part == packed.superblock_steps) {
-        part = 0;
-        ++superblock;
-      }
-      stage.Advance();
+      ptx::BulkLoad(to, block[b] + at + part * T::kValueBytes, T::kValueBytes, full, policy);
+      if (packed.strip_bytes == 0) continue;
+      ptx::BulkLoad(to + T::kValueBytes, block[b] + strip, packed.strip_bytes, full, policy);
     }
+    if (++part == packed.superblock_steps) {
+      part = 0;
+      ++superblock;
+    }
+    stage.Advance();
+  }
+}
+
+template <class T>
+__device__ __forceinline__ void LoadWeightTile(const MoeGemmArgs& args,
+                                               const SharedStorage<T>& smem,
+                                               const TileInfo& info,
+                                               uint64_t policy,
+                                               PipelineState<T::kStages>& stage) {
+  if constexpr (T::kPacked) {
+    LoadPackedTile<T>(args, smem, info, policy, stage);
+  } else {
+    LoadPlainTile<T>(args, smem, info, policy, stage);
+  }
+}
+
+// The whole life of the thread that loads weights.
+template <class T>
+__device__ void RunWeightProducer(const MoeGemmArgs& args, const SharedStorage<T>& smem) {
+  const uint64_t policy = WeightPolicy(args);
+  PipelineState<T::kStages> stage;
+  ForEachTile(smem, [&](const TileInfo& info, const auto& slot) {
+    LoadWeightTile<T>(args, smem, info, policy, stage);
     slot.Release();
   });
 }
 
-// Loads rows of X by bulk copies, as a warp: boxes of consecutive rows or, when gathering, of one
-// row each.
+// How the warp that loads X finds rows.
+template <class T>
+struct TokenSource {
+  bool one_row_boxes;  // gathered: a box each
+  bool planned;        // through the plan that this kernel made, else through row_index
+  int token_of_row;    // of row `lane` of that plan
+  uint64_t policy;
+
+  __device__ TokenSource(const MoeGemmArgs& args, int lane)
+      : one_row_boxes(args.gather && !T::kGatherByThreads),
+        planned(args.plans && one_row_boxes),
+        token_of_row(planned ? SlotPlan(args.plan, lane).TokenOfRow() : 0),
+        policy(ptx::CreatePolicy<ptx::CachePolicy::kEvictLast>()) {}
+};
+
+// Loads rows of X of a tile by bulk copies, as a warp: boxes of consecutive rows or, when
+// gathering, of one row each.
 //
 // Rows past the group's end are neither loaded nor zeroed: a garbage column of X changes only its
 // own column of the accumulators, which is never stored.
 template <class T>
-__device__ void RunTokenProducer(const MoeGemmArgs& args, const SharedStorage<T>& smem, int lane) {
+__device__ __forceinline__ void LoadTokenTile(const MoeGemmArgs& args,
+                                              const SharedStorage<T>& smem,
+                                              const TileInfo& info,
+                                              const TokenSource<T>& from,
+                                              int lane,
+                                              PipelineState<T::kStages>& stage) {
   constexpr int kRowsPerLane = T::kGatherByThreads ? 1 : (T::kTokenTile + 31) / 32;
-  const uint64_t policy = ptx::CreatePolicy<ptx::CachePolicy::kEvictLast>();
   const StepRange steps = StepsOf<T>(args.num_k_steps);
+  const int boxes = TokenBoxes<T>(info.rows);
+  int source[kRowsPerLane];
+#pragma unroll
+  for (int i = 0; i < kRowsPerLane; ++i) {
+    const int r = lane + 32 * i;
+    if (from.planned) {
+      source[i] = __shfl_sync(0xffffffffu, from.token_of_row, info.row + r);
+    } else {
+      source[i] = from.one_row_boxes && r < info.rows ? args.row_index[info.row + r] : 0;
+    }
+  }
+  for (int step = steps.first; step < steps.last; ++step) {
+    ptx::BarrierWait(smem.empty(stage.index), stage.parity ^ 1);
+    __syncwarp();  // a lane without a box must not fall a phase behind lanes with one
+    uint64_t* full = smem.full(stage.index);
+    uint8_t* dst = smem.tokens(stage.index);
+    const int k = step * T::kStepK;
+    if (from.one_row_boxes) {
+#pragma unroll
+      for (int i = 0; i < kRowsPerLane; ++i) {
+        const int r = lane + 32 * i;
+        // The swizzle follows the shared-memory address, so one-row boxes assemble a tile.
+        if (r < info.rows) {
+          ptx::TmaLoad2D(
+              dst + r * T::kTokenStepBytes, &args.x_map, full, k, source[i], from.policy);
+        }
+      }
+    } else if (lane < boxes) {
+      ptx::TmaLoad2D(dst + lane * T::kBoxRows * T::kTokenStepBytes,
+                     &args.x_map,
+                     full,
+                     k,
+                     info.row + lane * T::kBoxRows,
+                     from.policy);
+    }
+    stage.Advance();
+  }
+}
+
+// The whole life of the warp that loads X.
+template <class T>
+__device__ void RunTokenProducer(const MoeGemmArgs& args, const SharedStorage<T>& smem, int lane) {
   GridDependencyWait();  // X is the previous kernel's output
-  const bool one_row_boxes = args.gather && !T::kGatherByThreads;
-  const bool planned = args.plans && one_row_boxes;
-  const int token_of_row = planned ? SlotPlan(args.plan, lane).TokenOfRow() : 0;
+  const TokenSource<T> from(args, lane);
   PipelineState<T::kStages> stage;
   ForEachTile(smem, lane, [&](const TileInfo& info, const auto& slot) {
-    const int boxes = TokenBoxes<T>(info.rows);
-    int source[kRowsPerLane];
-#pragma unroll
-    for (int i = 0; i < kRowsPerLane; ++i) {
-      const int r = lane + 32 * i;
-      if (planned) {
-        source[i] = __shfl_sync(0xffffffffu, token_of_row, info.row + r);
-      } else {
-        source[i] = one_row_boxes && r < info.rows ? args.row_index[info.row + r] : 0;
-      }
-    }
-    for (int step = steps.first; step < steps.last; ++step) {
-      ptx::BarrierWait(smem.empty(stage.index), stage.parity ^ 1);
-      __syncwarp();  // a lane without a box must not fall a phase behind lanes with one
-      uint64_t* full = smem.full(stage.index);
-      uint8_t* dst = smem.tokens(stage.index);
-      const int k = step * T::kStepK;
-      if (one_row_boxes) {
-#pragma unroll
-        for (int i = 0; i < kRowsPerLane; ++i) {
-          const int r = lane + 32 * i;
-          // The swizzle follows the shared-memory address, so one-row boxes assemble a tile.
-          if (r < info.rows) {
-            ptx::TmaLoad2D(dst + r * T::kTokenStepBytes, &args.x_map, full, k, source[i], policy);
-          }
-        }
-      } else if (lane < boxes) {
-        ptx::TmaLoad2D(dst + lane * T::kBoxRows * T::kTokenStepBytes,
-                       &args.x_map,
-                       full,
-                       k,
-                       info.row + lane * T::kBoxRows,
-                       policy);
-      }
-      stage.Advance();
-    }
+    LoadTokenTile<T>(args, smem, info, from, lane, stage);
     slot.Release();
   });
 }

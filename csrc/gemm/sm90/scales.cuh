@@ -62,6 +62,8 @@ __device__ __forceinline__ float OutInverse(const ScaleArgs& s, int weight) {
 template <class T>
 class TileScales {
  public:
+  // U: the tile as the product has it that these scales are of, of the two of a layer kernel.
+  template <class U = T>
   __device__ void Fetch(const MoeGemmArgs& args,
                         const TileInfo& info,
                         const WarpgroupShare& share,
@@ -69,11 +71,11 @@ class TileScales {
                         int thread) {
 #pragma unroll
     for (int block = 0; block < 2; ++block) {
-      const int first = WeightRow<T>(args, info.w_tile, share.first_block + block);
+      const int first = WeightRow<U>(args, info.w_tile, share.first_block + block);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = first + thread / 32 * 16 + half * 8 + thread % 32 / 4;
-        weight_[block][half] = WeightScale<T>(args, info.weight, row, block);
+        weight_[block][half] = WeightScale<U>(args, info.weight, row, block);
       }
     }
     if constexpr (T::kTokenScaled) {

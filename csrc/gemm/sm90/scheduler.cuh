@@ -20,9 +20,22 @@ namespace jaxmoe {
 template <class T>
 class TileScheduler {
  public:
-  __device__ TileScheduler(const MoeGemmArgs& args, int lane) : args_(args), lane_(lane) {
-    LoadWindow();
+  __device__ TileScheduler(const MoeGemmArgs& args, int lane) : args_(&args), lane_(lane) {
+    LoadGroups();
+    CountTiles();
   }
+
+  // Goes on with another product of the same groups, once Find has come to the end of this one.
+  __device__ void Restart(const MoeGemmArgs& args) {
+    args_ = &args;
+    base_ = 0;
+    window_ = 0;
+    if (!args.plans && args.num_groups > 32) LoadGroups();  // else they are here
+    CountTiles();
+  }
+
+  // Tiles of the whole product, once Find has come to its end.
+  __device__ int num_tiles() const { return base_; }
 
   // Finds the part of CTA `rank` in cluster tile number `tile`; ends when there is none. All lanes
   // must ask for the same tile.
@@ -33,8 +46,9 @@ class TileScheduler {
     while (tile >= base_ + window_tiles) {
       base_ += window_tiles;
       window_ += 32;
-      LoadWindow();  // past the last group: no tiles
-      if (window_ >= args_.num_groups) return info;
+      if (window_ >= (args_->plans ? 1 : args_->num_groups)) return info;
+      LoadGroups();
+      CountTiles();
       window_tiles = __shfl_sync(kAll, inclusive_, 31);
     }
     const int local = tile - base_;
@@ -46,13 +60,13 @@ class TileScheduler {
     // Raster inside a group: panels of `raster` weight tiles; inside a panel the weight tile runs
     // fastest. raster = 1 keeps the token tiles that share a weight tile adjacent in time.
     const int token_tiles = (size - 1) / kTileRows + 1;
-    const int panel_tiles = args_.raster * token_tiles;
+    const int panel_tiles = args_->raster * token_tiles;
     const int panel = index / panel_tiles;
     const int in_panel = index - panel * panel_tiles;
-    const int width = min(args_.raster, args_.num_w_tiles - panel * args_.raster);
+    const int width = min(args_->raster, args_->num_w_tiles - panel * args_->raster);
     const int token_tile = in_panel / width;
-    info.w_tile = panel * args_.raster + in_panel - token_tile * width;
-    info.weight = __shfl_sync(kAll, group_, owner) % args_.num_weights;
+    info.w_tile = panel * args_->raster + in_panel - token_tile * width;
+    info.weight = __shfl_sync(kAll, group_, owner) % args_->num_weights;
     // The group's rows are spread evenly over its tiles: 270 rows are 96 + 96 + 78, which wgmma
     // multiplies as 272 columns, not 128 + 128 + 14, whose tiles drift apart in time.
     const int even = (size + token_tiles - 1) / token_tiles;
@@ -69,21 +83,25 @@ class TileScheduler {
  private:
   static constexpr int kTileRows = T::kTokenTile * T::kMulticast;
 
-  // Reads the next 32 groups. NOTE: 32 bits hold the number of tiles of groups that fit in memory.
-  // Garbage groups that overlap may wrap it, which gives wrong tiles, but none out of bounds.
-  __device__ void LoadWindow() {
+  // Reads the 32 groups of the window, or makes the plan, which has no more.
+  __device__ void LoadGroups() {
     const int g = window_ + lane_;
     group_ = g;
     start_ = 0;
     size_ = 0;
-    if (args_.plans) {
-      if (window_ == 0) LoadPlan();
-    } else if (g < args_.num_groups) {
-      const GroupRows rows = RowsOfGroup(args_, g);
+    if (args_->plans) {
+      LoadPlan();
+    } else if (g < args_->num_groups) {
+      const GroupRows rows = RowsOfGroup(*args_, g);
       start_ = rows.start;
       size_ = rows.size;
     }
-    tiles_ = size_ == 0 ? 0 : ((size_ - 1) / kTileRows + 1) * args_.num_w_tiles;
+  }
+
+  // NOTE: 32 bits hold the number of tiles of groups that fit in memory. Garbage groups that
+  // overlap may wrap it, which gives wrong tiles, but none out of bounds.
+  __device__ void CountTiles() {
+    tiles_ = size_ == 0 ? 0 : ((size_ - 1) / kTileRows + 1) * args_->num_w_tiles;
     inclusive_ = tiles_;
 #pragma unroll
     for (int offset = 1; offset < 32; offset *= 2) {
@@ -94,14 +112,14 @@ class TileScheduler {
 
   // Groups in the order of their first slots, not of the experts: tiles may come in any order.
   __device__ void LoadPlan() {
-    const SlotPlan plan(args_.plan, lane_);
+    const SlotPlan plan(args_->plan, lane_);
     group_ = max(plan.expert(), 0);
     start_ = plan.first_row();
     size_ = plan.num_rows();
-    if (args_.writes_plan && blockIdx.x == 0) plan.Write();
+    if (args_->writes_plan && blockIdx.x == 0) plan.Write();
   }
 
-  const MoeGemmArgs& args_;
+  const MoeGemmArgs* args_;
   const int lane_;
   int window_ = 0;  // group of lane 0, unless planned here
   int group_ = 0;

@@ -30,6 +30,8 @@ constexpr int BlockStripBytes() {
   return 0;
 }
 
+constexpr int Largest(int a, int b, int c) { return a > b ? (a > c ? a : c) : b > c ? b : c; }
+
 template <class Format,
           cute::SM90::GMMA::Major kMajor_,
           bool kGated_,
@@ -45,6 +47,17 @@ struct Tile {
   using Token = typename Format::Token;
   using Out = typename Format::Out;
   using Decoder = Format;  // of packed weights
+  // The tile of the down product beside this one, see layer_kernel.cuh.
+  using Down = Tile<Format,
+                    kMajor_,
+                    false,
+                    kWeightTile_,
+                    kTokenTile_,
+                    kStages_,
+                    kSplit_,
+                    kCtasPerSm_,
+                    kMulticast_,
+                    kSplitK_>;
   static constexpr bool kPacked = Format::kPacking != Packing::kNone;
   static constexpr Packing kPacking = Format::kPacking;
   static constexpr bool kScaled = Format::kScaling != Scaling::kNone;
@@ -137,8 +150,16 @@ struct Tile {
   // Sums of eight tokens fit as well, as float32: see Epilogue::ApplyAny.
   static constexpr int kSumPitch = kWarpgroupRows * 4 + 16;
   static constexpr int kChunkBytes = kChunkTokens * kStagingPitch;
-  static constexpr int kStagingBytes =
+  static constexpr int kOwnStagingBytes =
       kTokensOnM || kChunkBytes > 8 * kSumPitch ? kChunkBytes : 8 * kSumPitch;
+  // There is one kernel for both products of a layer: shared memory has one map for both.
+  static constexpr bool kHasLayerKernel = kDecode && !kTokenScaled && kWarpgroupTokens <= 64;
+  static constexpr int kGatedChunk = kWarpgroupTokens < 64 ? kWarpgroupTokens : 64;
+  static constexpr int kDownChunk = kWarpgroupTokens < 32 ? kWarpgroupTokens : 32;
+  static constexpr int kStagingBytes =
+      !kHasLayerKernel
+          ? kOwnStagingBytes
+          : Largest(8 * kSumPitch, kGatedChunk * (64 * 2 + 16), kDownChunk * (128 * 2 + 16));
 
   static constexpr int kRing = 2;  // tiles known ahead, see scheduler.cuh
 
@@ -190,6 +211,7 @@ struct Tile {
 // Views of the dynamic shared memory, which is aligned to the swizzle pattern.
 template <class T>
 struct SharedStorage {
+  using Tile = T;
   uint8_t* base;
 
   __device__ explicit SharedStorage(uint8_t* raw) : base(raw) {}

@@ -1,0 +1,101 @@
+// The kernels of one format: their tiles, and how each is launched.
+#pragma once
+
+#include "csrc/gemm/sm90/kernel.cuh"
+#include "csrc/gemm/sm90/layer_kernel.cuh"
+
+namespace jaxmoe {
+
+template <class T, WeightLayout kLayout>
+Variant MakeVariant() {
+  Variant v{};
+  v.dtype = DTypeOf<typename T::Weight>();
+  v.layout = kLayout;
+  v.packing = T::kPacking;
+  v.promoted = T::kPromoted;
+  v.gated = T::kGated;
+  v.weight_tile = T::kWeightTile;
+  v.token_tile = T::kTokenTile;
+  v.ctas_per_sm = T::kCtasPerSm;
+  v.cluster = T::kMulticast;
+  v.split_k = T::kSplitK;
+  v.step_k = T::kStepK;
+  v.box_rows = T::kBoxRows;
+  v.gathers = T::kGatherByThreads || (T::kPacked ? T::kWarpProducts : T::kDecode);
+  v.stores_float = T::kStoresFloat;
+  v.stores_sums = !T::kScaled;
+  v.launch = [](const MoeGemmArgs& args, int grid, bool pdl, cudaStream_t stream) {
+    return LaunchClusters(&MoeGemmKernel<T>,
+                          dim3(grid),
+                          dim3(T::kThreads),
+                          T::kCluster,
+                          T::kSharedBytes,
+                          stream,
+                          pdl,
+                          args);
+  };
+  if constexpr (T::kGated && T::kHasLayerKernel) {
+    v.launch_layer = [](const MoeLayerArgs& args, int grid, bool pdl, cudaStream_t stream) {
+      return LaunchClusters(&MoeLayerKernel<T>,
+                            dim3(grid),
+                            dim3(T::kThreads),
+                            T::kCluster,
+                            T::kSharedBytes,
+                            stream,
+                            pdl,
+                            args);
+    };
+  }
+  return v;
+}
+
+// The tile table of one format and weight layout. Of weights as they are, decode tiles (one
+// consumer warpgroup, two CTAs an SM) keep >= 96 KB in flight per SM; the others use the whole SM.
+// Promoted sums of 256 x 160 would not fit the registers.
+template <class Format, WeightLayout kLayout>
+VariantTable MakeVariants() {
+  constexpr auto kMajor =
+      kLayout == WeightLayout::kNK ? cute::SM90::GMMA::Major::K : cute::SM90::GMMA::Major::MN;
+#define JAXMOE_VARIANT(gated, ...) MakeVariant<Tile<Format, kMajor, gated, __VA_ARGS__>, kLayout>()
+#define JAXMOE_TILE(wt, tt, stages, split, ctas, cluster, split_k)            \
+  JAXMOE_VARIANT(true, wt, tt, stages, Split::split, ctas, cluster, split_k), \
+      JAXMOE_VARIANT(false, wt, tt, stages, Split::split, ctas, cluster, split_k)
+  if constexpr (Format::kScaling == Scaling::kStep) {
+    static const Variant rows[] = {
+        JAXMOE_TILE(128, 8, 6, kNone, 2, 1, 1),
+        JAXMOE_TILE(128, 8, 6, kNone, 2, 1, 2),
+        JAXMOE_TILE(128, 32, 5, kNone, 2, 1, 1),
+        JAXMOE_TILE(128, 192, 5, kTokens, 1, 1, 1),
+        JAXMOE_TILE(128, 256, 4, kTokens, 1, 1, 1),
+        JAXMOE_TILE(256, 128, 4, kWeights, 1, 1, 1),
+    };
+    return {rows, static_cast<int>(std::size(rows))};
+  } else if constexpr (Format::kPacking != Packing::kNone) {
+    // Decoding takes time that hides behind that of other CTAs: none has an SM for itself.
+    constexpr bool kNarrow = Format::kValueBytes == 2048;
+    static const Variant rows[] = {
+        JAXMOE_TILE(128, 16, (kNarrow ? 9 : 6), kNone, 3, 1, 1),
+        JAXMOE_TILE(128, 16, (kNarrow ? 8 : 5), kNone, 3, 1, 2),
+        JAXMOE_TILE(128, 16, (kNarrow ? 6 : 4), kNone, 3, 1, 4),
+        JAXMOE_TILE(128, 32, (kNarrow ? 7 : 4), kNone, 3, 1, 1),
+        JAXMOE_TILE(128, 64, (kNarrow ? 7 : 6), kNone, 2, 1, 1),
+        JAXMOE_TILE(128, 128, 4, kNone, 2, 1, 1),
+        JAXMOE_TILE(128, 160, (kNarrow ? 4 : 3), kNone, 2, 1, 1),
+    };
+    return {rows, static_cast<int>(std::size(rows))};
+  } else {
+    static const Variant rows[] = {
+        JAXMOE_TILE(128, 8, 6, kNone, 2, 1, 1),
+        JAXMOE_TILE(128, 8, 6, kNone, 2, 1, 2),
+        JAXMOE_TILE(128, 32, 5, kNone, 2, 1, 1),
+        JAXMOE_TILE(128, 192, 5, kTokens, 1, 1, 1),
+        JAXMOE_TILE(256, 128, 4, kWeights, 1, 1, 1),
+        JAXMOE_TILE(256, 160, 4, kWeights, 1, 2, 1),
+    };
+    return {rows, static_cast<int>(std::size(rows))};
+  }
+#undef JAXMOE_TILE
+#undef JAXMOE_VARIANT
+}
+
+}  // namespace jaxmoe

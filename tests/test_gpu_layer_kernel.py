@@ -1,0 +1,148 @@
+"""One kernel for both products on a GPU: the bits that two kernels of its tile give."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxmoe
+from jaxmoe import GemmConfig, Routing, _formats, _gemm, quantize
+from jaxmoe._testing import (
+    GPT_OSS,
+    Layer,
+    assert_equal,
+    expert_ids,
+    layer_inputs,
+    normal,
+    poison,
+    routing_weights,
+)
+
+pytestmark = pytest.mark.gpu
+
+PACKED = [name for name, f in _formats.QUANTIZED.items() if f.packed and f.code >= 0]
+PLAIN_TILES = sorted(_gemm.tiles.LAYER_TILES)
+PACKED_TILES = sorted(_gemm.tiles.PACKED_LAYER_TILES)
+# Tokens, and a layer with each epilogue. The products plan the first two for themselves; the last
+# has tiles for several rounds of CTAs.
+CASES = (
+    (1, Layer("swiglu", "", 512, 256, 40, 8)),
+    (3, Layer("clamped", "", 384, 128, 9, 4, GPT_OSS, "interleaved", True)),
+    (33, Layer("up_gate", "", 256, 320, 70, 3, "geglu", "up_gate", True)),
+    (700, Layer("many", "", 256, 640, 24, 2)),
+)
+
+
+def legal(layer, format):
+    """The layer with H and I that the format's groups divide."""
+    unit = 128 if "g128" in format else 64
+    up = lambda n: -(-n // unit) * unit  # noqa: E731
+    return dataclasses.replace(layer, hidden=up(layer.hidden), intermediate=up(layer.intermediate))
+
+
+def experts_of(inputs, layer, layout, **weights):
+    return jaxmoe.Experts(
+        gate_up=weights.get("gate_up", inputs["w_gate_up"]),
+        down=weights.get("down", inputs["w_down"]),
+        gate_up_bias=inputs.get("b_gate_up"),
+        down_bias=inputs.get("b_down"),
+        activation=layer.activation,
+        order=layer.gate_up,
+        layout=layout,
+    )
+
+
+def check(x, routing, experts, tile, rows=False):
+    """One kernel gives what two give, twice, in memory that held NaN."""
+    call = jaxmoe.expert_rows if rows else jaxmoe.moe_mlp
+    second = GemmConfig(*tile)
+    for gather in (True, False) if tile[1] <= _gemm.tiles.MAX_GATHER else (False,):
+        first = dataclasses.replace(second, gather=gather)
+        one = dataclasses.replace(first, one_kernel=True)
+        wanted = jax.jit(functools.partial(call, config=(first, second)))(x, routing, experts)
+        fn = jax.jit(functools.partial(call, config=(one, second)))
+        assert "one_kernel = 1" in fn.lower(x, routing, experts).as_text()
+        for _ in range(2):
+            poison(x.shape, jnp.float32)
+            jax.tree.map(assert_equal, fn(x, routing, experts), wanted)
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("dtype", (jnp.bfloat16, jnp.float16), ids=("bf16", "fp16"))
+@pytest.mark.parametrize("layout", ("kn", "nk"))
+@pytest.mark.parametrize("tile", PLAIN_TILES, ids=str)
+def test_plain_weights(tile, layout, dtype):
+    for index, (num_tokens, layer) in enumerate(CASES):
+        rng = np.random.default_rng([index, tile[1], tile[3]])
+        i = layer_inputs(layer, num_tokens, "zipf", rng, dtype, layout)
+        routing = Routing(i["expert_ids"], i["weights"])
+        check(i["x"], routing, experts_of(i, layer, layout), tile, rows=index == 1)
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("tile", PACKED_TILES, ids=str)
+@pytest.mark.parametrize("format", PACKED)
+def test_packed_weights(format, tile):
+    for index, (num_tokens, layer) in enumerate(CASES):
+        layer = legal(layer, format)
+        if tile[3] > min(layer.hidden, layer.intermediate) // 64:
+            continue  # a part of the k loop would be empty
+        rng = np.random.default_rng([index, tile[1], tile[3]])
+        dtype = (jnp.bfloat16, jnp.float16)[index % 2]
+        i = layer_inputs(layer, num_tokens, "zipf", rng, dtype, "nk")
+        packed = jax.jit(lambda w: quantize(w, format, weight_layout="nk"))  # noqa: B023
+        weights = {"gate_up": packed(i["w_gate_up"]), "down": packed(i["w_down"])}
+        routing = Routing(i["expert_ids"], i["weights"])
+        check(i["x"], routing, experts_of(i, layer, "nk", **weights), tile, rows=index == 2)
+
+
+@pytest.mark.parametrize("routed", ("one_expert", "with_empty", "with_invalid"))
+@pytest.mark.parametrize("num_tokens", (2, 40, 300))
+def test_routings(num_tokens, routed):
+    layer = Layer("", "", 256, 128, 48, 4)
+    rng = np.random.default_rng([num_tokens, len(routed)])
+    i = layer_inputs(layer, num_tokens, routed, rng, jnp.bfloat16)
+    routing = Routing(i["expert_ids"], i["weights"])
+    check(i["x"], routing, experts_of(i, layer, "kn"), (128, 8, 1, 2))
+
+
+def test_a_window_of_the_experts():
+    """A plan by a map, and slots of no expert that is here."""
+    layer = Layer("", "", 256, 128, 12, 4)
+    i = layer_inputs(layer, 64, "uniform", np.random.default_rng(5), jnp.bfloat16)
+    routing = Routing(i["expert_ids"] % 30, i["weights"])
+    experts = experts_of(i, layer, "kn")
+    config = GemmConfig(128, 32, gather=True), GemmConfig(128, 32)
+    one = dataclasses.replace(config[0], one_kernel=True), config[1]
+    fn = jax.jit(jaxmoe.moe_mlp, static_argnames=("num_experts", "expert_offset", "config"))
+    window = {"num_experts": 30, "expert_offset": 7}
+    wanted = fn(i["x"], routing, experts, **window, config=config)
+    assert_equal(fn(i["x"], routing, experts, **window, config=one), wanted)
+
+
+def test_a_thousand_layers_in_a_row():
+    """Ever new routings in one program: no wait that nobody ends, no count that is not cleared."""
+    layer = Layer("", "", 256, 128, 64, 4)
+    rng = np.random.default_rng(6)
+    i = layer_inputs(layer, 24, "uniform", rng, jnp.bfloat16)
+    experts = experts_of(i, layer, "kn")
+    ids = np.stack([expert_ids("zipf", rng, 24, 64, 4) for _ in range(1000)])
+    weights = routing_weights(rng, 24, 4)
+
+    def layers(x, config):
+        def one(x, ids):
+            y = jaxmoe.moe_mlp(x, Routing(ids, weights), experts, config=config)
+            return x + 0.01 * y, None
+
+        return jax.lax.scan(one, x, ids)[0]
+
+    second = GemmConfig(128, 8)
+    first = dataclasses.replace(second, gather=True)
+    x = normal(rng, (24, 256), jnp.bfloat16)
+    run = jax.jit(layers, static_argnames="config")
+    wanted = run(x, config=(first, second))
+    one = dataclasses.replace(first, one_kernel=True)
+    assert_equal(run(x, config=(one, second)), wanted)
