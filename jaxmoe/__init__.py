@@ -1,5 +1,6 @@
 """Mixture-of-Experts layers inside `jax.jit`, with CUDA kernels for NVIDIA GPUs."""
 
+from importlib import import_module as _import_module
 from importlib.metadata import version as _version
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
@@ -37,14 +38,18 @@ from .routing import route as route
 from .weight_grad import grouped_gemm_weight_grad as grouped_gemm_weight_grad
 
 if _TYPE_CHECKING:
+    from .autotuning import AutotuningResult as AutotuningResult
+    from .autotuning import autotune as autotune
     from .loading import load as load
 
 __version__ = _version("jaxmoe")
 
 
-def __getattr__(name: str) -> _Any:
-    if name == "load":  # reading files is no part of what every program imports
-        from .loading import load
+# Reading files and measuring are no part of what every program imports.
+_LATE = {"load": "loading", "autotune": "autotuning", "AutotuningResult": "autotuning"}
 
-        return load
+
+def __getattr__(name: str) -> _Any:
+    if name in _LATE:
+        return getattr(_import_module(f"jaxmoe.{_LATE[name]}"), name)
     raise AttributeError(f"module 'jaxmoe' has no attribute {name!r}")

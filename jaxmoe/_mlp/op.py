@@ -20,7 +20,7 @@ from jaxmoe._gemm.op import refuse_derivative, refuse_moving
 from jaxmoe._gemm.tiles import mlp_configs, mlp_index_size, odd_blocks
 from jaxmoe._jax import mesh as _mesh
 from jaxmoe._jax import primitive as _primitive
-from jaxmoe._mlp import derivative, fold, sharding, whole
+from jaxmoe._mlp import derivative, fold, sharding, tuned, whole
 from jaxmoe._mlp.operands import Layer, Operands, is_joined, join
 from jaxmoe._mlp.stages import result, rows_of
 from jaxmoe.quantize import quantize, stored_shape
@@ -155,7 +155,7 @@ def _jvp(primals: Operands, tangents: Operands, *, layer: Layer) -> Any:
         primals = join(primals, layer)
     if layer.format.master:
         primals = _rounded(primals, layer)
-    first, _ = configs_of(primals, layer)
+    first, _ = rule_configs(primals, layer)
     in_format = layer if gradient.frozen else layer.replace(format=PLAIN)
     return derivative.linearized(primals, tangents, in_format, first)
 
@@ -173,6 +173,12 @@ def _joined_tangents(primals: Operands, tangents: Operands, layer: Layer) -> Ope
 
 
 def configs_of(a: Operands, layer: Layer) -> tuple[Any, Any]:
+    """The tiles of the two products: asked for, else measured, else chosen from the shapes."""
+    measured = tuned.find(a, layer) if layer.config is None else None
+    return measured or rule_configs(a, layer)
+
+
+def rule_configs(a: Operands, layer: Layer) -> tuple[Any, Any]:
     """The tiles of the two products: the ones asked for, else chosen from the shapes."""
     intermediate = layer.intermediate(a.w_down)
     chosen = mlp_configs(

@@ -1,0 +1,98 @@
+"""Times a layer with tiles of one's choice on this process's first GPU, as autotuning does."""
+
+import functools
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmoe._formats import QUANTIZED
+from jaxmoe._mlp.op import moe_mlp_p
+from jaxmoe._mlp.operands import Layer, Operands
+from jaxmoe._mlp.tuned import Pair
+from jaxmoe.quantize import quantize
+
+_COPY_BYTES = 200e6  # of weights that a batch reads, at least: several times what L2 holds
+_MAX_COPIES = 16  # of a layer in a program
+_BATCH_S = 0.006  # how long a batch takes: a card keeps its clock so long
+_PAUSE_S = 0.03  # before each batch, so that all begin with a card as cool
+_ROUNDS = 5
+_WEIGHT = 0.02  # the size of weights: the power that a card draws depends on what it multiplies
+
+
+class Timer:
+    """Microseconds of a layer with given tiles, on the GPU."""
+
+    def __init__(self, a: Operands, layer: Layer):
+        """Draws operands of the shapes and dtypes of `a`, more copies than L2 holds."""
+        self._layer = layer
+        arrays = (x for x in a if x is not None)
+        size = sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in arrays)
+        copies = min(math.ceil(_COPY_BYTES / max(size, 1)), _MAX_COPIES)
+        self._copies = [_random(a, layer, seed) for seed in range(copies)]
+
+    def __call__(self, pairs: Iterable[Pair]) -> dict[Pair, float]:
+        """Measures pairs of tiles in turn, several times."""
+        programs = {pair: jax.jit(functools.partial(self._run, pair)) for pair in pairs}
+        times: dict[Pair, list[float]] = {pair: [] for pair in programs}
+        for program in programs.values():
+            jax.block_until_ready(program(self._copies))
+        for _ in range(_ROUNDS):
+            for pair, program in programs.items():
+                times[pair].append(self._batch(program))
+        return {pair: statistics.median(of_pair) for pair, of_pair in times.items()}
+
+    def _run(self, pair: Pair, copies: list[Operands]) -> list[Any]:
+        return [moe_mlp_p(*a, layer=self._layer.replace(config=pair)) for a in copies]
+
+    def _batch(self, program: Callable[[Any], Any]) -> float:
+        time.sleep(_PAUSE_S)
+        once = self._seconds(program, 1)  # with what starting costs the host
+        count = 1 + max(3, math.ceil(_BATCH_S / once))
+        return (self._seconds(program, count) - once) / (count - 1) / len(self._copies) * 1e6
+
+    def _seconds(self, program: Callable[[Any], Any], count: int) -> float:
+        start = time.perf_counter()
+        outs = [program(self._copies) for _ in range(count)]
+        jax.block_until_ready(outs[-1])
+        return time.perf_counter() - start
+
+
+def _random(a: Operands, layer: Layer, seed: int) -> Operands:
+    """Operands of these shapes: normal weights and tokens, distinct experts for each token."""
+    key = jax.random.key(seed)
+    drawn: dict[str, Any] = {}
+    for i, (name, x) in enumerate(zip(a._fields, a, strict=True)):
+        if x is not None and name not in drawn:
+            drawn |= _draw(name, x, a, layer, jax.random.fold_in(key, i))
+    rng = np.random.default_rng(seed)
+    order = rng.random((a.expert_ids.shape[0], layer.num_experts)).argsort(axis=1)
+    drawn["expert_ids"] = jnp.asarray(order[:, : a.expert_ids.shape[1]], jnp.int32)
+    return Operands(**{name: drawn.get(name) for name in a._fields})
+
+
+def _draw(name: str, x: Any, a: Operands, layer: Layer, key: jax.Array) -> dict[str, Any]:
+    scales = {"w_gate_up": "gate_up_scales", "w_up": "up_scales", "w_down": "down_scales"}
+    if name == "expert_map":
+        return {name: jnp.arange(x.shape[0], dtype=x.dtype)}
+    if jnp.issubdtype(x.dtype, jnp.integer) and name not in scales:
+        return {name: jnp.zeros(x.shape, x.dtype)}
+    if name not in scales or not layer.format.quantized:
+        drawn = jax.random.normal(key, x.shape, jnp.float32)
+        size = _WEIGHT if name in scales else 1.0
+        return {name: (abs(drawn) if "scale" in name else drawn * size).astype(x.dtype)}
+    shape = layer.format.weight_shape(x.shape)
+    wide = (_WEIGHT * jax.random.normal(key, shape, jnp.float32)).astype(layer.dtype)
+    kind = QUANTIZED[layer.format.name]
+    q = jax.jit(lambda w: quantize(w, kind.name, weight_layout="nk"))(wide)
+    drawn = {name: q.values.astype(x.dtype)}
+    at = scales[name]
+    there = getattr(a, at)
+    if there is not None:  # those of two arrays may be joined
+        drawn[at] = jnp.resize(q.scales, there.shape)
+    return drawn
