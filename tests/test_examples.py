@@ -1,4 +1,4 @@
-"""examples/: the language model learns, goes on where it stopped, and never looks ahead."""
+"""examples/: models learn, go on where they stopped, never look ahead, and serve."""
 
 import dataclasses
 import functools
@@ -28,10 +28,14 @@ def usual_promotion():
         yield
 
 
-def test_learns_and_an_interruption_changes_nothing(example, tmp_path, capsys, monkeypatch):
+def small(example):
+    """One model for all tests that train it, so that its programs are compiled once."""
     sizes = {"hidden": 32, "intermediate": 16, "layers": 1, "length": 32, "batch": 8}
-    few = dataclasses.replace(example.TOY, **sizes, megabytes=1, rate=1e-2)
-    monkeypatch.setattr(example, "TOY", few)
+    return dataclasses.replace(example.TOY, **sizes, megabytes=1, rate=1e-2)
+
+
+def test_learns_and_an_interruption_changes_nothing(example, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(example, "TOY", small(example))
     options = ["--preset", "toy", "--steps", "60", "--every", "10", "--save-every", "20"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert example.main([*options, "--out", str(whole)]) == 0  # below the entropy of single bytes
@@ -91,6 +95,38 @@ def test_kinds_are_compared_with_the_spread_over_seeds(example):
     assert compare.within_noise(losses)
     losses["dense"] = {seed: loss + 0.1 for seed, loss in losses["dense"].items()}
     assert not compare.within_noise(losses)
+
+
+def test_adapters_learn_beside_frozen_experts_and_serve_together(
+    example, tmp_path, capsys, monkeypatch
+):
+    tune = importlib.import_module("finetune_lora")
+    monkeypatch.setattr(example, "TOY", small(example))
+    monkeypatch.setattr(example, "HELD_OUT", 2)
+    monkeypatch.setattr(tune, "MORE", 4)
+    options = ["--preset", "toy", "--steps", "60", "--out", str(tmp_path), "--format", "fp8_block"]
+    tuning = ["--tune-steps", "30", "--rate", "1e-2", "--every", "20"]
+    assert tune.main([*options, *tuning]) == 0  # each task is below the frozen model
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines if line[:5] == "step "] == ["20/30", "30/30"]
+    start = next(i for i, line in enumerate(lines) if line.startswith("held out, nats"))
+    table = np.array([line.split()[1:] for line in lines[start + 1 : start + 3]], float)
+    own, other = np.diag(table[:, 1:]), np.diag(table[:, :0:-1])
+    assert (own < table[:, 0] - 0.02).all() and (own < other - 0.02).all()
+    assert sum(" by " in line for line in lines[start + 3 :]) == 6
+
+    config = small(example)
+    model = tune.freeze(example.init(config, 0), "fp8_block")
+    assert model["layers"]["experts"].down.format == "fp8_block"
+    adapters = tune.load(tmp_path / "adapters.npz")
+    predict = jax.jit(functools.partial(tune.predict, model, config=config))
+    text = jnp.broadcast_to(jnp.arange(40, 56, dtype=jnp.int32), (3, 16))
+    ids = jnp.array([tune.FROZEN, 0, 1], jnp.int32)
+    a, b = predict(adapters, text, ids), predict(adapters, text, ids[::-1])[::-1]
+    np.testing.assert_allclose(a, b, atol=0.05)  # whatever the adapters of other texts are
+    assert min(np.abs(a[i] - a[i - 1]).max() for i in range(3)) > 0.2
+    new = predict(tune.new_adapters(model, 8, 2, seed=0), text, ids)
+    np.testing.assert_array_equal(new[1:], new[:1].repeat(2, axis=0))  # it changes nothing yet
 
 
 def test_serving_goes_on_from_its_cache(capsys, monkeypatch):
