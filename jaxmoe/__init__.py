@@ -13,6 +13,7 @@ from ._export import export_checks as export_checks
 from ._gemm.tiles import GemmConfig as GemmConfig
 from .activation import Activation as Activation
 from .activation import Swiglu as Swiglu
+from .expert_batches import expert_batches as expert_batches
 from .experts import Experts as Experts
 from .finalize import ExpertRows as ExpertRows
 from .finalize import finalize as finalize

@@ -259,7 +259,7 @@ def ranges(group_sizes: Any, num_rows: int) -> tuple[jax.Array, jax.Array]:
 
     Exact for any integers: negative sizes count as 0, and rows past `num_rows` as absent.
     """
-    sizes = _clip(group_sizes, 0, num_rows)
+    sizes = clip_sizes(group_sizes, 0, num_rows)
     rows = jnp.asarray(num_rows, jnp.int32)
     if _sizes.is_known(num_rows) and sizes.size * num_rows <= np.iinfo(np.int32).max:
         ends = jnp.minimum(jnp.cumsum(sizes, dtype=jnp.int32), rows)
@@ -269,7 +269,7 @@ def ranges(group_sizes: Any, num_rows: int) -> tuple[jax.Array, jax.Array]:
     return starts, ends - starts
 
 
-def _clip(x: Any, low: int, high: int) -> jax.Array:
+def clip_sizes(x: Any, low: int, high: int) -> jax.Array:
     """Cuts integers of any type to [low, high] before they become int32."""
     info = jnp.iinfo(x.dtype)
     xp = jnp if isinstance(x, jax.Array) else np  # jnp would first wrap NumPy's int64 around
@@ -289,7 +289,7 @@ def _first_group(group_offset: Any, num_groups: int, num_sizes: int) -> jax.Arra
     if not is_integer or offset.size != 1 or offset.ndim > 1:
         rule = "group_offset must be one integer (a scalar or an array of shape [1])"
         raise TypeError(_checks.message("grouped_gemm", rule, group_offset=group_offset))
-    return _clip(offset, -num_groups, num_sizes).reshape(1)
+    return clip_sizes(offset, -num_groups, num_sizes).reshape(1)
 
 
 def element_type(op: str, value: Any) -> np.dtype:

@@ -232,16 +232,16 @@ def _layer(
         if format.gradient.refused is not None:
             rule = f"recompute must be None with weights in {format.name}, which has no gradient"
             raise ValueError(_checks.message(op, rule, recompute=recompute))
-    layer = _static(op, x, experts, format, local, accum, config, finalize)
+    layer = static_of(op, x, experts, format, local, accum, config, finalize)
     scales = checks.check_scales(op, x, format, experts, experts.num_experts)
     if batch_invariant:
         checks.check_batch_invariant_scales(op, x, format, scales)
-        layer = _whole_k(op, layer, x, routing, experts)
+        layer = whole_k_of(op, layer, routing.expert_ids.size, experts)
     weights = routing.weights
     if apply_weight_on_input:
         x = _weighed(op, x, routing)
         weights = jnp.ones_like(weights)
-    a = _operands(x, routing.expert_ids, experts, window[2], layer)
+    a = operands_of(x, routing.expert_ids, experts, window[2], layer)
     a = a._replace(weights=weights if finalize else None, residual=residual, **scales)
     run = functools.partial(layer_op, layer=layer)
     if recompute == "z":
@@ -282,7 +282,7 @@ def _window(
     return local
 
 
-def _static(
+def static_of(
     op: str,
     x: Any,
     experts: Experts,
@@ -317,13 +317,13 @@ def _static(
     return layer
 
 
-def _whole_k(op: str, layer: Layer, x: Any, routing: Any, experts: Experts) -> Layer:
+def whole_k_of(op: str, layer: Layer, num_rows: int, experts: Experts) -> Layer:
     """The layer with tiles that do not split the k loop."""
     chosen = mlp_configs(
-        num_rows=routing.expert_ids.size,
+        num_rows=num_rows,
         num_experts=layer.num_experts,
         num_local_experts=layer.num_local_experts,
-        hidden=x.shape[1],
+        hidden=experts.hidden,
         intermediate=experts.intermediate,
         gated=layer.activation.gated,
         promoted=layer.promoted,
@@ -337,7 +337,7 @@ def _whole_k(op: str, layer: Layer, x: Any, routing: Any, experts: Experts) -> L
     return layer.replace(config=(first, second))
 
 
-def _operands(x: Any, expert_ids: Any, e: Experts, expert_map: Any, layer: Layer) -> Operands:
+def operands_of(x: Any, expert_ids: Any, e: Experts, expert_map: Any, layer: Layer) -> Operands:
     """The arrays of a layer by the names of its primitive."""
     tokens = Tokens(x, None)
     if isinstance(x, QuantizedArray):

@@ -7,6 +7,7 @@ Letters: T tokens, K choices per token, E experts, H hidden, I intermediate, R =
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -294,6 +295,26 @@ def moe_mlp(
     parts = jnp.where(routed, weight[:, :, None] * rows, 0)
     y, _ = jax.lax.scan(lambda y, part: (y + part, None), jnp.zeros(x.shape, dtype), parts)
     return y if residual is None else y + residual.astype(dtype)
+
+
+def expert_batches(
+    x: jax.Array,
+    counts: jax.Array,
+    w_gate_up: jax.Array | QuantizedArray,
+    w_down: jax.Array | QuantizedArray,
+    **options: Any,
+) -> jax.Array:
+    """Runs the first counts[e] rows of batch e through expert e: [E,M,H] -> [E,M,H], 0 elsewhere.
+
+    As tokens of one choice, of weight 1, by `moe_mlp`, whose `options` these are.
+    """
+    num_experts, num_rows, hidden = x.shape
+    used = jnp.arange(num_rows)[None, :] < counts[:, None]
+    ids = jnp.where(used, jnp.arange(num_experts)[:, None], -1).reshape(-1, 1).astype(jnp.int32)
+    tokens = jnp.where(used[:, :, None], x, 0).reshape(-1, hidden)
+    weights = jnp.ones(ids.shape, jnp.float32)
+    y = moe_mlp(tokens, ids, weights, w_gate_up, w_down, **options)
+    return y.reshape(x.shape)
 
 
 def plain(w: jax.Array | QuantizedArray, dtype: jax.typing.DTypeLike) -> jax.Array:

@@ -69,6 +69,10 @@ def gradients(x, form="plain"):
     return jax.grad(loss, argnums=(0, 1))(x, experts(form))
 
 
+def batches(x, name="plain"):
+    return jaxmoe.expert_batches(jnp.stack([x * i for i in range(E)]), groups(), experts(name))
+
+
 def losses(x):
     scores, ids = jax.nn.softmax(x[:, :E].astype(jnp.float32)), route(x).expert_ids
     loss = jaxmoe.load_balancing_loss(scores, ids)
@@ -94,6 +98,7 @@ PROGRAMS = {
     "layer": (lambda x: layer(x, residual=x), {"route", "moe_mlp"}),
     "whole_k": (lambda x: layer(x, batch_invariant=True), {"route", "moe_mlp"}),
     "rows": (lambda x: jaxmoe.expert_rows(x, route(x), experts()), {"route", "moe_mlp"}),
+    "batches": (batches, {"grouped_gemm"}),
     "master": (lambda x: layer(x, "master"), {"route", "moe_mlp"}),
     "forward": (lambda x: layer(x, "forward"), {"route", "moe_mlp", "quantize"}),
     "gradients": (
@@ -110,6 +115,12 @@ PROGRAMS = {
             lambda x, name: layer(x, name),
             ("fp8_tensor", "fp8_block"),
             {"route", "moe_mlp"},
+        ),
+        (
+            "batches",
+            lambda x, name: batches(x, name),
+            ("fp8_tensor",),
+            {"quantize", "grouped_gemm"},
         ),
         (
             "product",

@@ -30,6 +30,7 @@ PUBLIC_NAMES = {
     "Routing",
     "Swiglu",
     "dequantize",
+    "expert_batches",
     "expert_load",
     "explain",
     "finalize",

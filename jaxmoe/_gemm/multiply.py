@@ -36,19 +36,19 @@ def multiply(
     given = Product(f.tokens.values, w, starts, sizes, bias, f.tokens.scales, f.scales)
     a = Product(*(None if a is None else a[None] for a in given))
     if f.of_rows is not None:
-        return _scaled_by_row(a, f.of_rows, f.format, **params)
+        return scaled_by_row(a, f.of_rows[None], f.format, **params)[0]
     (out,) = gmm(*a, format=f.format, **params)
     return out[0]
 
 
-def _scaled_by_row(
+def scaled_by_row(
     a: Product, of_rows: jax.Array, format: Format, *, out_dtype: Any, **params: Any
 ) -> jax.Array:
-    """The product whose float32 sums are multiplied by [R] before the bias; one batch."""
+    """The product whose float32 sums are multiplied by [B, T] before the bias."""
     params["config"] = with_float_output(params.get("config"), None)
     (out,) = gmm(*a._replace(bias=None), format=format, out_dtype=jnp.float32, **params)
     # Rows of no group stay 0, whatever their scale is.
-    out = jnp.where(out == 0, 0.0, out * of_rows[None, :, None])
+    out = jnp.where(out == 0, 0.0, out * of_rows[:, :, None])
     if a.bias is not None:
         out += bias_of_rows(a.bias, a, dtype=params["dtype"], out_dtype=jnp.float32)
-    return out[0].astype(out_dtype)
+    return out.astype(out_dtype)

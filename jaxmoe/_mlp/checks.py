@@ -68,9 +68,11 @@ def check_experts(op: str, x: Any, experts: Any) -> Format:
         raise NotImplementedError(_checks.message(op, f"x.{refused}", x=x))
     k_axis = 1 if experts.layouts[0] == "kn" else 2
     name = next(iter(weights))
-    _checks.check_same_dim(op, name, experts.first, k_axis, "x", x, 1, "hidden")
+    _checks.check_same_dim(op, name, experts.first, k_axis, "x", x, len(x.shape) - 1, "hidden")
     n_axis = 2 if experts.layouts[1] == "kn" else 1
-    _checks.check_same_dim(op, "experts.down", experts.down, n_axis, "x", x, 1, "hidden")
+    _checks.check_same_dim(
+        op, "experts.down", experts.down, n_axis, "x", x, len(x.shape) - 1, "hidden"
+    )
     for name in ("gate_up_bias", "gate_bias", "up_bias", "down_bias"):
         bias = getattr(experts, name)
         if bias is not None:

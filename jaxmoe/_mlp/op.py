@@ -27,7 +27,7 @@ from jaxmoe.quantize import quantize, stored_shape
 
 _OP = "moe_mlp"
 # What has no derivative in frozen formats.
-_QUANTIZED = (
+NEVER_MOVING = (
     *("x_scales", "w_gate_up", "gate_up_scales", "w_up", "up_scales", "w_down", "down_scales"),
     *("x_scale", "h_scale"),
 )
@@ -42,7 +42,7 @@ def layer_op(a: Operands, layer: Layer) -> tuple[jax.Array, ...]:
         return _value_and_tangent_apart(a, lambda a: _quantized(a, layer), lambda a: (a, plain))
     if split and layer.format.gradient.frozen and not layer.format.dequantizes:
         value = lambda a: moe_mlp_p(*a, layer=layer)  # noqa: E731
-        return _value_and_tangent_apart(a, value, lambda a: _dequantizing(a, layer))
+        return _value_and_tangent_apart(a, value, lambda a: without_tokens(a, layer))
     return moe_mlp_p(*a, layer=layer)
 
 
@@ -53,7 +53,7 @@ def _xla(*arrays: Any, layer: Layer) -> tuple[jax.Array, ...]:
     if isinstance(layer.format, Forward):
         return _quantized(a, layer)
     if layer.format.master:
-        return moe_mlp_p(*_rounded(a, layer), layer=layer.replace(format=PLAIN))
+        return moe_mlp_p(*rounded(a, layer), layer=layer.replace(format=PLAIN))
     rows, order = rows_of(a, layer)
     return result(rows, order, a, layer)
 
@@ -62,7 +62,7 @@ def _composed(*, absent: tuple[str, ...], layer: Layer) -> bool:
     return layer.format.composed or "b_up" not in absent or "up_scales" not in absent
 
 
-def _rounded(a: Operands, layer: Layer) -> Operands:
+def rounded(a: Operands, layer: Layer) -> Operands:
     """Rounds float32 weights and biases to the dtype of the layer."""
     names = ("w_gate_up", "w_up", "w_down", "b_gate_up", "b_up", "b_down")
     given = {name: getattr(a, name) for name in names}
@@ -118,7 +118,7 @@ def _value_and_tangent_apart(a: Operands, value_of: Any, moving_as: Any) -> tupl
     return value(*(x for x in a if x is not None))
 
 
-def _dequantizing(a: Operands, layer: Layer) -> tuple[Operands, Layer]:
+def without_tokens(a: Operands, layer: Layer) -> tuple[Operands, Layer]:
     """The layer whose products dequantize weights, of tokens that are not quantized."""
     format = layer.format
     x = a.x if a.x_scales is None else format.decode(a.x, a.x_scales, tokens=True)
@@ -142,10 +142,10 @@ def _jvp(primals: Operands, tangents: Operands, *, layer: Layer) -> Any:
         _, moved = _jvp(primals, tangents, layer=layer.replace(format=PLAIN))
         return moe_mlp_p(*primals, layer=layer), moved
     if gradient.frozen:
-        names = _QUANTIZED if primals.x_scales is None else ("x", *_QUANTIZED)
+        names = NEVER_MOVING if primals.x_scales is None else ("x", *NEVER_MOVING)
         refuse_moving(_OP, primals.x, tangents, names)
         if not layer.format.dequantizes:
-            given, plain = _dequantizing(primals, layer)
+            given, plain = without_tokens(primals, layer)
             _, moved = _jvp(given, tangents, layer=plain)
             return moe_mlp_p(*primals, layer=layer), moved
     if layer.finalize and _mesh.divided_by_xla([x for x in primals if x is not None]):
@@ -154,7 +154,7 @@ def _jvp(primals: Operands, tangents: Operands, *, layer: Layer) -> Any:
         tangents = _joined_tangents(primals, tangents, layer)
         primals = join(primals, layer)
     if layer.format.master:
-        primals = _rounded(primals, layer)
+        primals = rounded(primals, layer)
     first, _ = rule_configs(primals, layer)
     in_format = layer if gradient.frozen else layer.replace(format=PLAIN)
     return derivative.linearized(primals, tangents, in_format, first)
