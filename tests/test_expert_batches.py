@@ -153,6 +153,14 @@ def test_counts_out_of_range(dtype):
     assert_equal(y, jitted(x, np.int32([M, 0, M, M]), experts))
 
 
+def test_no_rows_and_one_expert():
+    x, experts = example()
+    one = jax.tree.map(lambda a: a[2:3], experts)
+    assert_equal(jitted(x[2:3], COUNTS[2:3], one), jitted(x, COUNTS, experts)[2:3])
+    for x, experts in (example(), quantized_example("fp8_tensor"), quantized_example("mxfp4")):
+        assert jitted(x[:, :0], COUNTS, experts).shape == (E, 0, H)
+
+
 def gradients(fn, *arrays, **options):
     """Of a loss that weighs every row in use, with respect to all that is not quantized."""
     ct = jnp.asarray(np.random.default_rng(8).normal(size=(E, M, H)), jnp.float32)

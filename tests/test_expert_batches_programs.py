@@ -155,6 +155,19 @@ def test_training_is_kernels_and_its_first_product_leaves_z():
     assert "stablehlo.gather" not in text and "stablehlo.dot" not in text
 
 
+@pytest.mark.parametrize(("kept", "products"), (((), 5), (("jaxmoe_z",), 4)))
+def test_z_has_the_name_of_the_layers(kept, products):
+    """A checkpoint around the layer that keeps z does not make it again."""
+    policy = jax.checkpoint_policies.save_only_these_names(*kept)
+
+    def loss(x, counts, experts):
+        y = jax.checkpoint(lambda x, e: expert_batches(x, counts, e), policy=policy)(x, experts)
+        return jnp.square(y.astype(jnp.float32)).sum()
+
+    names = [call[0] for call in calls(cuda_text(jax.grad(loss, (0, 2)), *structs()))]
+    assert names.count(TARGET) == products
+
+
 def test_explain_lists_the_calls():
     report = explain(lambda *a: expert_batches(*a), *structs("mxfp4"))
     assert [op.op for op in report.ops] == ["jaxmoe_activated_gmm", "jaxmoe_gmm"]
