@@ -113,6 +113,19 @@ def test_quantized_rows_are_not_quantized_again():
     assert ops(text) <= NOTHING_MOVES
 
 
+@pytest.mark.parametrize(("format", "shared"), ((None, True), (None, False), ("mxfp4", True)))
+def test_vmap_is_the_same_calls_of_more_batches(format, shared):
+    x, counts, experts = structs(format)
+    more = lambda tree: jax.tree.map(lambda a: struct(3, *a.shape, dtype=a.dtype), tree)  # noqa: E731
+    fn = jax.vmap(expert_batches, (0, 0, None if shared else 0))
+    text = cuda_text(fn, more(x), more(counts), experts if shared else more(experts))
+    first, second = calls(text)
+    assert first[2][0] == second[2][0] == "12x256x128xbf16"
+    assert first[1]["activation"]["gated"] == "1:i64" and "stablehlo.while" not in text
+    if format is None:
+        assert first[2][3] == ("4x1x256x128xbf16" if shared else "12x1x256x128xbf16")
+
+
 def test_tiles_are_those_of_m_rows_or_of_config():
     x, counts, experts = structs()
     config = (GemmConfig(128, 32), GemmConfig(128, 8, split_k=2))

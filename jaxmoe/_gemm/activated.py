@@ -5,8 +5,8 @@ activated: `Product` -> h [B,T,I], and z [B,T,N] if `keeps_z`
   z = x @ w[i] + bias[i] as `gmm` has it; h = act(z before it was rounded), in float32, rounded once
 
 Both are exactly 0 in the rows of no group. On CUDA it is one kernel, whose epilogue activates;
-only products without scales leave z. Derivatives and batches are those of the ops that the pure JAX
-function calls, and so is the division over a mesh.
+only products without scales leave z. `vmap` folds as in `gmm`. Derivatives, and the division over a
+mesh, are those of the ops that the pure JAX function calls.
 """
 
 import functools
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxmoe._formats import Format
 from jaxmoe._gemm import cuda
 from jaxmoe._gemm.gate_up import activate, of_moving
-from jaxmoe._gemm.op import Product, gmm
+from jaxmoe._gemm.op import Product, fold_batch, gmm
 from jaxmoe._gemm.tiles import WHOLE_BLOCKS, GemmConfig, gmm_config, odd_blocks, with_float_output
 from jaxmoe._jax import mesh as _mesh
 from jaxmoe._jax import primitive as _primitive
@@ -138,7 +138,7 @@ activated_p = _primitive.define(
     operands=Product,
     out=_out,
     xla=_activated,
-    batch=functools.partial(_primitive.as_its_ops, _activated),
+    batch=lambda args, dims, **params: fold_batch(activated_p, args, dims, **params),
     jvp=_jvp,
     cuda=cuda.target(
         "row_index",

@@ -151,7 +151,10 @@ def _gmm_xla(*operands: Any, format: Format, **params: Any) -> tuple[jax.Array]:
     return xla.gmm_xla(*a, format=format, **params)
 
 
-def _gmm_batch(args: Product, dims: Product, *, format: Format, **params: Any) -> Any:
+def fold_batch(
+    op: _primitive.Op, args: Product, dims: Product, *, format: Format, **params: Any
+) -> Any:
+    """The batch rule of an op of `Product`, whose results are [B,T,..]: examples are batches."""
     size = _primitive.batch_size(args, dims)
     front = _primitive.move_batch_to_front
     scales_too = args.w_scales is None or (dims.w_scales is None) == (dims.w is None)
@@ -170,15 +173,15 @@ def _gmm_batch(args: Product, dims: Product, *, format: Format, **params: Any) -
             for a, d in ((args.bias, dims.bias), (args.w_scales, dims.w_scales))
         )
     else:  # a fold would have to copy weights
-        return _primitive.one_by_one(gmm_p, args, dims, format=format, **params)
+        return _primitive.one_by_one(op, args, dims, format=format, **params)
     folded = {
         name: _fold(getattr(args, name), getattr(dims, name), size, inner)
         for name in ("x", "starts", "sizes", "x_scales")
         if getattr(args, name) is not None
     }
     a = args._replace(w=w, bias=bias, w_scales=w_scales, **folded)
-    (out,) = gmm_p(*_by_row(a, format), format=_of_rows(a, format), **params)
-    return (_unfold(out, size, inner),), (0,)
+    outs = op(*_by_row(a, format), format=_of_rows(a, format), **params)
+    return tuple(_unfold(out, size, inner) for out in outs), (0,) * len(outs)
 
 
 def _by_row(a: Product, format: Format) -> Product:
@@ -335,7 +338,7 @@ gmm_p = _primitive.define(
     operands=Product,
     out=_gmm_out,
     xla=_gmm_xla,
-    batch=_gmm_batch,
+    batch=lambda args, dims, **params: fold_batch(gmm_p, args, dims, **params),
     jvp=_gmm_jvp,
     transpose=_gmm_transpose,
     cuda=cuda.target(
