@@ -12,7 +12,7 @@ from jaxmoe._jax import checks as _checks
 from jaxmoe._mlp import checks
 from jaxmoe._mlp.batches import batches
 from jaxmoe.experts import Experts
-from jaxmoe.grouped_gemm import check_num_rows, clip_sizes
+from jaxmoe.grouped_gemm import check_num_rows, clip_sizes, refuse_one_kernel
 from jaxmoe.mlp import operands_of, static_of, whole_k_of
 from jaxmoe.quantize import QuantizedArray
 
@@ -91,6 +91,7 @@ def expert_batches(
     layer = static_of(
         _OP, flat, experts, format, (num_experts, 0, num_experts), accum, config, False
     )
+    refuse_one_kernel(_OP, "config[0]", (layer.config or (None,))[0])
     scales = checks.check_scales(_OP, x, format, experts, num_experts)
     if batch_invariant:
         checks.check_batch_invariant_scales(_OP, x, format, scales)

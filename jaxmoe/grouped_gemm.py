@@ -127,6 +127,7 @@ def grouped_gemm(
         float_out=float_out,
         packed=format.packed,
     )
+    refuse_one_kernel(op, "config", config)
     if type(batch_invariant) is not bool:
         rule = "batch_invariant must be a bool"
         raise TypeError(_checks.message(op, rule, batch_invariant=batch_invariant))
@@ -381,6 +382,13 @@ def check_config(
             f"{_always_promoted()}, accum='promoted', and by default more than 2048 elements do, "
             "or has float32 output"
         )
+        raise ValueError(_checks.message(op, rule, **{name: config}))
+
+
+def refuse_one_kernel(op: str, name: str, config: GemmConfig | None) -> None:
+    """Refuses a kernel that goes on with another product where there is none."""
+    if config is not None and config.one_kernel:
+        rule = f"{name}.one_kernel must be False: it is for moe_mlp and expert_rows"
         raise ValueError(_checks.message(op, rule, **{name: config}))
 
 

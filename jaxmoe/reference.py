@@ -14,14 +14,14 @@ import jax.numpy as jnp
 
 from jaxmoe.activation import Activation, resolve, split_gate_up
 from jaxmoe.quantize import QuantizedArray, dequantize, format_of, quantize_tokens
-from jaxmoe.routing import METHODS
+from jaxmoe.routing import METHODS, RoutingMethod
 
 
 def route(
     logits: jax.Array,
     *,
     top_k: int,
-    method: str = "renormalize",
+    method: str | RoutingMethod = "renormalize",
     bias: jax.Array | None = None,
     num_groups: int = 1,
     top_groups: int = 1,
@@ -35,7 +35,7 @@ def route(
     expert_ids: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Chooses the `top_k` experts of each token. Returns expert_ids [T,K] and weights [T,K]."""
-    row = METHODS[method]
+    row = METHODS[method] if isinstance(method, str) else method
     x = logits.astype(jnp.float32)
     num_tokens, num_experts = x.shape
     scored = ~jnp.isnan(x)

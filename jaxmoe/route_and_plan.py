@@ -25,7 +25,7 @@ from jaxmoe.plan import (
     plan_scratch_size,
     plan_xla,
 )
-from jaxmoe.routing import Routing, check_options, routing_of, scaled
+from jaxmoe.routing import Routing, RoutingMethod, check_options, routing_of, scaled
 
 _OP = "route_and_plan"
 
@@ -35,7 +35,7 @@ def route_and_plan(
     logits: jax.Array,
     *,
     top_k: int,
-    method: str = "renormalize",
+    method: str | RoutingMethod = "renormalize",
     bias: jax.Array | None = None,
     num_groups: int = 1,
     top_groups: int = 1,

@@ -32,18 +32,37 @@ class Routing:
     num_experts: int | None = dataclasses.field(default=None, metadata={"static": True})
 
 
+_SCORES = ("logits", "softmax", "sigmoid", "sqrtsoftplus")
+_NORMALIZE = ("none", "softmax", "sum", "clamped_sum")
+_GROUP_VALUES = ("", "top2", "max")
+
+
 @dataclasses.dataclass(frozen=True)
-class Method:
-    """One routing rule: a row of `METHODS`.
+class RoutingMethod:
+    """A routing rule: the names that `route` takes as `method` are instances of it.
+
+    s[e] = score(logits[e]); key[e] = s[e] + bias[e] if by_score, else logits[e]
+
+    Any combination is one kernel on CUDA. For example, Ernie 4.5 chooses by softmax plus a bias and
+    divides by the sum: `RoutingMethod("softmax", True, "clamped_sum", True, bias=True)`.
 
     Attributes:
-      score: "logits", "softmax", "sigmoid" or "sqrtsoftplus" of the logits.
+      score: s, "logits" (the logit itself), "softmax" over all experts, "sigmoid" or
+        "sqrtsoftplus" (the root of log(1 + exp(x))).
       by_score: experts are chosen by score (plus bias), not by logit.
-      normalize: "none", "softmax", "sum" or "clamped_sum", see `_route.Rule`.
-      norm_topk_prob: whether the weights are divided by their sum by default; None: no choice.
-      bias: whether the rule has a selection bias.
-      group_value: how groups of experts are ranked, "" without groups.
+      normalize: weights of the chosen scores: "none" as they are, "softmax" of them, "sum" divided
+        by (their sum + epsilon), "clamped_sum" divided by max(their sum, epsilon).
+      norm_topk_prob: whether they are divided by their sum if `route` is not told; None: it cannot
+        be told.
+      bias: whether there may be a selection bias. Needs `by_score`; with "logits" it is added to
+        the logits for the choice alone.
+      group_value: what a group of experts is worth: "top2", the sum of its two largest keys, or
+        "max", its largest key. "": no groups.
       top_k: the only number of experts the rule is for, 0 for any.
+
+    Raises:
+      TypeError, ValueError: a field of another type, an unknown name, a bias without `by_score`, or
+        a `norm_topk_prob` where nothing is divided.
     """
 
     score: str
@@ -54,23 +73,64 @@ class Method:
     group_value: str = ""
     top_k: int = 0
 
+    def __post_init__(self) -> None:
+        """Checks the fields."""
+        op = "RoutingMethod"
+        choices = (("score", _SCORES), ("normalize", _NORMALIZE), ("group_value", _GROUP_VALUES))
+        for name, allowed in choices:
+            _checks.check_choice(op, name, getattr(self, name), allowed)
+        for name in ("by_score", "bias"):
+            if type(getattr(self, name)) is not bool:
+                rule = f"{name} must be a bool"
+                raise TypeError(_checks.message(op, rule, **{name: getattr(self, name)}))
+        if self.norm_topk_prob not in (None, False, True):
+            rule = "norm_topk_prob must be a bool or None"
+            raise TypeError(_checks.message(op, rule, norm_topk_prob=self.norm_topk_prob))
+        _checks.check_int(op, "top_k", self.top_k, 0)
+        if self.bias and not self.by_score:
+            rule = "bias=True needs by_score=True: a bias is part of what is compared"
+            raise ValueError(_checks.message(op, rule, score=self.score))
+        if self.norm_topk_prob is not None and not self.divides:
+            rule = f"norm_topk_prob must be None with normalize={self.normalize!r}"
+            raise ValueError(_checks.message(op, rule, norm_topk_prob=self.norm_topk_prob))
 
-METHODS: dict[str, Method] = {
-    "softmax": Method("softmax", normalize="sum", norm_topk_prob=False),
-    "renormalize": Method("logits", normalize="softmax"),
-    "renormalize_naive": Method("logits", normalize="softmax"),
-    "deepseek_v3": Method("sigmoid", True, "sum", True, bias=True, group_value="top2"),
-    "deepseek_v2": Method("softmax", True, "sum", False, group_value="max"),
-    "llama4": Method("sigmoid", top_k=1),
-    "topk": Method("logits"),
-    "sigmoid_renorm": Method("sigmoid", True, "clamped_sum", True),
-    "minimax2": Method("sigmoid", True, "sum", bias=True),
-    "sigmoid": Method("sigmoid", True),
-    "topk_sigmoid": Method("sigmoid"),
-    "sqrtsoftplus": Method("sqrtsoftplus", True, "sum", True, bias=True),
+    @property
+    def divides(self) -> bool:
+        """Whether weights are, or can be, divided by their sum."""
+        return self.normalize in ("sum", "clamped_sum")
+
+
+METHODS: dict[str, RoutingMethod] = {
+    "softmax": RoutingMethod("softmax", normalize="sum", norm_topk_prob=False),
+    "renormalize": RoutingMethod("logits", normalize="softmax"),
+    "renormalize_naive": RoutingMethod("logits", normalize="softmax"),
+    "deepseek_v3": RoutingMethod("sigmoid", True, "sum", True, bias=True, group_value="top2"),
+    "deepseek_v2": RoutingMethod("softmax", True, "sum", False, group_value="max"),
+    "llama4": RoutingMethod("sigmoid", top_k=1),
+    "topk": RoutingMethod("logits"),
+    "sigmoid_renorm": RoutingMethod("sigmoid", True, "clamped_sum", True),
+    "minimax2": RoutingMethod("sigmoid", True, "sum", bias=True),
+    "sigmoid": RoutingMethod("sigmoid", True),
+    "topk_sigmoid": RoutingMethod("sigmoid"),
+    "sqrtsoftplus": RoutingMethod("sqrtsoftplus", True, "sum", True, bias=True),
 }
 
 _EPSILON = 1e-20
+
+
+def method_of(op: str, method: Any) -> RoutingMethod:
+    """The rule that a name stands for, or a rule itself."""
+    if isinstance(method, RoutingMethod):
+        return method
+    if isinstance(method, str):
+        _checks.check_choice(op, "method", method, tuple(METHODS))
+        return METHODS[method]
+    rule = "method must be a name or a jaxmoe.RoutingMethod"
+    raise TypeError(_checks.message(op, rule, method=method))
+
+
+def _named(method: str | RoutingMethod) -> str:
+    return f"method {method!r}" if isinstance(method, str) else "this RoutingMethod"
 
 
 @_checks.array_likes
@@ -78,7 +138,7 @@ def route(
     logits: jax.Array,
     *,
     top_k: int,
-    method: str = "renormalize",
+    method: str | RoutingMethod = "renormalize",
     bias: jax.Array | None = None,
     num_groups: int = 1,
     top_groups: int = 1,
@@ -104,8 +164,8 @@ def route(
     Args:
       logits: [T, E] bfloat16, float16 or float32. T stands for one axis or several, [B, S, E].
       top_k: experts for each token, 1 to E; 1 for "llama4".
-      method: a key of `METHODS`, such as "renormalize" (Mixtral, Qwen3), "softmax" (OLMoE) or
-        "deepseek_v3".
+      method: the name of a rule, such as "renormalize" (Mixtral, Qwen3), "softmax" (OLMoE) or
+        "deepseek_v3", or a `RoutingMethod`.
       bias: [E], added to the scores for the choice only ("deepseek_v3", "minimax2",
         "sqrtsoftplus").
       num_groups: groups of neighbours that the experts form ("deepseek_v3", "deepseek_v2").
@@ -225,12 +285,10 @@ def check_options(
         rule = "logits.shape[1]=0 must be at least 1 (num_experts)"
         raise ValueError(_checks.message(op, rule, logits=logits))
     top_k = _checks.check_int(op, "top_k", top_k, 1, num_experts, "the last axis is E")
-    _checks.check_choice(op, "method", method, tuple(METHODS))
-    row = METHODS[method]
+    row = method_of(op, method)
     if row.top_k and top_k != row.top_k:
-        raise ValueError(
-            _checks.message(op, f"top_k={top_k} must be {row.top_k} for method {method!r}")
-        )
+        rule = f"top_k={top_k} must be {row.top_k} for {_named(method)}"
+        raise ValueError(_checks.message(op, rule))
     masked_value = _check_float(op, "masked_group_value", masked_group_value, finite=False)
     num_groups, top_groups = _check_groups(
         op, logits, top_k, method, num_groups, top_groups, masked_value
@@ -287,10 +345,10 @@ def scaled(weights: jax.Array, expert_ids: jax.Array, expert_scale: jax.Array) -
     return jnp.where(expert_ids < 0, 0.0, weights * factor)
 
 
-def _refuse(op: str, name: str, value: Any, method: str, lack: str) -> None:
+def _refuse(op: str, name: str, value: Any, method: str | RoutingMethod, lack: str) -> None:
     default = "None" if name in ("bias", "norm_topk_prob", "epsilon") else "left out"
     shown = _checks.describe(value)
-    rule = f"{name}={shown} must be {default}: method {method!r} has {lack}"
+    rule = f"{name}={shown} must be {default}: {_named(method)} has {lack}"
     raise ValueError(_checks.message(op, rule))
 
 
@@ -298,14 +356,14 @@ def _check_groups(
     op: str,
     logits: Any,
     top_k: int,
-    method: str,
+    method: str | RoutingMethod,
     num_groups: Any,
     top_groups: Any,
     masked: Any,
 ) -> tuple[int, int]:
     num_groups = _checks.check_int(op, "num_groups", num_groups, 1)
     top_groups = _checks.check_int(op, "top_groups", top_groups, 1, num_groups, "num_groups")
-    if not METHODS[method].group_value and num_groups != 1:
+    if not method_of(op, method).group_value and num_groups != 1:
         _refuse(op, "num_groups", num_groups, method, "no groups")
     if num_groups == 1:
         if masked != -math.inf:
@@ -326,10 +384,10 @@ def _check_groups(
 
 
 def _check_normalize(
-    op: str, method: str, norm_topk_prob: bool | None, epsilon: float | None
+    op: str, method: str | RoutingMethod, norm_topk_prob: bool | None, epsilon: float | None
 ) -> tuple[str, float]:
-    row = METHODS[method]
-    divides = row.normalize in ("sum", "clamped_sum")
+    row = method_of(op, method)
+    divides = row.divides
     if norm_topk_prob is not None:
         if row.norm_topk_prob is None:
             _refuse(op, "norm_topk_prob", norm_topk_prob, method, "one normalization")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh
 
-from jaxmoe import explain, grouped_gemm
+from jaxmoe import GemmConfig, explain, grouped_gemm
 from jaxmoe._jax import primitive as _primitive
 
 BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
@@ -207,6 +207,12 @@ GEMM_ERRORS = (
         {"config": (128, 8)},
         TypeError,
         "jaxmoe.grouped_gemm: config must be a GemmConfig. Got config: a tuple.",
+    ),
+    (
+        {"config": GemmConfig(128, 8, one_kernel=True)},
+        ValueError,
+        "jaxmoe.grouped_gemm: config.one_kernel must be False: it is for moe_mlp and expert_rows. "
+        "Got config: a GemmConfig.",
     ),
 )
 

@@ -242,6 +242,11 @@ QUANTIZED_ROWS = QuantizedArray(
         ({"accum": "fast"}, ValueError, "accum must be None if no weight is quantized"),
         ({"config": GemmConfig(128, 8)}, TypeError, "config must be a pair of GemmConfig"),
         (
+            {"config": (GemmConfig(128, 8, one_kernel=True), GemmConfig(128, 8))},
+            ValueError,
+            "config[0].one_kernel must be False: it is for moe_mlp and expert_rows",
+        ),
+        (
             {"experts": dataclasses.replace(RIGHT["experts"], forward_format="fp8_tensor")},
             NotImplementedError,
             "expert_batches is not supported with experts.forward_format",

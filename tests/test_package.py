@@ -28,6 +28,7 @@ PUBLIC_NAMES = {
     "Plan",
     "QuantizedArray",
     "Routing",
+    "RoutingMethod",
     "Swiglu",
     "dequantize",
     "expert_batches",

@@ -14,7 +14,7 @@ from jaxmoe.activation import Activation, resolve
 from jaxmoe.experts import Experts
 from jaxmoe.losses import expert_load, load_balancing_loss, router_z_loss
 from jaxmoe.mlp import moe_mlp
-from jaxmoe.routing import METHODS, Routing, route
+from jaxmoe.routing import METHODS, Routing, RoutingMethod, method_of, route
 
 _OP = "MoEConfig"
 Layer = Callable[..., jax.Array]
@@ -57,7 +57,7 @@ class MoEConfig:
     num_experts: int
     top_k: int
     activation: str | Activation = "swiglu"
-    method: str = "renormalize"
+    method: str | RoutingMethod = "renormalize"
     num_groups: int = 1
     top_groups: int = 1
     scale: float = 1.0
@@ -78,11 +78,11 @@ class MoEConfig:
         for name in ("hidden", "intermediate", "num_experts", "top_k"):
             _checks.check_int(_OP, name, getattr(self, name), 1)
         _checks.check_int(_OP, "shared_intermediate", self.shared_intermediate, 0)
-        _checks.check_choice(_OP, "method", self.method, tuple(METHODS))
+        method = method_of(_OP, self.method)
         resolve(self.activation, _OP)
         if self.forward_format is not None:
             _checks.check_choice(_OP, "forward_format", self.forward_format, tuple(FORWARD))
-        if self.selection_bias and not METHODS[self.method].bias:
+        if self.selection_bias and not method.bias:
             having = " or ".join(repr(name) for name, method in METHODS.items() if method.bias)
             rule = f"selection_bias=True needs method {having}"
             raise ValueError(_checks.message(_OP, rule, method=self.method))
@@ -323,7 +323,7 @@ def _shared(
 
 def _scores(config: MoEConfig, logits: jax.Array) -> jax.Array:
     """Scores of the balance loss, probabilities: those of the rule by their sum, else softmax."""
-    score = METHODS[config.method].score
+    score = method_of(_OP, config.method).score
     if score in ("logits", "softmax"):
         return jax.nn.softmax(logits, axis=-1)
     scores = scores_of(logits, score)

@@ -1,0 +1,140 @@
+"""Routing rules of one's own: every combination is the reference's, in the same kernel on CUDA."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmoe import RoutingMethod, explain, reference, route, route_and_plan
+from jaxmoe._jax import targets as _targets
+from jaxmoe.routing import METHODS
+from tests.lowered import calls, cuda_text
+
+SCORES = ("logits", "softmax", "sigmoid", "sqrtsoftplus")
+NORMALIZE = ("none", "softmax", "sum", "clamped_sum")
+# Each score with each normalization; keys, biases and groups take turns.
+COMBINED = [
+    RoutingMethod(score, by_score, normalize, bias=by_score, group_value=value)
+    for i, (score, normalize) in enumerate(itertools.product(SCORES, NORMALIZE))
+    for by_score, value in [((True, "top2"), (False, "max"), (True, "max"))[i % 3]]
+]
+ERNIE = RoutingMethod("softmax", True, "clamped_sum", True, bias=True)
+
+
+def draw(num_experts=12, num_tokens=9):
+    rng = np.random.default_rng(3)
+    logits = rng.standard_normal((num_tokens, num_experts)).astype(np.float32)
+    return jnp.asarray(logits), jnp.asarray(rng.standard_normal(num_experts).astype(np.float32))
+
+
+def options_of(method, bias):
+    groups = {"num_groups": 4, "top_groups": 2} if method.group_value else {}
+    return {"top_k": 3, "method": method, **groups, **({"bias": bias} if method.bias else {})}
+
+
+@pytest.mark.parametrize("method", COMBINED, ids=lambda m: f"{m.score}-{m.normalize}")
+def test_every_score_with_every_normalization(method):
+    logits, bias = draw()
+    options = options_of(method, bias)
+    ids, weights = reference.route(logits, **options)
+    got = route(logits, **options)
+    np.testing.assert_array_equal(got.expert_ids, ids)
+    np.testing.assert_allclose(got.weights, weights, rtol=5e-6, atol=1e-7)
+    both, _ = route_and_plan(logits, **options)
+    np.testing.assert_array_equal(both.expert_ids, ids)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_names_are_instances(name):
+    """A name and its rule are one program."""
+    method = METHODS[name]
+    logits, bias = draw()
+    options = options_of(method, bias) | {"top_k": method.top_k or 3}
+    texts = {
+        cuda_text(lambda x: route(x, **{**options, "method": m}), logits)  # noqa: B023
+        for m in (name, method)
+    }
+    assert len(texts) == 1
+
+
+def test_ernie_is_one_call():
+    """transformers' router: top_k of softmax + bias, the softmax of those by their sum."""
+    logits, bias = draw(16, 20)
+    prob = np.asarray(jax.nn.softmax(logits, axis=1))
+    ids = np.argsort(-(prob + np.asarray(bias)), axis=1, kind="stable")[:, :4]
+    picked = np.take_along_axis(prob, ids, axis=1)
+    got = route(logits, top_k=4, method=ERNIE, bias=bias, epsilon=1e-12)
+    np.testing.assert_array_equal(got.expert_ids, ids)
+    np.testing.assert_allclose(got.weights, picked / picked.sum(1, keepdims=True), rtol=1e-5)
+    (call,) = calls(cuda_text(lambda x, b: route(x, top_k=4, method=ERNIE, bias=b), logits, bias))
+    assert call[0] == "jaxmoe_route_v2" and call[1]["by_score"] == "1:i64"
+
+
+def test_the_kernel_runs_them():
+    logits, bias = draw()
+    with _targets.force_cuda_lowering():
+        report = explain(lambda x, b: route(x, top_k=2, method=ERNIE, bias=b), logits, bias)
+    (op,) = report.ops
+    assert op.cuda_target == "jaxmoe_route_v2"
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "message"),
+    (
+        ({"score": "tanh"}, ValueError, "score='tanh' must be one of logits, softmax, sigmoid, "),
+        ({"normalize": None}, TypeError, "normalize must be one of none, softmax, sum, clamped_"),
+        ({"group_value": "sum"}, ValueError, "group_value='sum' must be one of , top2, max"),
+        ({"by_score": 1}, TypeError, "by_score must be a bool. Got by_score: 1."),
+        ({"bias": "yes"}, TypeError, "bias must be a bool. Got bias: 'yes'."),
+        ({"bias": True}, ValueError, "bias=True needs by_score=True: a bias is part of what is "),
+        ({"top_k": -1}, ValueError, "top_k=-1 must be at least 0"),
+        ({"norm_topk_prob": "no"}, TypeError, "norm_topk_prob must be a bool or None."),
+        ({"norm_topk_prob": True}, ValueError, "norm_topk_prob must be None with normalize='none'"),
+    ),
+)
+def test_fields_that_are_refused(fields, kind, message):
+    with pytest.raises(kind) as error:
+        RoutingMethod(**{"score": "sigmoid"} | fields)
+    assert str(error.value).startswith(f"jaxmoe.RoutingMethod: {message}")
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    (
+        ({"method": 3}, TypeError, "method must be a name or a jaxmoe.RoutingMethod. Got method"),
+        ({"method": "best"}, ValueError, "method='best' must be one of softmax, renormalize, "),
+        (
+            {"method": RoutingMethod("sigmoid"), "norm_topk_prob": True},
+            ValueError,
+            "norm_topk_prob=True must be None: this RoutingMethod has one normalization",
+        ),
+        (
+            {"method": RoutingMethod("sigmoid", top_k=1)},
+            ValueError,
+            "top_k=2 must be 1 for this RoutingMethod",
+        ),
+        (
+            {"method": RoutingMethod("sigmoid"), "bias": np.zeros(12, np.float32)},
+            ValueError,
+            "bias=f32[12] must be None: this RoutingMethod has no selection bias",
+        ),
+    ),
+)
+def test_calls_that_are_refused(options, kind, message):
+    with pytest.raises(kind) as error:
+        route(draw()[0], **{"top_k": 2} | options)
+    assert str(error.value).startswith(f"jaxmoe.route: {message}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", [*COMBINED, ERNIE], ids=lambda m: f"{m.score}-{m.normalize}")
+def test_on_a_gpu(method):
+    logits, bias = draw(64, 300)
+    options = options_of(method, bias)
+    got = jax.jit(lambda x: route(x, **options))(logits)
+    host = jax.device_put((logits, bias), jax.devices("cpu")[0])
+    ids, weights = reference.route(host[0], **options_of(method, host[1]))
+    np.testing.assert_array_equal(got.expert_ids, ids)
+    np.testing.assert_allclose(got.weights, weights, rtol=5e-6, atol=1e-7)
