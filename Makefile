@@ -1,7 +1,7 @@
 # Every task of the project; each target works on a fresh clone.
 .DEFAULT_GOAL := help
-.PHONY: demo test test-oldest test-gpu test-multi-gpu test-matrix mutation sanitize bench native-bench lint \
-  format wheel build-matrix clean help
+.PHONY: demo test test-oldest test-gpu test-multi-gpu test-matrix test-parity mutation sanitize bench native-bench \
+  lint format wheel build-matrix clean help
 
 PYTHON ?=
 BIN := .venv/bin
@@ -33,6 +33,9 @@ test-multi-gpu: $(INSTALLED)  ## Run the tests that need two GPUs or more
 
 test-matrix: $(INSTALLED)  ## Run the tests on the oldest supported jax and on the newest
 	$(BIN)/python tools/test_matrix.py $(ARGS)
+
+test-parity: $(INSTALLED)  ## Check docs/models.md against the newest transformers (downloads torch)
+	$(BIN)/python tools/test_parity.py $(ARGS)
 
 mutation: $(INSTALLED)  ## Make mistakes in the package that the tests should notice (ARGS="--sample 50")
 	$(BIN)/python tools/mutation.py plan $(ARGS)

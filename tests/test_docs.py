@@ -37,6 +37,7 @@ REFERENCES = (
     "docs/checkpoints.md",
     "docs/expert_parallel.md",
     "docs/frameworks.md",
+    "docs/models.md",
     "docs/numerics.md",
     "docs/routing.md",
     "docs/semantics.md",
