@@ -52,9 +52,9 @@ def zero_experts(b: Layer) -> jax.Array:
 
 
 def deep_router(b: Layer) -> jax.Array:
-    """Zaya: the router is an MLP; the expert past the last one is none."""
+    """Zaya: the router is an MLP with a state, here of ones; the last of its experts is none."""
     router, mlp = b["gate"], b["gate"].router_mlp
-    h = b.names.linear(router.down_proj)
+    h = b.names.linear(router.down_proj) + router.router_states_scale
     h = rms_norm(h, b["rms_norm_eps"]) * mlp.norm.weight
     for product in (mlp.fc1, mlp.fc2):
         h = jax.nn.gelu(b.names.linear(product, h), approximate=False)

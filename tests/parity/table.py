@@ -84,6 +84,11 @@ def _map_and_reduce(block: Any, x: Any) -> Any:
     return block.reduce(queries, where)
 
 
+def _zaya(block: Any, x: Any) -> Any:
+    """A block behind one whose router had a state of ones."""
+    return block(x, x.new_ones((*x.shape[:-1], block.gate.router_hidden_size)))
+
+
 def _of_gemma4(family: str, block: str, config: str) -> Case:
     own = layers.normed_tokens
     return Case(family, block, config, GEMMA, own=own, arguments=(0,), forward=_gemma4)
@@ -313,7 +318,8 @@ CASES = (
         "ZayaConfig",
         {"num_experts_per_tok": 1},
         own=layers.deep_router,
-        arguments=(0,),
+        arguments=(1,),
+        forward=_zaya,
     ),
 )
 
