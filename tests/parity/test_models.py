@@ -8,7 +8,7 @@ from jaxmoe._testing import assert_close
 from tests.parity import cells, page, table
 
 pytest.importorskip("torch")
-pytest.importorskip("transformers", minversion="5.0")
+pytest.importorskip("transformers", minversion="5.23")
 
 from tests.parity import blocks  # noqa: E402
 
