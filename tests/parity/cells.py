@@ -36,11 +36,11 @@ class Names(dict[str, Any]):
         super().__init__(
             x=x,
             route=jaxmoe.route,
+            RoutingMethod=jaxmoe.RoutingMethod,
             Experts=jaxmoe.Experts,
             Swiglu=jaxmoe.Swiglu,
             sigmoid=jax.nn.sigmoid,
             softmax=jax.nn.softmax,
-            logit=jax.scipy.special.logit,
             broadcast_to=jnp.broadcast_to,
             largest=largest,
             softcap=softcap,
