@@ -16,6 +16,7 @@ from jaxmoe._formats.checks import (
     check_tokens_are_plain,
     check_weight,
 )
+from jaxmoe._gemm import dtypes as _dtypes
 from jaxmoe._gemm.cuda import MAX_ROWS
 from jaxmoe._gemm.gate_up import of_moving
 from jaxmoe._gemm.multiply import multiply
@@ -60,18 +61,22 @@ def grouped_gemm(
     `jax.lax.ragged_dot`, whose positional arguments it has.
 
     Args:
-      lhs: [R, K] bfloat16, float16 or float32. Rows already in group order.
-      rhs: [E, K, N] (or [E, N, K], see `weight_layout`), the dtype of `lhs`. Or a `QuantizedArray`
-        of that layout; `lhs` is then quantized by `jaxmoe.quantize_tokens` in its format, unless it
-        is a `QuantizedArray` already.
+      lhs: [R, K] bfloat16, float16, float32, or int8, uint8, int4, uint4. Rows already in group
+        order.
+      rhs: [E, K, N] (or [E, N, K], see `weight_layout`) in one of these dtypes. Or a
+        `QuantizedArray` of that layout; `lhs` is then quantized by `jaxmoe.quantize_tokens` in its
+        format, unless it is a `QuantizedArray` already.
       group_sizes: [E] integers, or more of them than E with `group_offset`. Rows past the sum are
         in no group; negative sizes count as 0 and rows past R as absent.
       precision: of the products where they are not CUDA's kernels, as in `jax.lax.dot`.
-      preferred_element_type: dtype of the result; that of `lhs` by default.
+      preferred_element_type: dtype of the result: a floating one, int32 if both factors are
+        integers, or the default, which is what `jax.lax.dot` has: that of both factors if it is
+        one, the floating one of two, float32 of float32 and a narrower one, int8 of int8 and uint8.
       group_offset: scalar or [1] integer, the group that rhs[0] belongs to; 0 by default. Rows of
         groups outside [group_offset, group_offset + E) are in no group.
       out_sharding: only None: use `jax.shard_map`.
-      bias: [E, N], the dtype of `lhs`. Added in the accumulator's dtype.
+      bias: [E, N], the dtype that is multiplied in. Added in the accumulator's dtype. Not with
+        integers.
       weight_layout: "kn" for rhs [E, K, N], "nk" for rhs [E, N, K].
       batch_invariant: the k loop is not split, so that a row's bits are the same in every batch; up
         to 10 % slower with few rows. Under vmap the tile is that of one example.
@@ -83,12 +88,15 @@ def grouped_gemm(
       [R, N].
 
     Raises:
-      TypeError: a dtype differs or is no floating type.
+      TypeError: a dtype that is not listed.
       ValueError: shapes disagree, or no such layout.
-      NotImplementedError: out_sharding, (on CUDA) a dtype or row length without a kernel, or a
-        derivative with respect to what is quantized.
+      NotImplementedError: out_sharding, FP8 without scales, (on CUDA) a dtype or row length without
+        a kernel, or a derivative with respect to what is quantized.
 
-    Numerics: float32 accumulation, one rounding to the result's dtype. Bitwise repeatable. The
+    Numerics: float32 accumulation, one rounding to the result's dtype. Bitwise repeatable. Factors
+      of two dtypes are converted to one that holds both exactly: integers to the floating one,
+      which is what CUDA's kernels multiply too, bfloat16 or float16 to float32. Sums of integers
+      are int32, exact modulo 2^32, and are converted once; CUDA has no kernel for them. The
       gradient of `rhs` for a group without rows is exactly 0. With a quantized `rhs` derivatives
       are those of the product with `jaxmoe.dequantize` of it, in the dtype of `lhs`.
     Sharding: N, E and K may be split over Auto and Explicit mesh axes; for E and K, devices add up
@@ -107,6 +115,10 @@ def grouped_gemm(
         raise NotImplementedError(_checks.message(op, rule, out_sharding=out_sharding))
     _checks.check_choice(op, "weight_layout", weight_layout, WEIGHT_LAYOUTS)
     format = _check_factors(lhs, rhs, weight_layout)
+    given = lhs.dtype, lhs.dtype
+    if not isinstance(rhs, QuantizedArray):
+        given = lhs.dtype, rhs.dtype
+        lhs, rhs = _dtypes.factors(op, lhs, rhs)
     if rhs.shape[0] == 0:
         rule = "rhs.shape[0]=0 must be at least 1 (num_groups)"
         raise ValueError(_checks.message(op, rule, rhs=rhs))
@@ -114,9 +126,7 @@ def grouped_gemm(
     _checks.check_same_dim(op, "rhs", rhs, k_axis, "lhs", lhs, 1, "K, the contracted axis")
     check_accum(op, accum, format)
     promoted = format.sums(accum, lhs.shape[1])
-    out_dtype = lhs.dtype
-    if preferred_element_type is not None:
-        out_dtype = element_type(op, preferred_element_type)
+    out_dtype = _dtypes.of_result(op, given, preferred_element_type)
     float_out = out_dtype == jnp.float32
     check_config(
         op,
@@ -145,11 +155,11 @@ def grouped_gemm(
             packed=format.packed,
         )
         config = whole_k(op, "config", config, chosen)
-    check_precision(op, precision, lhs.dtype, format)
+    _dtypes.check_precision(op, precision, lhs.dtype, format)
     check_num_rows(op, lhs.shape[0], lhs=lhs)
     if bias is not None:
         _checks.check_rank(op, "bias", bias, "E,N")
-        _checks.check_same_dtype(op, "bias", bias, "lhs", lhs)
+        _dtypes.check_bias(op, bias, lhs)
         _checks.check_same_dim(op, "bias", bias, 0, "rhs", rhs, 0, "num_groups")
         _checks.check_same_dim(op, "bias", bias, 1, "rhs", rhs, 3 - k_axis, "N")
     starts, sizes = _groups(lhs, rhs, group_sizes, group_offset)
@@ -214,9 +224,6 @@ def _check_factors(lhs: Any, rhs: Any, layout: str) -> Format:
         return format
     check_tokens_are_plain(op, "lhs", lhs, "rhs")
     _checks.check_rank(op, "rhs", rhs, "E,K,N" if layout == "kn" else "E,N,K")
-    check_float(op, "lhs", lhs)
-    check_float(op, "rhs", rhs)
-    _checks.check_same_dtype(op, "rhs", rhs, "lhs", lhs)
     return PLAIN
 
 
@@ -291,39 +298,6 @@ def _first_group(group_offset: Any, num_groups: int, num_sizes: int) -> jax.Arra
         rule = "group_offset must be one integer (a scalar or an array of shape [1])"
         raise TypeError(_checks.message("grouped_gemm", rule, group_offset=group_offset))
     return clip_sizes(offset, -num_groups, num_sizes).reshape(1)
-
-
-def element_type(op: str, value: Any) -> np.dtype:
-    """Returns `preferred_element_type` as a dtype, refusing any that no result has."""
-    try:
-        dtype = np.dtype(value)
-        name = _checks.dtype_name(dtype)
-    except TypeError:
-        dtype, name = None, repr(value) if isinstance(value, str) else _checks.describe(value)
-    if dtype is None or dtype.name not in _checks.FLOATS:
-        rule = f"preferred_element_type={name} must be bf16 or f16 or f32"
-        raise TypeError(_checks.message(op, rule))
-    return dtype
-
-
-def check_precision(op: str, precision: Any, dtype: Any, format: Format) -> None:
-    """Refuses what `jax.lax.dot` does not take; asked of JAX, whose list grows."""
-    if precision is None:
-        return
-    if format.quantized:
-        rule = "precision must be None if rhs is quantized: products of FP8 numbers are exact"
-        raise ValueError(_checks.message(op, rule, precision=precision))
-    square = jax.ShapeDtypeStruct((1, 1), dtype)
-    try:
-        hash(precision)
-        jax.eval_shape(lambda a: jax.lax.dot(a, a, precision=precision), square)
-    except (TypeError, ValueError) as error:
-        rule = (
-            "precision must be None or a precision of jax.lax.dot: a jax.lax.Precision or its "
-            "name, a tuple of two, or a hashable dot algorithm"
-        )
-        kind = ValueError if isinstance(precision, str) else TypeError
-        raise kind(_checks.message(op, rule, precision=precision)) from error
 
 
 def check_num_rows(op: str, num_rows: int, **arrays: Any) -> None:

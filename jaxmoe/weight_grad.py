@@ -6,16 +6,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxmoe._formats import PLAIN
+from jaxmoe._gemm.dtypes import check_precision, element_type
 from jaxmoe._gemm.op import tgmm
 from jaxmoe._jax import checks as _checks
 from jaxmoe._jax.checks import check_float
-from jaxmoe.grouped_gemm import (
-    check_group_sizes,
-    check_num_rows,
-    check_precision,
-    element_type,
-    ranges,
-)
+from jaxmoe.grouped_gemm import check_group_sizes, check_num_rows, ranges
 from jaxmoe.quantize import WEIGHT_LAYOUTS
 
 _OP = "grouped_gemm_weight_grad"

@@ -68,10 +68,9 @@ GEMM_ERRORS = (
         "Got rhs: bf16[0,8,16].",
     ),
     (
-        {"rhs": zeros(E, K, N, dtype=F32)},
+        {"rhs": zeros(E, K, N, dtype=bool)},
         TypeError,
-        "jaxmoe.grouped_gemm: rhs.dtype=f32 must equal lhs.dtype=bf16. "
-        "Got rhs: f32[3,8,16], lhs: bf16[6,8].",
+        "jaxmoe.grouped_gemm: rhs.dtype=bool must be bf16 or f16 or f32. Got rhs: bool[3,8,16].",
     ),
     (
         {"lhs": zeros(R, K, dtype=I32)},
@@ -79,11 +78,23 @@ GEMM_ERRORS = (
         "jaxmoe.grouped_gemm: lhs.dtype=i32 must be bf16 or f16 or f32. Got lhs: i32[6,8].",
     ),
     (
-        {"rhs": zeros(E, K, N, dtype=jnp.int8)},
-        NotImplementedError,
-        "jaxmoe.grouped_gemm: rhs.dtype=i8 must be bf16 or f16 or f32; quantized weights and "
-        "tokens come with their scales as a jaxmoe.QuantizedArray. "
-        "Got rhs: i8[3,8,16].",
+        {
+            "lhs": zeros(R, K, dtype=jnp.int8),
+            "rhs": zeros(E, K, N, dtype=jnp.int8),
+            "preferred_element_type": jnp.int16,
+        },
+        TypeError,
+        "jaxmoe.grouped_gemm: preferred_element_type=i16 must be i8 or i32 or bf16 or f16 or f32.",
+    ),
+    (
+        {
+            "lhs": zeros(R, K, dtype=jnp.int8),
+            "rhs": zeros(E, K, N, dtype=jnp.int8),
+            "bias": zeros(E, N, dtype=jnp.int8),
+        },
+        TypeError,
+        "jaxmoe.grouped_gemm: bias must be None if lhs and rhs are integers; add it to the result."
+        " Got bias: i8[3,16], lhs: i8[6,8].",
     ),
     (
         {"rhs": np.zeros((E, K, N), ml_dtypes.float8_e4m3fn)},

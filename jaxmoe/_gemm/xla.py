@@ -117,14 +117,15 @@ def tgmm_xla(
 
 
 def _dot(a: jax.Array, b: jax.Array, contract_a: int, contract_b: int, precision: Any) -> jax.Array:
-    """The product of two matrices over those axes, in float32."""
+    """The product of two matrices over those axes, in float32, or int32 of integers."""
     common = _common(a, b)
+    sums = jnp.int32 if jnp.issubdtype(common, jnp.integer) else jnp.float32
     return jax.lax.dot_general(
         a.astype(common),
         b.astype(common),
         (((contract_a,), (contract_b,)), ((), ())),
         precision=precision,
-        preferred_element_type=jnp.float32,
+        preferred_element_type=sums,
     )
 
 

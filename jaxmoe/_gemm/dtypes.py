@@ -1,0 +1,97 @@
+"""The dtypes of a grouped product: what its factors are multiplied in, and that of its result."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmoe._formats import Format
+from jaxmoe._jax import checks as _checks
+
+# Products of these are integers, summed in int32.
+INTEGERS = ("int8", "uint8", "int4", "uint4")
+
+
+def factors(op: str, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+    """Returns plain factors in the one dtype that holds both exactly, as `jax.lax.dot` has it.
+
+    Integers beside floats become floats. Two integers become int8, uint8 or int16: XLA's CPU
+    backend does not multiply those of 4 bits.
+    """
+    for name, x in (("lhs", lhs), ("rhs", rhs)):
+        _checks.check_array(op, name, x)
+        if np.dtype(x.dtype).name not in INTEGERS:
+            _checks.check_float(op, name, x)
+    common = _common(np.dtype(lhs.dtype), np.dtype(rhs.dtype))
+    turned = lambda a: a if a.dtype == common else jnp.asarray(a).astype(common)  # noqa: E731
+    return turned(lhs), turned(rhs)
+
+
+def _common(a: np.dtype, b: np.dtype) -> np.dtype:
+    """The narrowest dtype of a product that holds the values of both."""
+    floats = {t for t in (a, b) if t.name not in INTEGERS}
+    if floats:  # neither of bfloat16 and float16 holds the other
+        return floats.pop() if len(floats) == 1 else np.dtype(np.float32)
+    integers = {a.name, b.name}
+    if "uint8" not in integers:
+        return np.dtype(np.int8)
+    return np.dtype(np.uint8 if integers <= {"uint8", "uint4"} else np.int16)
+
+
+def check_bias(op: str, bias: Any, lhs: Any) -> None:
+    """Refuses a bias of another dtype than the product's, and any of integers."""
+    if jnp.issubdtype(lhs.dtype, jnp.integer):
+        rule = "bias must be None if lhs and rhs are integers; add it to the result"
+        raise TypeError(_checks.message(op, rule, bias=bias, lhs=lhs))
+    _checks.check_same_dtype(op, "bias", bias, "lhs", lhs)
+
+
+def of_result(op: str, given: tuple[Any, Any], preferred: Any) -> np.dtype:
+    """The dtype of the result of factors of the dtypes `given`, by the rules of `jax.lax.dot`."""
+    if given[0] == given[1]:
+        default = np.dtype(given[0])
+    else:
+        a, b = (jax.ShapeDtypeStruct((1, 1), dtype) for dtype in given)
+        default = np.dtype(jax.eval_shape(jax.lax.dot, a, b).dtype)
+    if preferred is None:
+        return default
+    integer = default.name in INTEGERS
+    return element_type(op, preferred, (default.name, "int32") if integer else ())
+
+
+def element_type(op: str, value: Any, besides: tuple[str, ...] = ()) -> np.dtype:
+    """Returns `preferred_element_type` as a dtype, refusing any that no result has.
+
+    `besides`: names of dtypes that are allowed beside the floating ones.
+    """
+    try:
+        dtype = np.dtype(value)
+        name = _checks.dtype_name(dtype)
+    except TypeError:
+        dtype, name = None, repr(value) if isinstance(value, str) else _checks.describe(value)
+    allowed = (*besides, *_checks.FLOATS)
+    if dtype is None or dtype.name not in allowed:
+        names = " or ".join(map(_checks.dtype_name, allowed))
+        raise TypeError(_checks.message(op, f"preferred_element_type={name} must be {names}"))
+    return dtype
+
+
+def check_precision(op: str, precision: Any, dtype: Any, format: Format) -> None:
+    """Refuses what `jax.lax.dot` does not take; asked of JAX, whose list grows."""
+    if precision is None:
+        return
+    if format.quantized:
+        rule = "precision must be None if rhs is quantized: products of FP8 numbers are exact"
+        raise ValueError(_checks.message(op, rule, precision=precision))
+    square = jax.ShapeDtypeStruct((1, 1), dtype)
+    try:
+        hash(precision)
+        jax.eval_shape(lambda a: jax.lax.dot(a, a, precision=precision), square)
+    except (TypeError, ValueError) as error:
+        rule = (
+            "precision must be None or a precision of jax.lax.dot: a jax.lax.Precision or its "
+            "name, a tuple of two, or a hashable dot algorithm"
+        )
+        kind = ValueError if isinstance(precision, str) else TypeError
+        raise kind(_checks.message(op, rule, precision=precision)) from error
