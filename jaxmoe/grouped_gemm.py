@@ -244,10 +244,17 @@ def _groups(
             f"rhs.shape[0]={num_groups} (num_groups)"
         )
         raise ValueError(_checks.message(op, rule, group_sizes=group_sizes, rhs=rhs))
-    starts, sizes = ranges(group_sizes, lhs.shape[0])
+    return window(op, group_sizes, lhs.shape[0], num_groups, group_offset)
+
+
+def window(
+    op: str, group_sizes: Any, num_rows: Any, num_groups: int, group_offset: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Returns first row and number of rows of the groups from `group_offset` on, None for all."""
+    starts, sizes = ranges(group_sizes, num_rows)
     if group_offset is None:
         return starts, sizes
-    group = _first_group(group_offset, num_groups, sizes.shape[0])
+    group = _first_group(op, group_offset, num_groups, sizes.shape[0])
     group = group + jnp.arange(num_groups, dtype=jnp.int32)
     exists = (group >= 0) & (group < sizes.shape[0])
     group = jnp.where(exists, group, 0)
@@ -287,7 +294,7 @@ def clip_sizes(x: Any, low: int, high: int) -> jax.Array:
     return cut if _sizes.is_known(high) else jnp.minimum(cut, jnp.asarray(high, jnp.int32))
 
 
-def _first_group(group_offset: Any, num_groups: int, num_sizes: int) -> jax.Array:
+def _first_group(op: str, group_offset: Any, num_groups: int, num_sizes: int) -> jax.Array:
     """Returns group_offset as int32 [1]; offsets that leave no group all count the same."""
     offset = group_offset
     if isinstance(offset, int) and not isinstance(offset, bool):
@@ -296,7 +303,7 @@ def _first_group(group_offset: Any, num_groups: int, num_sizes: int) -> jax.Arra
     is_integer = offset.dtype.kind not in "OSU" and jnp.issubdtype(offset.dtype, jnp.integer)
     if not is_integer or offset.size != 1 or offset.ndim > 1:
         rule = "group_offset must be one integer (a scalar or an array of shape [1])"
-        raise TypeError(_checks.message("grouped_gemm", rule, group_offset=group_offset))
+        raise TypeError(_checks.message(op, rule, group_offset=group_offset))
     return clip_sizes(offset, -num_groups, num_sizes).reshape(1)
 
 

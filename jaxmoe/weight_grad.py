@@ -10,7 +10,7 @@ from jaxmoe._gemm.dtypes import check_precision, element_type
 from jaxmoe._gemm.op import tgmm
 from jaxmoe._jax import checks as _checks
 from jaxmoe._jax.checks import check_float
-from jaxmoe.grouped_gemm import check_group_sizes, check_num_rows, ranges
+from jaxmoe.grouped_gemm import check_group_sizes, check_num_rows, window
 from jaxmoe.quantize import WEIGHT_LAYOUTS
 
 _OP = "grouped_gemm_weight_grad"
@@ -26,6 +26,8 @@ def grouped_gemm_weight_grad(
     *,
     accumulate_into: jax.Array | None = None,
     weight_layout: str = "kn",
+    group_offset: Any = None,
+    num_groups: int | None = None,
 ) -> jax.Array:
     """Returns the gradient of `rhs` of `jaxmoe.grouped_gemm`, added to `accumulate_into`.
 
@@ -46,6 +48,9 @@ def grouped_gemm_weight_grad(
         On CUDA the result takes its memory, if nothing else uses it: in a loop, a carry; as an
         argument of a jitted function, one that is donated. Not under `vmap`.
       weight_layout: "kn" for a result [E, K, N], "nk" for [E, N, K].
+      group_offset: scalar or [1] integer, the group that dw[0] belongs to; 0 by default.
+      num_groups: E of the result, with `group_offset`; as many as `group_sizes` by default. Groups
+        that do not exist have no rows.
 
     Returns:
       [E, K, N], or [E, N, K].
@@ -79,14 +84,15 @@ def grouped_gemm_weight_grad(
     if preferred_element_type is not None:
         dtype = element_type(_OP, preferred_element_type)
     factors = (lhs, dy) if weight_layout == "kn" else (dy, lhs)
+    count = _num_groups(num_groups, group_sizes, group_offset)
     if accumulate_into is not None:
-        shape = (group_sizes.shape[0], *(a.shape[1] for a in factors))
+        shape = (count, *(a.shape[1] for a in factors))
         _check_accumulate_into(accumulate_into, shape, dtype, weight_layout)
-    starts, sizes = ranges(group_sizes, lhs.shape[0])
+    starts, sizes = window(_OP, group_sizes, lhs.shape[0], count, group_offset)
     (dw,) = tgmm(
         *(a[None] for a in (*factors, starts, sizes)),
         None if accumulate_into is None else accumulate_into[None],
-        weight_shape=(1, group_sizes.shape[0]),
+        weight_shape=(1, count),
         out_dtype=jnp.dtype(dtype),
         precision=precision,
     )
@@ -105,6 +111,16 @@ def _check_factors(lhs: Any, dy: Any, group_sizes: Any, weight_layout: str) -> N
     if group_sizes.shape[0] == 0:
         rule = "group_sizes.shape[0]=0 must be at least 1 (num_groups)"
         raise ValueError(_checks.message(_OP, rule, group_sizes=group_sizes))
+
+
+def _num_groups(num_groups: Any, group_sizes: Any, group_offset: Any) -> int:
+    """Returns E of the result."""
+    if num_groups is None:
+        return group_sizes.shape[0]
+    if group_offset is None:
+        rule = "num_groups must be None without group_offset"
+        raise ValueError(_checks.message(_OP, rule, num_groups=num_groups))
+    return _checks.check_int(_OP, "num_groups", num_groups, 1)
 
 
 def _check_accumulate_into(

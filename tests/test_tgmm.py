@@ -171,3 +171,40 @@ def test_errors(change, message):
     with pytest.raises((ValueError, TypeError)) as error:
         grouped_gemm_weight_grad(**given)
     assert str(error.value).startswith(f"jaxmoe.grouped_gemm_weight_grad: {message}.")
+
+
+@pytest.mark.parametrize("layout", ("kn", "nk"))
+@pytest.mark.parametrize(("offset", "count"), [(1, 2), (0, 4), (3, 4), (-1, 2), (9, 3)])
+def test_some_of_the_groups(offset, count, layout):
+    """As `rhs` of `grouped_gemm` may hold: groups that do not exist have no rows."""
+    x, dy, _, _, _ = arguments(False)
+    sizes, old = np.array(SIZES, np.int32), jnp.ones((count, K, N))
+    turn = (lambda dw: dw.swapaxes(1, 2)) if layout == "nk" else (lambda dw: dw)
+    all_of_them = np.asarray(grouped_gemm_weight_grad(x[0], dy[0], sizes))
+    none, these = np.zeros((K, N)), range(offset, offset + count)
+    want = np.stack([all_of_them[e] if 0 <= e < E else none for e in these])
+    some = jax.jit(
+        lambda offset, old: grouped_gemm_weight_grad(
+            *(x[0], dy[0], sizes),
+            accumulate_into=old,
+            weight_layout=layout,
+            group_offset=offset,
+            num_groups=count,
+        )
+    )
+    got = turn(some(np.array([offset], np.int32), turn(old)))
+    np.testing.assert_allclose(got, want + 1, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"num_groups": 2}, ValueError, "num_groups must be None without group_offset"),
+        ({"num_groups": 0, "group_offset": 0}, ValueError, "num_groups=0 must be at least 1"),
+        ({"group_offset": 1.5}, TypeError, "grouped_gemm_weight_grad: group_offset must be one"),
+    ],
+)
+def test_groups_are_refused(change, error, message):
+    x, dy, _, _, _ = arguments(False)
+    with pytest.raises(error, match=message):
+        grouped_gemm_weight_grad(x[0], dy[0], np.array(SIZES, np.int32), **change)
