@@ -1,0 +1,141 @@
+"""The local layer of levanter's grug, against its own where levanter is installed."""
+
+import functools
+import importlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmoe._testing import normal
+from jaxmoe.seams.levanter import moe_mlp_local
+
+T, H, WIDTH, E, K = 24, 16, 32, 6, 2
+
+ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_new": functools.partial(jax.nn.gelu, approximate=True),
+    "relu": jax.nn.relu,
+    "tanh": jnp.tanh,  # which no kernel has
+}
+
+
+def example(dtype=jnp.float32, seed=0):
+    rng = np.random.default_rng(seed)
+    x, w13, w2 = (normal(rng, s, dtype, 0.5) for s in ((T, H), (E, H, 2 * WIDTH), (E, WIDTH, H)))
+    ids = jnp.asarray(np.argsort(rng.random((T, E)), axis=1)[:, :K].astype(np.int32))
+    weights = jax.nn.softmax(normal(rng, (T, K)), axis=-1)
+    return x, ids, weights, jnp.arange(T) % 5 != 3, w13, w2
+
+
+def literal(x, ids, weights, valid, w13, w2, *, activation_fn):
+    """The contract, token by token."""
+    out = np.zeros((T, H), np.float32)
+    for t in range(T):
+        for e, weight in zip(ids[t].tolist(), weights[t].tolist(), strict=True):
+            gate, up = np.split(np.asarray(x[t] @ w13[e]), 2)
+            out[t] += weight * bool(valid[t]) * np.asarray((activation_fn(gate) * up) @ w2[e])
+    return out
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_value(name):
+    args, function = example(), ACTIVATIONS[name]
+    f = jax.jit(functools.partial(moe_mlp_local, activation_fn=function, num_experts=E))
+    y, dropped = f(*args)
+    np.testing.assert_allclose(y, literal(*args, activation_fn=function), rtol=2e-5, atol=2e-5)
+    assert dropped.dtype == jnp.int32 and int(dropped) == 0
+    assert not y[~args[3]].any()
+
+
+def test_master_weights():
+    x, *rest = example()
+    y, _ = moe_mlp_local(x.astype(jnp.bfloat16), *rest, activation_fn=jax.nn.silu, num_experts=E)
+    want = literal(x, *rest, activation_fn=jax.nn.silu)
+    assert y.dtype == jnp.bfloat16
+    np.testing.assert_allclose(y.astype(np.float32), want, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("function", (jax.nn.silu, jnp.tanh))
+def test_names_of_grug_are_saved(function):
+    """A policy that saves them by name finds the result, and the rows around a function."""
+    layer = functools.partial(moe_mlp_local, activation_fn=function, num_experts=E)
+    jaxpr = str(jax.make_jaxpr(layer)(*example()))
+    assert "name=grug_moe_output" in jaxpr
+    assert ("name=grug_moe_expert_hidden" in jaxpr) == (function is jnp.tanh)
+
+
+@pytest.mark.filterwarnings("default")  # of what levanter imports
+class TestLevanter:
+    @pytest.fixture(autouse=True)
+    def as_levanter_has_it(self):
+        try:
+            self.local = importlib.import_module("levanter.grug._moe.local")
+            self.grug = importlib.import_module("levanter.grug.grug_moe")
+        except ImportError as error:
+            pytest.skip(str(error))
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            yield
+
+    @pytest.mark.parametrize("name", ACTIVATIONS)
+    def test_value_and_gradients(self, name):
+        x, ids, weights, valid, w13, w2 = example()
+
+        def both(layer, **options):
+            def loss(x, weights, w13, w2):
+                y, dropped = layer(
+                    *(x, ids, weights, valid, w13, w2),
+                    activation_fn=ACTIVATIONS[name],
+                    num_experts=E,
+                    **options,
+                )
+                return jnp.sum(jnp.sin(y)), (y, dropped)
+
+            return jax.value_and_grad(loss, (0, 1, 2, 3), has_aux=True)(x, weights, w13, w2)
+
+        want = both(self.local._moe_mlp_local, implementation="scatter")
+        got = both(moe_mlp_local, implementation="scatter")
+        close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)
+        jax.tree.map(close, got, want)
+
+    def test_layer_calls_it(self, monkeypatch):
+        """The public layer of grug with this seam in place of a backend."""
+        x, ids, weights, valid, w13, w2 = example()
+        layer = functools.partial(
+            self.grug.moe_mlp,
+            *(x, ids, weights, w13, w2),
+            token_valid=valid,
+            implementation="scatter",
+            mesh=None,
+        )
+        want, called = layer(), []
+
+        def seam(*args, **kwargs):
+            called.append(sorted(kwargs))
+            return moe_mlp_local(*args, **kwargs)
+
+        monkeypatch.setitem(self.local._MOE_LOCAL_FNS, "scatter", seam)
+        np.testing.assert_allclose(layer(), want, rtol=1e-4, atol=1e-4)
+        assert called == [["activation_fn", "num_experts"]]
+        monkeypatch.setattr(self.grug, "_moe_mlp_local", moe_mlp_local)
+        np.testing.assert_allclose(layer(), want, rtol=1e-4, atol=1e-4)
+        assert len(called) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"expert_chunks": 2}, ValueError, "moe_mlp_local: expert_chunks=2 must be 1"),
+        ({"num_experts": 5}, ValueError, r"moe_w13.shape\[0\]=6 must be 5 \(num_experts\)"),
+        ({"token_valid": np.ones(T)}, TypeError, "token_valid.dtype=f64 must be bool"),
+        ({"token_valid": np.ones(3, bool)}, ValueError, r"token_valid.shape=\[3\] must be \[24\]"),
+    ],
+)
+def test_refused(change, error, message):
+    x, ids, weights, valid, w13, w2 = example()
+    given = {"x": x, "selected_experts": ids, "combine_weights": weights, "token_valid": valid}
+    given |= {"moe_w13": w13, "moe_w2": w2, "num_experts": E, "activation_fn": jax.nn.silu}
+    with pytest.raises(error, match=message):
+        moe_mlp_local(**given | change)
