@@ -13,6 +13,7 @@ from jaxmoe.checkpoints.packed import from_int4 as from_int4
 from jaxmoe.checkpoints.packed import from_mxfp4 as from_mxfp4
 from jaxmoe.checkpoints.packed import from_nvfp4 as from_nvfp4
 from jaxmoe.checkpoints.packed import to_mxfp4 as to_mxfp4
+from jaxmoe.checkpoints.scaled import from_scales as from_scales
 from jaxmoe.checkpoints.tokens import from_tokens as from_tokens
 from jaxmoe.checkpoints.tokens import swizzle_scales as swizzle_scales
 from jaxmoe.checkpoints.tokens import to_tokens as to_tokens
