@@ -40,6 +40,7 @@ REFERENCES = (
     "docs/models.md",
     "docs/numerics.md",
     "docs/routing.md",
+    "docs/seams.md",
     "docs/semantics.md",
     "docs/sharding.md",
     "docs/training.md",

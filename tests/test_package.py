@@ -292,3 +292,18 @@ def test_other_cards_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         lowering = jax.jit(jaxmoe.plan, static_argnums=1).trace(jnp.zeros((2, 1), jnp.int32), 4)
         with pytest.raises(NotImplementedError, match=r"9\.0 \(Hopper\); NVIDIA A100 has 8\.0"):
             lowering.lower(lowering_platforms=("cuda",))
+
+
+def test_seams_are_imported_by_name_alone() -> None:
+    """Neither by `import jaxmoe`, nor with the library that they are for."""
+    names = ("aqt", "levanter", "megablox", "qwix", "tokamax", "transformer_engine")
+    code = f"""
+import sys
+import jaxmoe
+assert not any("jaxmoe.seams" in name for name in sys.modules)
+for name in {names}:
+    __import__(f"jaxmoe.seams.{{name}}")
+foreign = ("aqt", "flax", "haliax", "levanter", "maxtext", "qwix", "tokamax", "transformer_engine")
+assert not sys.modules.keys() & set(foreign)
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
