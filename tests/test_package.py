@@ -296,7 +296,7 @@ def test_other_cards_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_seams_are_imported_by_name_alone() -> None:
     """Neither by `import jaxmoe`, nor with the library that they are for."""
-    names = ("aqt", "levanter", "megablox", "qwix", "tokamax", "transformer_engine")
+    names = ("aqt", "levanter", "maxtext", "megablox", "qwix", "tokamax", "transformer_engine")
     code = f"""
 import sys
 import jaxmoe

@@ -157,6 +157,8 @@ def test_master_weights_in_a_quantized_forward_pass():
     f = lambda wo, **options: layer(**plain | {"wo": wo}, **options)[0].astype(jnp.float32)  # noqa: E731
     quantized = f(plain["wo"], forward_format="fp8_channel")
     assert 0 < np.abs(quantized - f(plain["wo"])).max() < 0.5
+    masters = layer(**given | {"x": plain["x"]}, forward_format="fp8_channel")[0]
+    np.testing.assert_array_equal(masters.astype(jnp.float32), quantized)
     grad = jax.grad(lambda wo: f(wo, forward_format="fp8_channel").sum())(plain["wo"])
     assert grad.dtype == jnp.bfloat16 and bool(jnp.isfinite(grad).all()) and bool(grad.any())
 

@@ -90,7 +90,8 @@ def moe(
         and "sqrtsoftplus" if K > 1, not with `use_pre_softmax`. A softmax over the chosen ones is
         always.
       apply_weight_on_input: Llama 4: weights multiply what experts read. "sigmoid" and K = 1.
-      forward_format: a quantized format for the value, see `jaxmoe.Experts`: FP8 on Hopper.
+      forward_format: a quantized format for the value, see `jaxmoe.Experts`: FP8 on Hopper. Master
+        weights are rounded first.
       mesh: of `ep_axis`; that of `jax.set_mesh` by default.
 
     Returns:
@@ -239,6 +240,8 @@ def _activation(activation_type: Any) -> Activation:
 def _experts(
     x: Any, wi: Any, wo: Any, biases: tuple[Any, Any, Any], activation: Any, format: str | None
 ) -> Experts:
+    if format is not None:  # which has no master weights
+        wi, wo, biases = jax.tree.map(lambda a: a.astype(x.dtype), (wi, wo, biases))
     gate_bias, up_bias, down_bias = biases
     first: dict[str, Any]
     if isinstance(wi, tuple | list):
