@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
 
 from jaxmoe import grouped_gemm, reference
 from jaxmoe._gemm.dtypes import INTEGERS
@@ -87,6 +88,16 @@ def test_vmap_and_group_offset():
     assert got.dtype == jnp.int32
     assert_equal(got, jnp.stack([product(lhs), -product(lhs)]))
     assert not got[:, : SIZES[0]].any()
+
+
+@pytest.mark.parametrize("spec", [(None, None, "m"), ("m", None, None), (None, "m", None)])
+def test_sums_over_devices(spec):
+    """Parts of integer sums add up exactly, wherever the weights are split."""
+    lhs, rhs, sizes = example("int8", "int8")
+    mesh = jax.make_mesh((4,), ("m",), axis_types=(AxisType.Auto,))
+    placed = jax.device_put(rhs, NamedSharding(mesh, jax.P(*spec)))
+    product = jax.jit(lambda *a: grouped_gemm(*a, preferred_element_type=jnp.int32))
+    assert_equal(product(lhs, placed, sizes), product(lhs, rhs, sizes))
 
 
 def lower_for_cuda(lhs, rhs):

@@ -105,7 +105,8 @@ def test_tgmm(published, offset, count, existing):
 @pytest.mark.parametrize("transposed", (False, True))
 def test_gradients(transposed):
     """Those of JAX's own derivative rule."""
-    published = importlib.import_module("jax.experimental.pallas.ops.tpu.megablox.ops")
+    name = "jax.experimental.pallas.ops.tpu.megablox.ops"
+    published = pytest.importorskip(name, exc_type=ImportError)
     lhs, rhs, sizes = example(np.float32, transposed)
     dy = integers((R, N), np.float32, 6).at[sum(SIZES) :].set(0)
 
