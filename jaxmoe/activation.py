@@ -1,9 +1,10 @@
 """Activations of the expert MLP: names, formulas, and constants for the kernels."""
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +49,8 @@ class Activation:
       >>> resolve("relu2").gated
       False
     """
+
+    fused: ClassVar[bool] = True  # there is a kernel's epilogue for it
 
     name: str
     gated: bool
@@ -156,6 +159,61 @@ class Swiglu(Activation):
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class Custom(Activation):
+    """A function of the user's between the two products: XLA computes it, kernels the products.
+
+    Attributes:
+      fn: of gate and up [..., I], or of the one first product, float32 -> [..., I].
+    """
+
+    fused: ClassVar[bool] = False
+
+    fn: Callable[..., jax.Array] = abs
+
+    def __call__(self, gate: jax.Array, up: jax.Array | None = None) -> jax.Array:
+        """Calls the function.
+
+        Raises:
+          TypeError: it returns no array of floats.
+          ValueError: it returns an array of another shape.
+        """
+        y = self.fn(gate) if up is None else self.fn(gate, up)
+        name = f"activation {self.name}"
+        _checks.check_float("Experts", f"{name}: its result", y)
+        if y.shape != gate.shape:
+            rule = f"{name} must return the shape of what it is given, {list(gate.shape)}"
+            raise ValueError(_checks.message("Experts", rule, result=y))
+        return y.astype(gate.dtype)
+
+    def kernel_params(self) -> dict[str, Any]:
+        """No kernel has the function."""
+        raise NotImplementedError(f"{self.name} is no activation of a kernel")
+
+
+def _custom(fn: Callable[..., jax.Array], op: str) -> Custom:
+    """The activation that calls `fn`, gated if that takes two arguments."""
+    name = getattr(fn, "__name__", None) or type(fn).__name__
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+        count = sum(p.kind in kinds and p.default is p.empty for p in parameters)
+    except (TypeError, ValueError):  # of builtins that tell nothing
+        count = 0
+    if count not in (1, 2):
+        rule = (
+            f"activation={name} must be a function of (gate, up), or of one argument without gate, "
+            "and of nothing else"
+        )
+        raise TypeError(_checks.message(op, rule, activation=fn))
+    try:
+        hash(fn)
+    except TypeError as error:
+        rule = f"activation={name} must be hashable: it is part of the compiled program"
+        raise TypeError(_checks.message(op, rule, activation=fn)) from error
+    return Custom(name, count == 2, IDENTITY, fn=fn)
+
+
 _OTHER_FORMULAS: dict[int, Callable[[jax.Array], jax.Array]] = {
     ERF: lambda g: jax.nn.gelu(g, approximate=False),
     RELU: jax.nn.relu,
@@ -182,15 +240,16 @@ ACTIVATIONS: dict[str, Activation] = {
 }
 
 
-def resolve(activation: str | Activation, op: str = "moe_mlp") -> Activation:
+def resolve(activation: str | Callable[..., Any], op: str = "moe_mlp") -> Activation:
     """Returns the activation of that name, or the one given.
 
     Args:
-      activation: a key of `ACTIVATIONS` or an `Activation`.
+      activation: a key of `ACTIVATIONS`, an `Activation`, or a function of (gate, up), or of one
+        array for an activation without gate.
       op: public name used in the message.
 
     Raises:
-      TypeError, ValueError: neither; the message lists the names.
+      TypeError, ValueError: none of these; the message lists the names.
 
     Example:
       >>> from jaxmoe.activation import resolve
@@ -199,6 +258,8 @@ def resolve(activation: str | Activation, op: str = "moe_mlp") -> Activation:
     """
     if isinstance(activation, Activation):
         return activation
+    if callable(activation):
+        return _custom(activation, op)
     _checks.check_choice(op, "activation", activation, (*ACTIVATIONS, "Swiglu(alpha, beta, limit)"))
     if activation not in ACTIVATIONS:
         rule = "activation='Swiglu(alpha, beta, limit)' must be an instance, not a string"

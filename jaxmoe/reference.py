@@ -7,6 +7,7 @@ Letters: T tokens, K choices per token, E experts, H hidden, I intermediate, R =
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -242,7 +243,7 @@ def moe_mlp(
     w_down: jax.Array | QuantizedArray,
     *,
     num_experts: int | None = None,
-    activation: str | Activation = "swiglu",
+    activation: str | Activation | Callable[..., jax.Array] = "swiglu",
     b_gate_up: jax.Array | None = None,
     b_down: jax.Array | None = None,
     gate_up: str = "gate_up",

@@ -140,6 +140,7 @@ activated_p = _primitive.define(
     xla=_activated,
     batch=lambda args, dims, **params: fold_batch(activated_p, args, dims, **params),
     jvp=_jvp,
+    composed=lambda activation, **_: not activation.fused,
     cuda=cuda.target(
         "row_index",
         "dtype",

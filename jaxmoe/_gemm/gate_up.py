@@ -129,6 +129,7 @@ gate_up_p = _primitive.define(
     xla=_gate_up,
     batch=functools.partial(_primitive.as_its_ops, _gate_up),
     jvp=_gate_up_jvp,
+    composed=lambda activation, **_: not activation.fused,
     cuda=cuda.target(
         "row_to_token",
         "x",

@@ -200,6 +200,8 @@ def check_one_kernel(op: str, layer: Layer) -> None:
         return
     elif not layer.activation.gated:
         rule = f"{name} must be False with an activation that is not gated"
+    elif not layer.activation.fused:
+        rule = f"{name} must be False with a function as activation, which no kernel has"
     elif format.quantizes_tokens or (format.composed and not format.master):
         rule = f"{name} must be False if tokens are quantized"
     elif layer.layouts[0] != layer.layouts[1]:

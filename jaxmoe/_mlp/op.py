@@ -59,7 +59,8 @@ def _xla(*arrays: Any, layer: Layer) -> tuple[jax.Array, ...]:
 
 
 def _composed(*, absent: tuple[str, ...], layer: Layer) -> bool:
-    return layer.format.composed or "b_up" not in absent or "up_scales" not in absent
+    apart = "b_up" not in absent or "up_scales" not in absent
+    return layer.format.composed or apart or not layer.activation.fused
 
 
 def rounded(a: Operands, layer: Layer) -> Operands:

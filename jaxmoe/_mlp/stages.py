@@ -104,6 +104,9 @@ def rows_of(
     parts = [first(*of_half) for of_half in halves(a, layer)]
     z = exchange.between(parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1))
     h = activate(z, layer.activation, layer.gate_up).astype(layer.dtype)
+    if format.quantizes_tokens and not layer.activation.fused:  # which may not be 0 at 0
+        used = jnp.arange(h.shape[0], dtype=jnp.int32) < order.expert_offsets[-1]
+        h = jnp.where(used[:, None], h, 0)
     down_format, w_scales = format, a.down_scales
     if not format.quantizes_tokens:
         tokens = Tokens(exchange.after(h), None)
@@ -116,7 +119,7 @@ def rows_of(
         down_format, w_scales = format.by_expert(a.w_down, w_scales, of_weight)
         tokens = down_format.tokens(exchange.after(h), of_row)
     else:
-        # z is 0 in rows of no group, and so is every activation of it: they are no maximum.
+        # h is 0 in rows of no group: they are no maximum.
         tokens = (exchange.tokens or format.tokens)(h)
     rows = in_order(
         tokens,

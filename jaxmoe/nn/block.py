@@ -56,7 +56,7 @@ class MoEConfig:
     intermediate: int
     num_experts: int
     top_k: int
-    activation: str | Activation = "swiglu"
+    activation: str | Activation | Callable[..., jax.Array] = "swiglu"
     method: str | RoutingMethod = "renormalize"
     num_groups: int = 1
     top_groups: int = 1

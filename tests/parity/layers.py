@@ -4,6 +4,7 @@ docs/models.md names them. `b.x` are the tokens [T, H]; `b.routing`, `b.experts`
 what the row says; `b["name"]` is an array, module or number of the configuration.
 """
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -15,16 +16,6 @@ from tests.parity.cells import LENGTH, SEQUENCES, Layer, largest, softcap
 
 def rms_norm(x: jax.Array, epsilon: float) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + epsilon)
-
-
-def by_stages(b: Layer, activation: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
-    """The layer with an activation that it does not have, applied between its two products."""
-    plan = jaxmoe.plan(b.routing.expert_ids, b["num_local_experts"])
-    rows = jaxmoe.permute(b.x, plan)
-    z = jaxmoe.grouped_gemm(rows, b["gate_up_proj"], plan.group_sizes, weight_layout="nk")
-    h = activation(*jnp.split(z, 2, axis=-1))
-    rows = jaxmoe.grouped_gemm(h, b["down_proj"], plan.group_sizes, weight_layout="nk")
-    return jaxmoe.finalize(rows, plan, b.routing.weights)
 
 
 def normed_result(b: Layer) -> jax.Array:
@@ -133,7 +124,8 @@ def soft_capped(b: Layer) -> jax.Array:
         capped = softcap(gate, b["mlp_gate_softcap"])
         return capped * jax.nn.sigmoid(gate) * softcap(up, b["mlp_up_softcap"])
 
-    return by_stages(b, activation)
+    experts = dataclasses.replace(b.experts, activation=activation)
+    return jaxmoe.moe_mlp(b.x, b.routing, experts)
 
 
 def clamped_after(b: Layer) -> jax.Array:
@@ -144,7 +136,8 @@ def clamped_after(b: Layer) -> jax.Array:
 
     shared, linear = b["shared_experts"], b.names.linear
     h = clamped(b["swiglu_limits_shared"][0])(linear(shared.gate_proj), linear(shared.up_proj))
-    return by_stages(b, clamped(b["swiglu_limits"][0])) + linear(shared.down_proj, h)
+    experts = dataclasses.replace(b.experts, activation=clamped(b["swiglu_limits"][0]))
+    return jaxmoe.moe_mlp(b.x, b.routing, experts, residual=linear(shared.down_proj, h))
 
 
 def two_modalities(b: Layer) -> jax.Array:
