@@ -35,8 +35,8 @@ from .quantize import quantize_tokens as quantize_tokens
 from .ragged_dot import ragged_dot_general as ragged_dot_general
 from .route_and_plan import route_and_plan as route_and_plan
 from .routing import Routing as Routing
-from .routing import RoutingMethod as RoutingMethod
 from .routing import route as route
+from .routing_methods import RoutingMethod as RoutingMethod
 from .weight_grad import grouped_gemm_weight_grad as grouped_gemm_weight_grad
 
 if _TYPE_CHECKING:

@@ -169,7 +169,7 @@ class Custom(Activation):
 
     fused: ClassVar[bool] = False
 
-    fn: Callable[..., jax.Array] = abs
+    fn: Callable[..., jax.Array] = jnp.abs
 
     def __call__(self, gate: jax.Array, up: jax.Array | None = None) -> jax.Array:
         """Calls the function.

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jaxmoe.activation import Activation, resolve, split_gate_up
 from jaxmoe.quantize import QuantizedArray, dequantize, format_of, quantize_tokens
-from jaxmoe.routing import METHODS, RoutingMethod
+from jaxmoe.routing_methods import METHODS, RoutingMethod
 
 
 def route(

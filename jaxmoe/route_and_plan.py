@@ -25,7 +25,8 @@ from jaxmoe.plan import (
     plan_scratch_size,
     plan_xla,
 )
-from jaxmoe.routing import Routing, RoutingMethod, check_options, routing_of, scaled
+from jaxmoe.routing import Routing, check_options, routing_of, scaled
+from jaxmoe.routing_methods import RoutingMethod
 
 _OP = "route_and_plan"
 

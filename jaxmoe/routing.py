@@ -12,6 +12,7 @@ from jaxmoe._jax import checks as _checks
 from jaxmoe._jax import leading as _leading
 from jaxmoe._jax import sizes as _sizes
 from jaxmoe._route import Rule, completed, route_p, weights_xla
+from jaxmoe.routing_methods import RoutingMethod, method_of
 
 
 @jax.tree_util.register_dataclass
@@ -32,101 +33,7 @@ class Routing:
     num_experts: int | None = dataclasses.field(default=None, metadata={"static": True})
 
 
-_SCORES = ("logits", "softmax", "sigmoid", "sqrtsoftplus")
-_NORMALIZE = ("none", "softmax", "sum", "clamped_sum")
-_GROUP_VALUES = ("", "top2", "max")
-
-
-@dataclasses.dataclass(frozen=True)
-class RoutingMethod:
-    """A routing rule: the names that `route` takes as `method` are instances of it.
-
-    s[e] = score(logits[e]); key[e] = s[e] + bias[e] if by_score, else logits[e]
-
-    Any combination is one kernel on CUDA. For example, Ernie 4.5 chooses by softmax plus a bias and
-    divides by the sum: `RoutingMethod("softmax", True, "clamped_sum", True, bias=True)`.
-
-    Attributes:
-      score: s, "logits" (the logit itself), "softmax" over all experts, "sigmoid" or
-        "sqrtsoftplus" (the root of log(1 + exp(x))).
-      by_score: experts are chosen by score (plus bias), not by logit.
-      normalize: weights of the chosen scores: "none" as they are, "softmax" of them, "sum" divided
-        by (their sum + epsilon), "clamped_sum" divided by max(their sum, epsilon).
-      norm_topk_prob: whether they are divided by their sum if `route` is not told; None: it cannot
-        be told.
-      bias: whether there may be a selection bias. Needs `by_score`; with "logits" it is added to
-        the logits for the choice alone.
-      group_value: what a group of experts is worth: "top2", the sum of its two largest keys, or
-        "max", its largest key. "": no groups.
-      top_k: the only number of experts the rule is for, 0 for any.
-
-    Raises:
-      TypeError, ValueError: a field of another type, an unknown name, a bias without `by_score`, or
-        a `norm_topk_prob` where nothing is divided.
-    """
-
-    score: str
-    by_score: bool = False
-    normalize: str = "none"
-    norm_topk_prob: bool | None = None
-    bias: bool = False
-    group_value: str = ""
-    top_k: int = 0
-
-    def __post_init__(self) -> None:
-        """Checks the fields."""
-        op = "RoutingMethod"
-        choices = (("score", _SCORES), ("normalize", _NORMALIZE), ("group_value", _GROUP_VALUES))
-        for name, allowed in choices:
-            _checks.check_choice(op, name, getattr(self, name), allowed)
-        for name in ("by_score", "bias"):
-            if type(getattr(self, name)) is not bool:
-                rule = f"{name} must be a bool"
-                raise TypeError(_checks.message(op, rule, **{name: getattr(self, name)}))
-        if self.norm_topk_prob not in (None, False, True):
-            rule = "norm_topk_prob must be a bool or None"
-            raise TypeError(_checks.message(op, rule, norm_topk_prob=self.norm_topk_prob))
-        _checks.check_int(op, "top_k", self.top_k, 0)
-        if self.bias and not self.by_score:
-            rule = "bias=True needs by_score=True: a bias is part of what is compared"
-            raise ValueError(_checks.message(op, rule, score=self.score))
-        if self.norm_topk_prob is not None and not self.divides:
-            rule = f"norm_topk_prob must be None with normalize={self.normalize!r}"
-            raise ValueError(_checks.message(op, rule, norm_topk_prob=self.norm_topk_prob))
-
-    @property
-    def divides(self) -> bool:
-        """Whether weights are, or can be, divided by their sum."""
-        return self.normalize in ("sum", "clamped_sum")
-
-
-METHODS: dict[str, RoutingMethod] = {
-    "softmax": RoutingMethod("softmax", normalize="sum", norm_topk_prob=False),
-    "renormalize": RoutingMethod("logits", normalize="softmax"),
-    "renormalize_naive": RoutingMethod("logits", normalize="softmax"),
-    "deepseek_v3": RoutingMethod("sigmoid", True, "sum", True, bias=True, group_value="top2"),
-    "deepseek_v2": RoutingMethod("softmax", True, "sum", False, group_value="max"),
-    "llama4": RoutingMethod("sigmoid", top_k=1),
-    "topk": RoutingMethod("logits"),
-    "sigmoid_renorm": RoutingMethod("sigmoid", True, "clamped_sum", True),
-    "minimax2": RoutingMethod("sigmoid", True, "sum", bias=True),
-    "sigmoid": RoutingMethod("sigmoid", True),
-    "topk_sigmoid": RoutingMethod("sigmoid"),
-    "sqrtsoftplus": RoutingMethod("sqrtsoftplus", True, "sum", True, bias=True),
-}
-
 _EPSILON = 1e-20
-
-
-def method_of(op: str, method: Any) -> RoutingMethod:
-    """The rule that a name stands for, or a rule itself."""
-    if isinstance(method, RoutingMethod):
-        return method
-    if isinstance(method, str):
-        _checks.check_choice(op, "method", method, tuple(METHODS))
-        return METHODS[method]
-    rule = "method must be a name or a jaxmoe.RoutingMethod"
-    raise TypeError(_checks.message(op, rule, method=method))
 
 
 def _named(method: str | RoutingMethod) -> str:

@@ -18,7 +18,7 @@ from jaxmoe._jax import primitive as _primitive
 from jaxmoe._jax import targets as _targets
 from jaxmoe.activation import ACTIVATIONS, GATE_UP_ORDERS
 from jaxmoe.grouped_gemm import WEIGHT_LAYOUTS
-from jaxmoe.routing import METHODS
+from jaxmoe.routing_methods import METHODS
 from tests import layers
 from tests.arguments import ones, zeros
 

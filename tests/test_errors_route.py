@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxmoe import route
-from jaxmoe.routing import METHODS
+from jaxmoe.routing_methods import METHODS
 
 F32, I32 = jnp.float32, jnp.int32
 T, E = 3, 8

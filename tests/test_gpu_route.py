@@ -10,7 +10,7 @@ import pytest
 from jaxmoe import plan, route
 from jaxmoe._jax import targets as _targets
 from jaxmoe._testing import assert_equal, poison
-from jaxmoe.routing import METHODS
+from jaxmoe.routing_methods import METHODS
 from tests import routing_oracle as oracle
 from tests.routing_oracle import VARIANTS, case
 from tests.test_routing_rules import GOLDEN, MODELS, STATIC

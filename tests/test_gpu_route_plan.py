@@ -8,7 +8,7 @@ import pytest
 from jaxmoe import route, route_and_plan
 from jaxmoe._jax import targets as _targets
 from jaxmoe._testing import assert_equal, poison
-from jaxmoe.routing import METHODS
+from jaxmoe.routing_methods import METHODS
 from tests import routing_oracle as oracle
 from tests.routing_oracle import VARIANTS, case
 from tests.test_gpu_route import DTYPES, MAPS, SPECIAL

@@ -9,7 +9,7 @@ import pytest
 
 from jaxmoe import RoutingMethod, explain, reference, route, route_and_plan
 from jaxmoe._jax import targets as _targets
-from jaxmoe.routing import METHODS
+from jaxmoe.routing_methods import METHODS
 from tests.lowered import calls, cuda_text
 
 SCORES = ("logits", "softmax", "sigmoid", "sqrtsoftplus")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from jaxmoe import route
 from jaxmoe._testing import assert_equal, assert_vmap_is_loop
-from jaxmoe.routing import METHODS
+from jaxmoe.routing_methods import METHODS
 from tests import routing_oracle as oracle
 from tests.routing_oracle import VARIANTS, case
 

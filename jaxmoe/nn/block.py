@@ -14,7 +14,8 @@ from jaxmoe.activation import Activation, resolve
 from jaxmoe.experts import Experts
 from jaxmoe.losses import expert_load, load_balancing_loss, router_z_loss
 from jaxmoe.mlp import moe_mlp
-from jaxmoe.routing import METHODS, Routing, RoutingMethod, method_of, route
+from jaxmoe.routing import Routing, route
+from jaxmoe.routing_methods import METHODS, RoutingMethod, method_of
 
 _OP = "MoEConfig"
 Layer = Callable[..., jax.Array]
