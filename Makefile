@@ -1,6 +1,6 @@
 # Every task of the project; each target works on a fresh clone.
 .DEFAULT_GOAL := help
-.PHONY: demo test test-oldest test-gpu test-multi-gpu test-matrix test-parity mutation sanitize bench native-bench \
+.PHONY: demo test test-all test-oldest test-gpu test-multi-gpu test-matrix test-parity mutation sanitize bench native-bench \
   lint format wheel build-matrix clean help
 
 PYTHON ?=
@@ -8,6 +8,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 CSRC := $(shell find csrc -name '*.cu' -o -name '*.cuh' -o -name '*.cc' -o -name '*.h')
 NATIVE_BENCH := $(wildcard benchmarks/native/*.* benchmarks/native/*/*.*)
+WORKERS := -n auto --maxprocesses 4 --dist worksteal
 export PYTHON
 
 # Python files are used in place; only what is compiled or packaged asks for a new installation.
@@ -19,8 +20,11 @@ $(INSTALLED): pyproject.toml CMakeLists.txt tools/build_backend.py tools/develop
 demo: $(INSTALLED)  ## Run a whole layer on the devices there are, checked and timed
 	@$(BIN)/python examples/demo.py
 
-test: $(INSTALLED)  ## Run the tests that need no GPU
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal $(ARGS)
+test: $(INSTALLED)  ## Run the tests that need no GPU, of slow ones a part (ARGS="-k plan": those whole)
+	$(BIN)/python -m pytest $(WORKERS) $(or $(ARGS),--quick)
+
+test-all: $(INSTALLED)  ## Run every test that needs no GPU
+	$(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
 test-oldest: $(INSTALLED)  ## Run the same tests on the oldest supported jax
 	$(BIN)/python tools/test_matrix.py --jax oldest $(ARGS)

@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 import time
+import zlib
 from collections.abc import Generator
 from pathlib import Path
 
@@ -54,6 +55,32 @@ def own_programs(shared: Path) -> Path:
     own = Path(tempfile.mkdtemp(prefix="session-", dir=shared))
     link_programs(shared, own)
     return own
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    rule = "run one set of parameters of the tests that tests/slow.txt names, or none"
+    parser.addoption("--quick", action="store_true", help=rule)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves most of the slow tests out of a quick run."""
+    if not config.getoption("quick"):
+        return
+    lines = (config.rootpath / "tests" / "slow.txt").read_text(encoding="utf-8").splitlines()
+    slow: dict[str, list[pytest.Item]] = {name: [] for name in lines if name[:1] != "#"}
+    for item in items:
+        slow.get(item.nodeid.split("[")[0], []).append(item)
+    left_out = [item for sets in slow.values() for item in sets if item is not one_of(sets)]
+    config.hook.pytest_deselected(items=left_out)
+    unwanted = set(left_out)
+    items[:] = [item for item in items if item not in unwanted]
+
+
+def one_of(sets: list[pytest.Item]) -> pytest.Item | None:
+    """One of several sets of parameters: tests that share a list of them take different ones."""
+    if len(sets) < 2:
+        return None
+    return sets[zlib.crc32(sets[0].nodeid.split("[")[0].encode()) % len(sets)]
 
 
 def pytest_configure(config: pytest.Config) -> None:

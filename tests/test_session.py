@@ -2,6 +2,7 @@
 
 import os
 import time
+import types
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -80,3 +81,37 @@ def test_a_module_that_computes_when_imported_is_named(conftest) -> None:
         reports.append(ended.value.value)
     assert [report.outcome for report in reports] == ["failed", "passed"], "only the first one"
     assert reports[0].longrepr == ("tests/test_planted.py: computes with JAX while it is imported")
+
+
+class Item:
+    """What the choice of a quick run reads of a test."""
+
+    def __init__(self, nodeid: str):
+        self.nodeid = nodeid
+
+
+def test_a_quick_run_takes_one_set_of_slow_tests(conftest, tmp_path) -> None:
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "slow.txt").write_text("# head\na.py::many\nb.py::one\nc.py::gone\n")
+    left_out: list[Item] = []
+    config = types.SimpleNamespace(
+        rootpath=tmp_path,
+        getoption=lambda name: name == "quick",
+        hook=types.SimpleNamespace(pytest_deselected=lambda items: left_out.extend(items)),
+    )
+    names = ["a.py::many[1]", "a.py::fast[1]", "a.py::many[2]", "a.py::many[3]", "b.py::one"]
+    items = [Item(name) for name in names]
+    before = list(items)
+    conftest.pytest_collection_modifyitems(config, items)
+    kept = {item.nodeid.split("[")[0] for item in items}
+    assert len(items) == 2 and kept == {"a.py::fast", "a.py::many"}
+    assert sorted(before, key=id) == sorted(items + left_out, key=id)
+
+
+def test_slow_tests_exist() -> None:
+    """A name that is no test's would leave it whole in a quick run."""
+    root = Path(__file__).resolve().parent.parent
+    lines = (root / "tests" / "slow.txt").read_text(encoding="utf-8").splitlines()
+    for name in (line for line in lines if not line.startswith("#")):
+        path, function = name.split("::")
+        assert f"def {function}(" in (root / path).read_text(encoding="utf-8"), name
