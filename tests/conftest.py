@@ -67,10 +67,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.getoption("quick"):
         return
     lines = (config.rootpath / "tests" / "slow.txt").read_text(encoding="utf-8").splitlines()
-    slow: dict[str, list[pytest.Item]] = {name: [] for name in lines if name[:1] != "#"}
+    slow = {line.split(" ")[0]: line.endswith(" -") for line in lines if line[:1] != "#"}
+    sets: dict[str, list[pytest.Item]] = {name: [] for name in slow}
     for item in items:
-        slow.get(item.nodeid.split("[")[0], []).append(item)
-    left_out = [item for sets in slow.values() for item in sets if item is not one_of(sets)]
+        sets.get(item.nodeid.split("[")[0], []).append(item)
+    kept = {one_of(sets[name]) for name, none in slow.items() if not none}
+    left_out = [item for of_one in sets.values() for item in of_one if item not in kept]
     config.hook.pytest_deselected(items=left_out)
     unwanted = set(left_out)
     items[:] = [item for item in items if item not in unwanted]

@@ -92,7 +92,9 @@ class Item:
 
 def test_a_quick_run_takes_one_set_of_slow_tests(conftest, tmp_path) -> None:
     (tmp_path / "tests").mkdir()
-    (tmp_path / "tests" / "slow.txt").write_text("# head\na.py::many\nb.py::one\nc.py::gone\n")
+    (tmp_path / "tests" / "slow.txt").write_text(
+        "# head\na.py::many\nb.py::one\nb.py::no -\nc.py::gone\n"
+    )
     left_out: list[Item] = []
     config = types.SimpleNamespace(
         rootpath=tmp_path,
@@ -100,6 +102,7 @@ def test_a_quick_run_takes_one_set_of_slow_tests(conftest, tmp_path) -> None:
         hook=types.SimpleNamespace(pytest_deselected=lambda items: left_out.extend(items)),
     )
     names = ["a.py::many[1]", "a.py::fast[1]", "a.py::many[2]", "a.py::many[3]", "b.py::one"]
+    names += ["b.py::no[1]", "b.py::no[2]"]
     items = [Item(name) for name in names]
     before = list(items)
     conftest.pytest_collection_modifyitems(config, items)
@@ -113,5 +116,5 @@ def test_slow_tests_exist() -> None:
     root = Path(__file__).resolve().parent.parent
     lines = (root / "tests" / "slow.txt").read_text(encoding="utf-8").splitlines()
     for name in (line for line in lines if not line.startswith("#")):
-        path, function = name.split("::")
+        path, function = name.removesuffix(" -").split("::")
         assert f"def {function}(" in (root / path).read_text(encoding="utf-8"), name

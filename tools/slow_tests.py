@@ -1,7 +1,11 @@
 """Writes tests/slow.txt, the tests of which a quick run takes one set of parameters or none.
 
-rm -rf build/jax_cache; make test-all ARGS=--junitxml=build/tests.xml
-python tools/slow_tests.py build/tests.xml
+    rm -rf build/jax_cache; make test-all ARGS=--junitxml=build/all.xml
+    rm -rf build/jax_cache; make test ARGS="--quick --junitxml=build/quick.xml"
+    python tools/slow_tests.py build/all.xml build/quick.xml
+
+A program that one test compiled is free for the next, so the times of a quick run say more of what
+is left in it: what takes long there is left out whole.
 """
 
 import collections
@@ -10,25 +14,33 @@ import xml.etree.ElementTree
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SLOW_S = 2.0  # of all sets of parameters of a function, with an empty cache of programs
+SLOW_S = 1.0  # of all sets of parameters of a function, with an empty cache of programs
+TOO_SLOW_S = 3.0  # of what a quick run took of them
 HEAD = """\
-# Tests that take more than two seconds with an empty cache of programs, all sets of parameters
-# together. `make test` runs one set of each, and none of those that have one; `make test-all` runs
-# all. Written by tools/slow_tests.py.
+# Tests that take more than a second with an empty cache of programs, all sets of parameters
+# together. `make test` runs one set of each, and none of those that have one or that end with a
+# minus; `make test-all` runs all. Written by tools/slow_tests.py.
 """
 
 
-def slow(report: Path) -> list[str]:
-    """Names of the slow functions, as pytest has them, in order."""
+def seconds_of(report: Path) -> dict[str, float]:
+    """Seconds of each function by its name, as pytest has it."""
     seconds: dict[str, float] = collections.defaultdict(float)
     for case in xml.etree.ElementTree.parse(report).iter("testcase"):
         path = str(case.get("classname")).replace(".", "/")
         name = f"{path}.py::{str(case.get('name')).split('[')[0]}"
         seconds[name] += float(case.get("time") or 0)
-    return sorted(name for name, time in seconds.items() if time > SLOW_S)
+    return seconds
+
+
+def main(whole: Path, quick: Path) -> None:
+    """Writes the file from the reports of a whole run and of a quick one."""
+    of_all, of_few = seconds_of(whole), seconds_of(quick)
+    names = {name for times in (of_all, of_few) for name, time in times.items() if time > SLOW_S}
+    lines = [f"{n} -" if of_few.get(n, 0) > TOO_SLOW_S else n for n in sorted(names)]
+    (ROOT / "tests" / "slow.txt").write_text(HEAD + "".join(f"{n}\n" for n in lines), "utf-8")
+    print(f"{len(lines)} slow tests")
 
 
 if __name__ == "__main__":
-    names = slow(Path(sys.argv[1]))
-    (ROOT / "tests" / "slow.txt").write_text(HEAD + "".join(f"{n}\n" for n in names), "utf-8")
-    print(f"{len(names)} slow tests")
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
