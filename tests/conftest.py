@@ -25,6 +25,9 @@ def _wants_gpu(config: pytest.Config) -> bool:
 _CPU_DEVICES = 8
 _STALE_S = 24 * 3600.0  # age of a session that was killed, not one that still runs
 _EXCHANGE_S = 2.0  # a few milliseconds each time
+_MOST_MAPS = 30_000  # of a process, whose programs have several each; Linux allows 65530
+_LOOK_EVERY = 20  # tests
+_MAPS = Path("/proc/self/maps")
 _programs = pytest.StashKey[Path]()
 _exchanged = pytest.StashKey[float]()
 _imports_compute = pytest.StashKey[bool]()
@@ -116,6 +119,28 @@ def exchange_programs(config: pytest.Config) -> None:
         config.stash[_exchanged] = now
         link_programs(own, own.parent)
         link_programs(own.parent, own)
+
+
+def drop_programs(most_maps: int) -> bool:
+    """Lets go of all compiled programs if this process has more memory maps than that.
+
+    Where a process may have no more of them, XLA ends it by a segmentation fault.
+    """
+    if not _MAPS.exists() or _MAPS.read_bytes().count(b"\n") <= most_maps:
+        return False
+    jax.clear_caches()
+    gc.collect()
+    return True
+
+
+_tests_run = 0
+
+
+def pytest_runtest_teardown() -> None:
+    global _tests_run
+    _tests_run += 1
+    if _tests_run % _LOOK_EVERY == 0:
+        drop_programs(_MOST_MAPS)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

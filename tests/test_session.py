@@ -5,6 +5,7 @@ import time
 import types
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -118,3 +119,16 @@ def test_slow_tests_exist() -> None:
     for name in (line for line in lines if not line.startswith("#")):
         path, function = name.removesuffix(" -").split("::")
         assert f"def {function}(" in (root / path).read_text(encoding="utf-8"), name
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no list of memory maps")
+def test_programs_are_dropped_before_a_process_has_too_many(conftest) -> None:
+    count = lambda: Path("/proc/self/maps").read_bytes().count(b"\n")  # noqa: E731
+    before = count()
+    programs = [jax.jit(lambda x, i=i: x * i + i) for i in range(20)]
+    for program in programs:
+        program(jnp.ones(3))
+    most = count()
+    assert most > before and not conftest.drop_programs(most + 1000)
+    del programs, program
+    assert conftest.drop_programs(before - 1) and count() < most
