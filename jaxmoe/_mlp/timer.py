@@ -52,9 +52,11 @@ class Timer:
 
     def _batch(self, program: Callable[[Any], Any]) -> float:
         time.sleep(_PAUSE_S)
-        once = self._seconds(program, 1)  # with what starting costs the host
-        count = 1 + max(3, math.ceil(_BATCH_S / once))
-        return (self._seconds(program, count) - once) / (count - 1) / len(self._copies) * 1e6
+        # What starting costs, and the first execution after a pause, is in both.
+        once = min(self._seconds(program, 1) for _ in range(2))
+        count = max(3, math.ceil(_BATCH_S / max(once, 1e-6)))
+        few, many = self._seconds(program, count), self._seconds(program, 3 * count)
+        return (many - few) / (2 * count) / len(self._copies) * 1e6
 
     def _seconds(self, program: Callable[[Any], Any], count: int) -> float:
         start = time.perf_counter()
