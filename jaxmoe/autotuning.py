@@ -18,7 +18,7 @@ from jaxmoe._gemm.tiles import MAX_GATHER, PACKED, TILES, GemmConfig, odd_blocks
 from jaxmoe._jax import checks as _checks
 from jaxmoe._jax import targets as _targets
 from jaxmoe._mlp import checks, tuned
-from jaxmoe._mlp.op import rule_configs
+from jaxmoe._mlp.configs import rule_configs
 from jaxmoe._mlp.operands import Layer, Operands
 from jaxmoe._mlp.timer import Timer
 from jaxmoe._mlp.tuned import Pair, Problem

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 
 from jaxmoe._formats import Tokens
 from jaxmoe._formats.checks import check_accum
-from jaxmoe._gemm.tiles import GemmConfig, mlp_configs, odd_blocks
+from jaxmoe._gemm.tiles import GemmConfig, odd_blocks
 from jaxmoe._jax import checks as _checks
 from jaxmoe._jax import leading as _leading
 from jaxmoe._mlp import checks
+from jaxmoe._mlp.configs import of_shapes
 from jaxmoe._mlp.op import layer_op
 from jaxmoe._mlp.operands import Layer, Operands
 from jaxmoe.activation import resolve
@@ -319,19 +320,7 @@ def static_of(
 
 def whole_k_of(op: str, layer: Layer, num_rows: int, experts: Experts) -> Layer:
     """The layer with tiles that do not split the k loop."""
-    chosen = mlp_configs(
-        num_rows=num_rows,
-        num_experts=layer.num_experts,
-        num_local_experts=layer.num_local_experts,
-        hidden=experts.hidden,
-        intermediate=experts.intermediate,
-        gated=layer.activation.gated,
-        promoted=layer.promoted,
-        packed=layer.format.packed,
-        odd_blocks=odd_blocks(
-            layer.format.block > 1, layer.activation.gated, layer.gate_up, experts.intermediate
-        ),
-    )
+    chosen = of_shapes(layer, num_rows, experts.hidden, experts.intermediate)
     asked = layer.config or (None, None)
     first, second = (whole_k(op, f"config[{i}]", asked[i], chosen[i]) for i in (0, 1))
     return layer.replace(config=(first, second))

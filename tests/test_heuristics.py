@@ -288,3 +288,30 @@ def test_packed_products_fetch_few_rows_by_index():
     assert [gathers(t, 8, 128) for t in (1, 32, 64, 1024)] == [True, True, False, False]
     # So few rows that the products plan for themselves.
     assert [gathers(t, 2, 4) for t in (16, 17)] == [True, False]
+
+
+@pytest.mark.parametrize("packed", (False, True))
+def test_one_kernel_runs_both_products_where_groups_have_few_rows(packed):
+    def pair(num_tokens, num_local=128, one_kernel=True):
+        sizes = (num_tokens * 8, 128, num_local, 2048, 768)
+        return _gemm.tiles.mlp_configs(*sizes, True, packed=packed, one_kernel=one_kernel)
+
+    # Up to 4 tokens plan for themselves; many rows have tiles without such a kernel, or lose.
+    tokens = (1, 4, 8, 16, 64, 128, 256, 4096)
+    chosen = [pair(t)[0].one_kernel for t in tokens]
+    assert chosen == [False, False, *[True] * 3, not packed, False, False]
+    for num_tokens in tokens:
+        first, second = pair(num_tokens)
+        two = pair(num_tokens, one_kernel=False)
+        assert not second.one_kernel
+        assert not two[0].one_kernel
+        if first.one_kernel:
+            assert first.tile == second.tile
+            assert first.gather == two[0].gather
+            assert first.split_k == 1
+        else:
+            assert (first, second) == two
+    # A device with few of the experts has so few tiles that their k loops are split.
+    first, second = pair(8, num_local=8)
+    assert max(first.split_k, second.split_k) > 1
+    assert not first.one_kernel or first.tile == second.tile

@@ -3,6 +3,7 @@
 
 #include <cuda_runtime.h>
 
+#include <atomic>
 #include <cstddef>
 
 #include "csrc/common/cuda_check.h"
@@ -27,6 +28,15 @@ __device__ __forceinline__ void GridDependencyLaunch() {
 #endif
 }
 
+// More than 48 KiB, static shared memory included, must be asked for.
+template <typename... KernelArgs>
+cudaError_t AllowSharedMemory(void (*kernel)(KernelArgs...), size_t smem_bytes) {
+  constexpr size_t kDefaultSmemBytes = 40 * 1024;
+  if (smem_bytes <= kDefaultSmemBytes) return cudaSuccess;
+  return cudaFuncSetAttribute(
+      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(smem_bytes));
+}
+
 // Launches `kernel`; with `pdl` it may start before the previous kernel of the stream has finished.
 // `cluster` neighbouring blocks run on neighbouring SMs at the same time.
 // NOTE: the first launch of an FFI handler must not have `pdl`: what it reads was written, and the
@@ -41,12 +51,7 @@ cudaError_t LaunchClusters(void (*kernel)(KernelArgs...),
                            cudaStream_t stream,
                            bool pdl,
                            Args&&... args) {
-  // More than 48 KiB, static shared memory included, must be asked for.
-  constexpr size_t kDefaultSmemBytes = 40 * 1024;
-  if (smem_bytes > kDefaultSmemBytes) {
-    JAXMOE_RETURN_IF_CUDA_ERROR(cudaFuncSetAttribute(
-        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(smem_bytes)));
-  }
+  JAXMOE_RETURN_IF_CUDA_ERROR(AllowSharedMemory(kernel, smem_bytes));
   // The most shared memory and the least L1: an SM changes this split only when it is idle, so with
   // a large L1 the blocks of a GEMM (up to 227 KiB) could not start beside a kernel's last ones.
   JAXMOE_RETURN_IF_CUDA_ERROR(cudaFuncSetAttribute(
@@ -83,6 +88,31 @@ cudaError_t LaunchKernel(void (*kernel)(KernelArgs...),
                          Args&&... args) {
   return LaunchClusters(
       kernel, grid, block, 1, smem_bytes, stream, pdl, static_cast<Args&&>(args)...);
+}
+
+// Clusters of a kernel that the current device runs at once. Fewer than its SMs hold CTAs: those of
+// a cluster lie in one GPC, and GPCs differ in size.
+template <auto kKernel>
+cudaError_t GetMaxClusters(dim3 block, int cluster, size_t smem_bytes, int* count) {
+  constexpr int kDevices = 64;
+  static std::atomic<int> known[kDevices];  // 0: not asked yet
+  int device = 0;
+  JAXMOE_RETURN_IF_CUDA_ERROR(cudaGetDevice(&device));
+  *count = device < kDevices ? known[device].load(std::memory_order_relaxed) : 0;
+  if (*count > 0) return cudaSuccess;
+  JAXMOE_RETURN_IF_CUDA_ERROR(AllowSharedMemory(kKernel, smem_bytes));
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(cluster);
+  config.blockDim = block;
+  config.dynamicSmemBytes = smem_bytes;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  JAXMOE_RETURN_IF_CUDA_ERROR(cudaOccupancyMaxActiveClusters(count, kKernel, &config));
+  if (device < kDevices) known[device].store(*count, std::memory_order_relaxed);
+  return cudaSuccess;
 }
 
 // Streaming multiprocessors of the current device.

@@ -54,7 +54,7 @@ PACKED_ROUNDED = {(128, 160, 1, 1)}
 # Tiles of the kernels that compute both products of a gated layer, of weights as they are and of
 # packed ones.
 LAYER_TILES = {(128, 8, 1, 1), (128, 8, 1, 2), (128, 32, 1, 1)}
-PACKED_LAYER_TILES = {tile for tile in PACKED if tile[1] <= 64}
+PACKED_LAYER_TILES = {tile for tile in PACKED if tile[1] <= 16}
 
 MAX_GATHER = 32  # tokens of a tile that fetches rows by index beside quantized weights
 
@@ -65,6 +65,11 @@ _MAX_PACKED_GATHER = 5
 # Rows that the products plan for themselves, if they fetch them by index, which spares a launch.
 # NOTE: csrc has the same: kMaxPlannedSlots in gemm/moe_gemm.h.
 _MAX_PLANNED_ROWS = 32
+
+# Tiles of a gate-up product from which on one kernel runs both products with whole k loops: twice
+# as many as CTAs that run at once. And the usual rows of a group up to which packed weights win.
+_MIN_LAYER_TILES = 4 * _SMS
+_MAX_PACKED_LAYER_ROWS = 10
 
 # Rows of a half of a gate-up weight whose blocks of scales these tiles can tell apart.
 BLOCK_ROWS = 64
@@ -102,8 +107,7 @@ class GemmConfig:
       raster: Weight tiles per panel of the tile order, 0 for all. 1 keeps the token tiles that
         share a weight tile adjacent in time; larger panels let many token tiles share X.
       gather: The gate-up GEMM fetches rows of x by index instead of reading a permuted copy.
-      one_kernel: The gate-up GEMM's kernel goes on with the down GEMM, whose tile is the same. Not
-        chosen by itself yet.
+      one_kernel: The gate-up GEMM's kernel goes on with the down GEMM, whose tile is the same.
 
     Raises:
       TypeError: a tile, cluster, split or raster that is no integer, a gather or one_kernel that
@@ -172,7 +176,7 @@ def gmm_config(
         return ANY_PACKED_ROWS if packed else ANY_ROWS
     usual = _usual_rows(num_rows, num_groups)
     row_bytes = k * (2 if promoted is None else 1)
-    hit = local_share * num_groups * (1.0 - (1.0 - 1.0 / max(num_groups, 1)) ** num_rows)
+    hit = _hit(num_rows, num_groups, local_share)
     # With very many token tiles a group, panels of weight tiles share X in L2.
     raster = 8 if num_rows >= 2048 * num_groups else 1
     if packed:
@@ -242,11 +246,13 @@ def mlp_configs(
     promoted: tuple[bool, bool] | None = None,
     odd_blocks: bool = False,
     packed: bool = False,
+    one_kernel: bool = False,
 ) -> tuple[GemmConfig, GemmConfig]:
     """Tiles of the gate-up and down GEMMs of the fused layer.
 
     `num_experts` is the number of experts that the rows are routed over, local or not. `promoted`
     as in `gmm_config`, for each product. `odd_blocks`: see `odd_blocks`. `packed`: see `PACKED`.
+    `one_kernel`: whether one kernel may run both products.
     """
     share = num_local_experts / max(num_experts, 1)
     weight_rows = intermediate * (2 if gated else 1)
@@ -265,7 +271,23 @@ def mlp_configs(
         gather = few and gate_up.token_tile <= MAX_GATHER
     else:  # the quantization of x can write its rows in expert order at no cost
         gather = gate_up.token_tile <= MAX_GATHER
-    return dataclasses.replace(gate_up, gather=gather), down
+    gate_up = dataclasses.replace(gate_up, gather=gather)
+    # Products that plan for themselves need no launch before them, but one kernel does.
+    if not one_kernel or not _sizes.is_known(num_rows) or num_rows <= _MAX_PLANNED_ROWS:
+        return gate_up, down
+    # No CTA waits for another product's end, so the k loop of many tiles is not split.
+    many = _hit(num_rows, num_experts, share) * math.ceil(weight_rows / 128) >= _MIN_LAYER_TILES
+    whole = [dataclasses.replace(c, split_k=1) if many else c for c in (gate_up, down)]
+    few = _usual_rows(num_rows, num_experts) <= (_MAX_PACKED_LAYER_ROWS if packed else math.inf)
+    one = whole[0].tile == whole[1].tile and few
+    if not one or whole[0].tile not in (PACKED_LAYER_TILES if packed else LAYER_TILES):
+        return gate_up, down
+    return dataclasses.replace(whole[0], one_kernel=True), whole[1]
+
+
+def _hit(num_rows: int, num_groups: int, local_share: float) -> float:
+    """Groups of those here that so many rows are expected to hit."""
+    return local_share * num_groups * (1.0 - (1.0 - 1.0 / max(num_groups, 1)) ** num_rows)
 
 
 def odd_blocks(blocks: bool, gated: bool, gate_up: str, intermediate: int) -> bool:

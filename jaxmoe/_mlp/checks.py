@@ -16,6 +16,7 @@ from jaxmoe._gemm.tiles import (
     WHOLE_BLOCKS,
 )
 from jaxmoe._jax import checks as _checks
+from jaxmoe._mlp.configs import no_layer_kernel
 from jaxmoe._mlp.operands import Layer
 from jaxmoe.experts import Experts, check_parts, format_of
 from jaxmoe.grouped_gemm import check_config
@@ -191,22 +192,15 @@ def check_configs(
 def check_one_kernel(op: str, layer: Layer) -> None:
     """Refuses one kernel for both products where there is none for them."""
     first, second = layer.config or (None, None)
-    format = layer.format
     name = "config[0].one_kernel"
     rule = None
     if second is not None and second.one_kernel:
         rule = "config[1].one_kernel must be False: the gate-up GEMM's kernel goes on, config[0]'s"
     elif first is None or not first.one_kernel:
         return
-    elif not layer.activation.gated:
-        rule = f"{name} must be False with an activation that is not gated"
-    elif not layer.activation.fused:
-        rule = f"{name} must be False with a function as activation, which no kernel has"
-    elif format.quantizes_tokens or (format.composed and not format.master):
-        rule = f"{name} must be False if tokens are quantized"
-    elif layer.layouts[0] != layer.layouts[1]:
-        rule = f"{name} must be False with weights of two layouts, {' and '.join(layer.layouts)}"
-    elif first.tile not in (allowed := PACKED_LAYER_TILES if format.packed else LAYER_TILES):
+    elif (why := no_layer_kernel(layer)) is not None:
+        rule = f"{name} must be False {why}"
+    elif first.tile not in (allowed := PACKED_LAYER_TILES if layer.format.packed else LAYER_TILES):
         tiles = ", ".join(map(str, sorted(allowed)))
         rule = f"{name}=True needs a tile among {tiles}, not {first.tile}"
     elif second is None or second.tile != first.tile:

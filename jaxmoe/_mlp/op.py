@@ -4,6 +4,7 @@ moe_mlp: `Operands` -> y [T,H], or without finalize rows [R,H] in expert order, 
 slot has them, and slot_to_row [T,K] int32
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -17,10 +18,11 @@ from jaxmoe._formats.quantization import MAX_PARTIALS
 from jaxmoe._gemm import cuda
 from jaxmoe._gemm.gate_up import of_moving
 from jaxmoe._gemm.op import refuse_derivative, refuse_moving
-from jaxmoe._gemm.tiles import mlp_configs, mlp_index_size, odd_blocks
+from jaxmoe._gemm.tiles import mlp_index_size
 from jaxmoe._jax import mesh as _mesh
 from jaxmoe._jax import primitive as _primitive
-from jaxmoe._mlp import derivative, fold, sharding, tuned, whole
+from jaxmoe._mlp import derivative, fold, sharding, whole
+from jaxmoe._mlp.configs import configs_of, rule_configs
 from jaxmoe._mlp.operands import Layer, Operands, is_joined, join
 from jaxmoe._mlp.stages import result, rows_of
 from jaxmoe.quantize import quantize, stored_shape
@@ -157,6 +159,7 @@ def _jvp(primals: Operands, tangents: Operands, *, layer: Layer) -> Any:
     if layer.format.master:
         primals = rounded(primals, layer)
     first, _ = rule_configs(primals, layer)
+    first = dataclasses.replace(first, one_kernel=False)  # z is kept between the products
     in_format = layer if gradient.frozen else layer.replace(format=PLAIN)
     return derivative.linearized(primals, tangents, in_format, first)
 
@@ -171,32 +174,6 @@ def _joined_tangents(primals: Operands, tangents: Operands, layer: Layer) -> Ope
         for name in ("b_gate_up", "b_up")
     }
     return join(tangents._replace(**parts), layer)
-
-
-def configs_of(a: Operands, layer: Layer) -> tuple[Any, Any]:
-    """The tiles of the two products: asked for, else measured, else chosen from the shapes."""
-    measured = tuned.find(a, layer) if layer.config is None else None
-    return measured or rule_configs(a, layer)
-
-
-def rule_configs(a: Operands, layer: Layer) -> tuple[Any, Any]:
-    """The tiles of the two products: the ones asked for, else chosen from the shapes."""
-    intermediate = layer.intermediate(a.w_down)
-    chosen = mlp_configs(
-        num_rows=a.expert_ids.size,
-        num_experts=layer.num_experts,
-        num_local_experts=layer.num_local_experts,
-        hidden=a.x.shape[1],
-        intermediate=intermediate,
-        gated=layer.activation.gated,
-        promoted=layer.promoted,
-        packed=layer.format.packed,
-        odd_blocks=odd_blocks(
-            layer.format.block > 1, layer.activation.gated, layer.gate_up, intermediate
-        ),
-    )
-    first, second = layer.config or (None, None)
-    return first or chosen[0], second or chosen[1]
 
 
 def _attrs(a: Operands, *, layer: Layer) -> dict[str, Any]:

@@ -38,10 +38,9 @@ __device__ __forceinline__ void OfProduct(const MoeLayerArgs& args,
   }
 }
 
+// Draws the next tile, as a warp; the first lane gets it.
 __device__ __forceinline__ int DrawTile(const MoeLayerArgs& args, int lane) {
-  int drawn = 0;
-  if (lane == 0) drawn = atomicAdd(args.products[0].tile_counter, 1);
-  return __shfl_sync(0xffffffffu, drawn, 0);
+  return lane == 0 ? atomicAdd(args.products[0].tile_counter, 1) : 0;
 }
 
 // Runs the scheduler warp of each cluster, see RunScheduler.
@@ -49,14 +48,14 @@ template <class T>
 __device__ void RunLayerScheduler(const MoeLayerArgs& args,
                                   const SharedStorage<T>& smem,
                                   int lane) {
-  // A plan made here reads what the launch before did not write.
-  if (!args.products[0].plans) GridDependencyWait();
+  constexpr unsigned kAll = 0xffffffffu;
+  GridDependencyWait();
+  int drawn = DrawTile(args, lane);  // on its way while groups are read
   TileScheduler<T> scheduler(args.products[0], lane);
-  if (args.products[0].plans) GridDependencyWait();  // for the counter
   PipelineState<T::kRing> slot;
   bool second = false;
   int before = 0;  // tiles of the products before
-  int tile = DrawTile(args, lane);
+  int tile = __shfl_sync(kAll, drawn, 0);
   while (true) {
     TileInfo info = scheduler.Find(tile - before, min(lane, T::kCluster - 1));
     if (info.end() && !second) {
@@ -69,7 +68,8 @@ __device__ void RunLayerScheduler(const MoeLayerArgs& args,
     PublishTile(smem, slot, info, lane);
     if (info.end()) return;
     slot.Advance();
-    tile = DrawTile(args, lane);
+    drawn = DrawTile(args, lane);
+    tile = __shfl_sync(kAll, drawn, 0);
   }
 }
 
@@ -141,8 +141,26 @@ __device__ __forceinline__ void RunLayerConsumer(const MoeLayerArgs& args,
       const EpilogueSite site = SiteOf<U>(product, info, share, 0, thread);
       Epilogue<U, Scales>(product, of, site, scales).Run(acc);
     });
-    // All threads have met since their last store.
-    if (!info.second() && thread == 0) ptx::AddRelease(args.stored + info.row);
+    if (!info.second()) {
+      __syncwarp();
+      if (thread % 32 == 0) ptx::BarrierArrive(smem.stored(slot.index()));
+    }
+  });
+}
+
+// Counts tiles of the gate-up product when they are stored. A warp of its own, as the fence before
+// an addition takes a microsecond.
+template <class T>
+__device__ __forceinline__ void RunStoredCounter(const MoeLayerArgs& args,
+                                                 const SharedStorage<T>& smem,
+                                                 int lane) {
+  const bool sum_is_here = T::kSplitK == 1 || ptx::ClusterRank() == 0;
+  ForEachTile(smem, lane, [&](const TileInfo& info, const auto& slot) {
+    if (!info.second() && sum_is_here) {
+      ptx::BarrierWait(smem.stored(slot.index()), slot.parity());
+      if (lane == 0) ptx::AddRelease(args.stored + info.row);
+    }
+    slot.Release();
   });
 }
 
@@ -162,7 +180,8 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
       if (args.products[0].up_origin != 0) ptx::PrefetchTensorMap(&args.products[0].w_up_map);
     }
     ptx::PrefetchTensorMap(&args.products[0].x_map);
-    InitBarriers(smem, 1, 2);
+    for (int s = 0; s < T::kRing; ++s) ptx::BarrierInit(smem.stored(s), 4 * T::kConsumers);
+    InitBarriers(smem, 1, 3);
   }
   if constexpr (T::kCluster > 1) {
     ptx::ClusterSyncInit();
@@ -186,6 +205,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
       // before.
       GridDependencyWait();
       GridDependencyLaunch();
+      RunStoredCounter<T>(args, smem, lane);
     }
   } else {
     if constexpr (T::kReconfigureRegisters) {

@@ -152,8 +152,10 @@ struct Tile {
   static constexpr int kChunkBytes = kChunkTokens * kStagingPitch;
   static constexpr int kOwnStagingBytes =
       kTokensOnM || kChunkBytes > 8 * kSumPitch ? kChunkBytes : 8 * kSumPitch;
-  // There is one kernel for both products of a layer: shared memory has one map for both.
-  static constexpr bool kHasLayerKernel = kDecode && !kTokenScaled && kWarpgroupTokens <= 64;
+  // There is one kernel for both products of a layer: shared memory has one map for both. Wider
+  // tiles of packed weights lose more to instructions that are not there than they win.
+  static constexpr bool kHasLayerKernel =
+      kDecode && !kTokenScaled && kTokenTile <= (kPacked ? 16 : 32);
   static constexpr int kGatedChunk = kWarpgroupTokens < 64 ? kWarpgroupTokens : 64;
   static constexpr int kDownChunk = kWarpgroupTokens < 32 ? kWarpgroupTokens : 32;
   static constexpr int kStagingBytes =
@@ -193,7 +195,7 @@ struct Tile {
   static constexpr int kGroupMaxOffset = kColumnOffset + kConsumers * kColumnBytes;
   static constexpr int kRingOffset = kGroupMaxOffset + kGroupMaxBytes;
   static constexpr int kBarrierOffset = kRingOffset + kRing * static_cast<int>(sizeof(TileInfo));
-  static constexpr int kSharedBytes = kBarrierOffset + (2 * kStages + 2 * kRing + 2) * 8;
+  static constexpr int kSharedBytes = kBarrierOffset + (2 * kStages + 3 * kRing + 2) * 8;
   static_assert(kSharedBytes <= 227 * 1024 / kCtasPerSm - (kCtasPerSm - 1) * 1024,
                 "tile does not fit the shared memory of an SM");
 
@@ -248,7 +250,9 @@ struct SharedStorage {
   __device__ uint64_t* empty(int stage) const { return barriers() + T::kStages + stage; }
   __device__ uint64_t* ring_full(int slot) const { return barriers() + 2 * T::kStages + slot; }
   __device__ uint64_t* ring_empty(int slot) const { return ring_full(slot) + T::kRing; }
-  __device__ uint64_t* partial_full() const { return ring_full(2 * T::kRing); }
+  // That consumers have stored the tile of a slot, see layer_kernel.cuh.
+  __device__ uint64_t* stored(int slot) const { return ring_full(2 * T::kRing + slot); }
+  __device__ uint64_t* partial_full() const { return stored(T::kRing); }
   __device__ uint64_t* partial_empty() const { return partial_full() + 1; }
 };
 

@@ -1,10 +1,26 @@
 // The kernels of one format: their tiles, and how each is launched.
 #pragma once
 
+#include <algorithm>
+
 #include "csrc/gemm/sm90/kernel.cuh"
 #include "csrc/gemm/sm90/layer_kernel.cuh"
 
 namespace jaxmoe {
+
+// Launches a persistent kernel on at most `grid` CTAs, none of which waits for another to end.
+template <class T, auto kKernel, class Args>
+cudaError_t LaunchPersistent(const Args& args, int grid, bool pdl, cudaStream_t stream) {
+  const dim3 block(T::kThreads);
+  if constexpr (T::kCluster > 1) {
+    int most = 0;
+    JAXMOE_RETURN_IF_CUDA_ERROR(
+        GetMaxClusters<kKernel>(block, T::kCluster, T::kSharedBytes, &most));
+    grid = std::min(grid, most * T::kCluster);
+  }
+  return LaunchClusters(
+      kKernel, dim3(grid), block, T::kCluster, T::kSharedBytes, stream, pdl, args);
+}
 
 template <class T, WeightLayout kLayout>
 Variant MakeVariant() {
@@ -24,27 +40,9 @@ Variant MakeVariant() {
   v.gathers = T::kGatherByThreads || (T::kPacked ? T::kWarpProducts : T::kDecode);
   v.stores_float = T::kStoresFloat;
   v.stores_sums = !T::kScaled;
-  v.launch = [](const MoeGemmArgs& args, int grid, bool pdl, cudaStream_t stream) {
-    return LaunchClusters(&MoeGemmKernel<T>,
-                          dim3(grid),
-                          dim3(T::kThreads),
-                          T::kCluster,
-                          T::kSharedBytes,
-                          stream,
-                          pdl,
-                          args);
-  };
+  v.launch = &LaunchPersistent<T, &MoeGemmKernel<T>, MoeGemmArgs>;
   if constexpr (T::kGated && T::kHasLayerKernel) {
-    v.launch_layer = [](const MoeLayerArgs& args, int grid, bool pdl, cudaStream_t stream) {
-      return LaunchClusters(&MoeLayerKernel<T>,
-                            dim3(grid),
-                            dim3(T::kThreads),
-                            T::kCluster,
-                            T::kSharedBytes,
-                            stream,
-                            pdl,
-                            args);
-    };
+    v.launch_layer = &LaunchPersistent<T, &MoeLayerKernel<T>, MoeLayerArgs>;
   }
   return v;
 }

@@ -1,0 +1,53 @@
+"""The tiles of a layer's two products: asked for, measured, or chosen from its shapes."""
+
+from typing import Any
+
+from jaxmoe._gemm.tiles import GemmConfig, mlp_configs, odd_blocks
+from jaxmoe._mlp import tuned
+from jaxmoe._mlp.operands import Layer, Operands
+
+
+def of_shapes(
+    layer: Layer, num_rows: int, hidden: int, intermediate: int
+) -> tuple[GemmConfig, GemmConfig]:
+    """The tiles that the shapes choose; where one is asked for, of a kernel for each product."""
+    gated = layer.activation.gated
+    return mlp_configs(
+        num_rows=num_rows,
+        num_experts=layer.num_experts,
+        num_local_experts=layer.num_local_experts,
+        hidden=hidden,
+        intermediate=intermediate,
+        gated=gated,
+        promoted=layer.promoted,
+        packed=layer.format.packed,
+        odd_blocks=odd_blocks(layer.format.block > 1, gated, layer.gate_up, intermediate),
+        one_kernel=layer.config is None and no_layer_kernel(layer) is None,
+    )
+
+
+def no_layer_kernel(layer: Layer) -> str | None:
+    """Why one kernel cannot run both products, whatever its tile; None if it can."""
+    format = layer.format
+    if not layer.activation.gated:
+        return "with an activation that is not gated"
+    if not layer.activation.fused:
+        return "with a function as activation, which no kernel has"
+    if format.quantizes_tokens or (format.composed and not format.master):
+        return "if tokens are quantized"
+    if layer.layouts[0] != layer.layouts[1]:
+        return f"with weights of two layouts, {' and '.join(layer.layouts)}"
+    return None
+
+
+def rule_configs(a: Operands, layer: Layer) -> tuple[Any, Any]:
+    """The tiles of the two products: the ones asked for, else chosen from the shapes."""
+    first, second = layer.config or (None, None)
+    chosen = of_shapes(layer, a.expert_ids.size, a.x.shape[1], layer.intermediate(a.w_down))
+    return first or chosen[0], second or chosen[1]
+
+
+def configs_of(a: Operands, layer: Layer) -> tuple[Any, Any]:
+    """The tiles of the two products: asked for, else measured, else chosen from the shapes."""
+    measured = tuned.find(a, layer) if layer.config is None else None
+    return measured or rule_configs(a, layer)
