@@ -6,8 +6,8 @@
 #pragma once
 
 #include "csrc/common/launch.h"
-#include "csrc/gemm/sm90/slot_plan.cuh"
 #include "csrc/gemm/sm90/tile.cuh"
+#include "csrc/kernels/slot_plan.cuh"
 
 namespace jaxmoe {
 

@@ -12,8 +12,8 @@
 #pragma once
 
 #include "csrc/common/groups.cuh"
-#include "csrc/gemm/sm90/slot_plan.cuh"
 #include "csrc/gemm/sm90/tile.cuh"
+#include "csrc/kernels/slot_plan.cuh"
 
 namespace jaxmoe {
 

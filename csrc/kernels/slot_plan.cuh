@@ -2,7 +2,6 @@
 // the launch of a plan kernel would take a tenth of the layer.
 #pragma once
 
-#include "csrc/gemm/args.h"
 #include "csrc/kernels/local_expert.cuh"
 
 namespace jaxmoe {
@@ -26,6 +25,8 @@ class SlotPlan {
 
   __device__ int expert() const { return expert_; }
   __device__ int first_row() const { return smaller_; }
+  // Row of slot `lane`, or -1.
+  __device__ int row() const { return Placed() ? smaller_ + equal_before_ : -1; }
   // Rows of the expert on the lane of the expert's first slot, 0 on every other lane.
   __device__ int num_rows() const { return Placed() && equal_before_ == 0 ? equal_ : 0; }
 
@@ -33,14 +34,14 @@ class SlotPlan {
   __device__ int TokenOfRow() const {
     int slot = 0;
     for (int r = 0; r < num_slots_; ++r) {
-      if (__shfl_sync(kAll, Row(), r) == lane_) slot = r;
+      if (__shfl_sync(kAll, row(), r) == lane_) slot = r;
     }
     return slot / static_cast<int>(plan_.top_k);
   }
 
   // Writes what later kernels read: slot_to_row and the number of rows.
   __device__ void Write() const {
-    if (lane_ < num_slots_) plan_.slot_to_row[lane_] = Row();
+    if (lane_ < num_slots_) plan_.slot_to_row[lane_] = row();
     const int rows = __popc(__ballot_sync(kAll, Placed()));
     if (lane_ == 0) plan_.expert_offsets[plan_.num_local_experts] = rows;
   }
@@ -49,7 +50,6 @@ class SlotPlan {
   static constexpr unsigned kAll = 0xffffffffu;
 
   __device__ bool Placed() const { return expert_ != kPlanNoExpert; }
-  __device__ int Row() const { return Placed() ? smaller_ + equal_before_ : -1; }
 
   const PlanParams& plan_;
   const int lane_;
