@@ -69,7 +69,7 @@ struct MoeGemmArgs {
   PlanParams plan;
   ActivationParams activation;
   void* z;           // sums before the activation, to be written; or null. Not FP8
-  ScaleArgs scales;  // FP8; packed weights: w, num_x and half only
+  ScaleArgs scales;  // FP8; packed weights: w, x of rows or null, num_x and half only
   PackedArgs packed;
   CUtensorMap w_up_map;  // like w_map, for up rows in an array of their own
   int up_origin;         // weight row of the first row of that array, 0 if there is none
@@ -99,6 +99,7 @@ struct Variant {
   bool gathers;       // rows of X through row_index
   bool stores_float;  // float32 output
   bool stores_sums;   // MoeGemmArgs::z
+  bool scales_rows;   // scales of rows of X beside packed weights
   cudaError_t (*launch)(const MoeGemmArgs&, int grid, bool pdl, cudaStream_t);
   // The kernel that goes on with the down product, or null.
   cudaError_t (*launch_layer)(const MoeLayerArgs&, int grid, bool pdl, cudaStream_t);

@@ -154,6 +154,9 @@ const char* MakeArgs(const MoeGemmProblem& p,
   if (p.z != nullptr && (!variant->stores_sums || p.out_f32)) {
     return "sums beside the activation are those of bf16 and fp16 products";
   }
+  if (is_packed && p.scales.x != nullptr && !variant->scales_rows) {
+    return "tokens have no scales beside these packed weights";
+  }
   if (tile.gather && !variant->gathers) return "wide tiles of quantized weights do not gather";
   if (ByStep(p) && (!p.scales.promoted || p.x_rows * CeilDiv(p.k, variant->step_k) > INT32_MAX)) {
     return "block scales need promoted sums and at most 2^31 scales of X";

@@ -63,13 +63,15 @@ constexpr bool OverlapsPrevious(int64_t rows, int64_t groups) { return rows <= 1
 // Slots that a GEMM can plan by itself: a lane of a warp each.
 inline constexpr int64_t kMaxPlannedSlots = 32;
 
-// Scales of operands that are values times scales; of packed weights those outside of them.
+// Scales of operands that are values times scales; of packed weights those outside of them, and of
+// the rows they multiply, which are numbers times scales.
 // jaxmoe/quantize.py defines the formats.
 struct Fp8Scales {
   Shared shared = Shared::kTensor;  // of weights: kTensor, kRow or kBlock
   bool promoted = false;            // float32 sums over every 128 of k; always so with blocks
   const float* w = nullptr;         // [num_weights], [.., n] or [.., ceil(n / 128), ceil(k / 128)]
-  const float* x = nullptr;         // [], [x_rows] or [x_rows, ceil(k / 128)]
+  // [], [x_rows] or [x_rows, ceil(k / 128)]; beside packed weights null or [rows], not of x's rows.
+  const float* x = nullptr;
   // Row -> row of x, for its scales; null: the same. NOTE: used unchecked, so only of a plan.
   const int* x_index = nullptr;
   int num_x = 1;               // kTensor: scales in x, weight w uses number w % num_x

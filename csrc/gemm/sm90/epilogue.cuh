@@ -58,7 +58,9 @@ struct OutType {
 };
 
 // Stands for TileScales in formats without scales.
-struct NoScales {};
+struct NoScales {
+  static constexpr bool kOfRows = false;
+};
 
 template <class T, class Scales>
 class Epilogue {
@@ -94,7 +96,7 @@ class Epilogue {
       ApplyAny(acc);
     } else if (!args_.out_f32) {
       if constexpr (!T::kGated) StageAll<StageMode::kSingle>(acc);
-    } else if constexpr (T::kStoresFloat && !T::kGated) {
+    } else if constexpr (T::kStoresFloat && !T::kGated && !Scales::kOfRows) {
       StoreFloat(acc);
     }
   }
@@ -129,14 +131,13 @@ class Epilogue {
   __device__ __forceinline__ float4 Values(const Accumulators<T>& acc, int block, int group) const {
     const float* a = &acc[block][4 * group];
     const float* b = bias_[block];
-    if constexpr (T::kScaled && !T::kTokenScaled) {
+    if constexpr (T::kScaled && !T::kTokenScaled && !Scales::kOfRows) {
       const float w0 = scales_.weight(block, 0);
       const float w1 = scales_.weight(block, 1);
       return make_float4(
           fmaf(a[0], w0, b[0]), fmaf(a[1], w0, b[0]), fmaf(a[2], w1, b[1]), fmaf(a[3], w1, b[1]));
     } else if constexpr (T::kScaled) {
-      const float2 x =
-          *reinterpret_cast<const float2*>(token_scales_ + 8 * group + 2 * (lane_ % 4));
+      const float2 x = OfTokens(group);
       const float w0 = scales_.weight(block, 0);
       const float w1 = scales_.weight(block, 1);
       return make_float4(fmaf(a[0], x.x * w0, b[0]),
@@ -145,6 +146,15 @@ class Epilogue {
                          fmaf(a[3], x.y * w1, b[1]));
     }
     return make_float4(a[0] + b[0], a[1] + b[0], a[2] + b[1], a[3] + b[1]);
+  }
+
+  // Scales of this thread's two tokens among eight; the whole warp calls it.
+  __device__ __forceinline__ float2 OfTokens(int group) const {
+    if constexpr (Scales::kOfRows) {
+      return scales_.OfTokens(group, lane_);
+    } else {
+      return *reinterpret_cast<const float2*>(token_scales_ + 8 * group + 2 * (lane_ % 4));
+    }
   }
 
   __device__ __forceinline__ void Sync() const { ptx::NamedBarrierSync(1 + site_.consumer, 128); }

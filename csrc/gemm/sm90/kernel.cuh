@@ -61,16 +61,23 @@ __device__ __forceinline__ void RunConsumer(const MoeGemmArgs& args,
     GridDependencyWait();  // scales of X are the previous kernel's output
     if constexpr (T::kDecode) token_of_row = TileScales<T>::TokenOfRow(args, lane);
   }
+  constexpr bool kRowScales = TakesRowScales<T>();
+  const bool by_rows = kRowScales && args.scales.x != nullptr;
+  if (by_rows) GridDependencyWait();
   using Scales = std::conditional_t<T::kScaled, TileScales<T>, NoScales>;
+  using Fetched = std::conditional_t<kRowScales, RowScales<T>, Scales>;
   PipelineState<T::kStages> stage;
   ForEachTile(smem, lane, [&](const TileInfo& info, const auto& slot) {
     const WarpgroupShare share = Share<T>(info.rows, consumer, args.gather);
     Accumulators<T> acc;
-    [[maybe_unused]] Scales scales;
+    [[maybe_unused]] Fetched scales;
     StepScales step_scales{};
     if constexpr (T::kPromoted) step_scales = FetchStepScales<T>(args, info, share, thread);
     if constexpr (T::kScaled && !T::kLateScales) {
       scales.Fetch(args, info, share, token_of_row, thread);
+    }
+    if constexpr (kRowScales && !T::kLateScales) {
+      if (by_rows) scales.FetchRows(args, info, share, lane);
     }
     RunMainloop<T>(args, smem, steps.last - steps.first, share, thread, step_scales, stage, acc);
     slot.Release();
@@ -86,6 +93,13 @@ __device__ __forceinline__ void RunConsumer(const MoeGemmArgs& args,
     } else {
       if constexpr (T::kScaled && T::kLateScales) {
         scales.Fetch(args, info, share, token_of_row, thread);
+      }
+      if constexpr (kRowScales) {
+        if (by_rows) {
+          if constexpr (T::kLateScales) scales.FetchRows(args, info, share, lane);
+          Epilogue<T, Fetched>(args, smem, site, scales).Run(acc);
+          return;
+        }
       }
       Epilogue<T, Scales>(args, smem, site, scales).Run(acc);
     }

@@ -7,6 +7,7 @@
 //   Site         where a thread finds the scales of its rows in a strip
 //   Scales       those of half a step, as LoadScales gives them
 //   Decode       the A operand of an instruction, which is 16 k: the first or second of a half
+//   kRowScales   rows of X may have scales, see RowScales
 //   Symmetric    a faster Decoder where there are no zero points, or void
 #pragma once
 

@@ -62,6 +62,8 @@ __device__ __forceinline__ float OutInverse(const ScaleArgs& s, int weight) {
 template <class T>
 class TileScales {
  public:
+  static constexpr bool kOfRows = false;
+
   // U: the tile as the product has it that these scales are of, of the two of a layer kernel.
   template <class U = T>
   __device__ void Fetch(const MoeGemmArgs& args,
@@ -112,6 +114,45 @@ class TileScales {
   float weight_[2][2];  // [block][row lane / 4, row lane / 4 + 8]
   float token_[kTokensPerThread];
   float out_inverse_;
+};
+
+// Whether rows of X may have scales beside packed weights.
+template <class T>
+constexpr bool TakesRowScales() {
+  if constexpr (T::kPacked) return T::Decoder::kRowScales;
+  return false;
+}
+
+// The same and scales of rows, beside packed weights: lane l has those of tokens l, l + 32 and so
+// on. They take no shared memory, and few registers.
+template <class T>
+class RowScales : public TileScales<T> {
+ public:
+  static constexpr bool kOfRows = true;
+
+  __device__ void FetchRows(const MoeGemmArgs& args,
+                            const TileInfo& info,
+                            const WarpgroupShare& share,
+                            int lane) {
+    const float* scales = args.scales.x + info.row + share.first_token;
+#pragma unroll
+    for (int i = 0; i < kTokensPerLane; ++i) {
+      const int t = lane + 32 * i;
+      token_[i] = t < share.rows ? __ldcg(scales + t) : 1.0f;
+    }
+  }
+
+  // Scales of tokens 8 * group + 2 * (lane % 4) and the next. The whole warp calls it.
+  __device__ __forceinline__ float2 OfTokens(int group, int lane) const {
+    const int first = 8 * (group % 4) + 2 * (lane % 4);
+    return make_float2(__shfl_sync(0xffffffffu, token_[group / 4], first),
+                       __shfl_sync(0xffffffffu, token_[group / 4], first + 1));
+  }
+
+ private:
+  static constexpr int kTokensPerLane = (T::kWarpgroupTokens + 31) / 32;
+
+  float token_[kTokensPerLane];
 };
 
 // Weight scales of every k step. The 16 weight rows of a warp begin at a multiple of 16, so they

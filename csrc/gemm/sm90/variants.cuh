@@ -40,6 +40,7 @@ Variant MakeVariant() {
   v.gathers = T::kGatherByThreads || (T::kPacked ? T::kWarpProducts : T::kDecode);
   v.stores_float = T::kStoresFloat;
   v.stores_sums = !T::kScaled;
+  v.scales_rows = TakesRowScales<T>();
   v.launch = &LaunchPersistent<T, &MoeGemmKernel<T>, MoeGemmArgs>;
   if constexpr (T::kGated && T::kHasLayerKernel) {
     v.launch_layer = &LaunchPersistent<T, &MoeLayerKernel<T>, MoeLayerArgs>;
