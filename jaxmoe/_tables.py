@@ -5,7 +5,7 @@ from typing import Any
 from jaxmoe import _formats
 from jaxmoe._codes import CODES
 from jaxmoe._formats import quantization
-from jaxmoe._formats.base import scratch_floats
+from jaxmoe._formats.quantization import scratch_floats
 from jaxmoe._gemm import tiles
 from jaxmoe._jax import targets as _targets
 from jaxmoe._route import MAX_CUDA_EXPERTS
@@ -22,16 +22,14 @@ def own(theirs: dict[str, Any]) -> dict[str, Any]:
     def sizes(table: str, size: Any) -> dict[Any, int]:
         return {args: size(*args) for args in theirs.get(table, ())}
 
-    def floats(code: int, tokens: int, rows: int, hidden: int, inner: int) -> int:
-        format = format_of[code]
-        if not format.quantizes_tokens:
-            return 0
-        shapes = (tokens, hidden), (rows, inner)
-        return scratch_floats(format, *shapes) + quantization.MAX_PARTIALS
+    def floats(code: int, rule: int, tokens: int, rows: int, hidden: int, inner: int) -> int:
+        format = _formats.beside_code(format_of[code], rule)
+        return scratch_floats(format, rule > 0, (tokens, hidden), (rows, inner))
 
     return {
         **{kind: {name: code for code, name in enumerate(names)} for kind, names in CODES.items()},
         "format": _formats.codes(),
+        "tokens": _formats.token_codes(),
         "tiles": {t: n for t, n in tiles.TILES.items() if t not in tiles.ONLY_PROMOTED},
         "promoted_tiles": {t: n for t, n in tiles.TILES.items() if t not in tiles.NOT_PROMOTED},
         "packed_tiles": tiles.PACKED,

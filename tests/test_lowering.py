@@ -57,6 +57,7 @@ def test_moe_mlp_is_one_call_with_these_attributes():
         "layout1": "1:i64",
         "layout2": "1:i64",
         "format": "0:i64",
+        "tokens": "0:i64",
         "promoted1": "0:i64",
         "promoted2": "0:i64",
         "finalize": "1:i64",

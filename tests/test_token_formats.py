@@ -15,6 +15,7 @@ from jaxmoe import (
     Experts,
     GemmConfig,
     Routing,
+    autotuning,
     dequantize,
     expert_parallel,
     expert_rows,
@@ -23,12 +24,13 @@ from jaxmoe import (
     finalize,
     moe_mlp,
     quantize,
+    quantize_tokens,
 )
 from jaxmoe._formats import QUANTIZED, TOKEN_FORMATS, token_formats, with_tokens
 from jaxmoe._jax import targets as _targets
 from jaxmoe._testing import GPT_OSS, Layer, assert_close, assert_equal, layer_inputs
 from tests import packed_oracle, token_oracle
-from tests.lowered import calls, cuda_text
+from tests.lowered import calls, cuda_text, layer_call
 
 PAIRS = tuple((w, t) for w in QUANTIZED for t in token_formats(w))
 LAYER = Layer("", "two superblocks of H, or one", 128, 128, 4, 2, bias=True)
@@ -251,6 +253,28 @@ def test_on_a_mesh(name, axis, kind):
         return close(jitted(tokens, routing, divided), want)
 
 
+@pytest.mark.parametrize("split", (False, True), ids=("whole tokens", "split tokens"))
+def test_devices_with_experts_of_their_own_round_tokens_in_their_calls(split):
+    """Unless tokens are gathered, as they are quantized: those of e4m3 are bytes."""
+    x, routing, e = case("int4_g128", "e4m3", x_scale=np.float32(0.01))
+    want = jitted(x, routing, e)
+    kinds = {"axis_types": (AxisType.Explicit,), "devices": jax.devices()[:2]}
+    with jax.set_mesh(jax.make_mesh((2,), ("a",), **kinds)):
+        place = lambda a, *s: jax.device_put(a, NamedSharding(jax.get_mesh(), P(*s)))  # noqa: E731
+        x, routing, whole = jax.tree.map(place, (x, routing, e))
+        tokens = place(x, "a") if split else x
+        down, first = (
+            dataclasses.replace(w, values=place(w.values, "a"), scales=place(w.scales, "a"))
+            for w in (e.down, e.gate_up)
+        )
+        divided = dataclasses.replace(whole, gate_up=first, down=down)
+        with _targets.force_cuda_lowering():
+            ops = explain(moe_mlp, tokens, routing, divided).ops
+        layers = [op for op in ops if op.op == "jaxmoe_moe_mlp"]
+        assert [op.cuda_attrs["tokens"] for op in layers] == ([] if split else [1])
+        close(jitted(tokens, routing, divided), want)
+
+
 def test_expert_parallel():
     """The dynamic scale of x is one of all devices; that of activations would be each one's."""
     x, routing, e = case("nvfp4", "nvfp4", h_scale=STATIC["h_scale"])
@@ -269,11 +293,62 @@ def test_exported_for_any_number_of_tokens():
     assert_equal(program.call(*args), jitted(x, routing, e))
 
 
+# What the call of a layer is told: how it rounds tokens, and floats for the scales of 16 rows.
+IN_ONE_CALL = {
+    "mxfp4": (2, 0),
+    "mxfp4 mxfp8": (3, 0),
+    "mxfp4 e4m3": (1, 32),
+    "mxfp8 two": (3, 0),
+    "nvfp4 static": (4, 32),
+    "w4a8": (1, 32),
+    "w4a8 static": (1, 32),
+}
+
+
+@pytest.mark.parametrize("name", IN_ONE_CALL)
+def test_the_layer_is_one_call(name):
+    """With no other buffers than plain tokens need, but for the scales of rows."""
+    weights, token_format, options, more = CASES[name]
+    x, routing, e = case(weights, token_format, dataclasses.replace(LAYER, **options), **more)
+    code, floats = IN_ONE_CALL[name]
+    (call,) = calls(cuda_text(moe_mlp, x, routing, e))
+    attrs, operands, results = layer_call(call)
+    assert attrs["tokens"] == f"{code}:i64"
+    assert attrs["format"] == f"{QUANTIZED[weights].code}:i64"
+    assert attrs["gemm1"]["gather"] == "1:i64" and attrs["gemm1"]["one_kernel"] == "0:i64"
+    scales = {n: operands.get(n) for n in ("x_scale", "h_scale", "x_scales")}
+    of_experts = {"x_scale": "1xf32", "h_scale": "4xf32"} if more.get("x_scale") else {}
+    assert {n: t for n, t in scales.items() if t is not None} == of_experts
+    plain = dataclasses.replace(e, token_format=None, x_scale=None, h_scale=None)
+    (other,) = calls(cuda_text(moe_mlp, x, routing, plain))
+    others, _, wanted = layer_call(other)
+    assert others["tokens"] == "0:i64" and "floats" not in wanted
+    assert results == wanted | ({"floats": f"{floats}xf32"} if floats else {})
+    (rows,) = calls(cuda_text(expert_rows, x, routing, e))
+    assert layer_call(rows)[0] == {**attrs, "finalize": "0:i64"}
+    with _targets.force_cuda_lowering():
+        (op,) = explain(moe_mlp, x, routing, e).ops
+    assert op.cuda_reason is None and f"tokens: {token_format}" in str(op)
+    assert f"format: {weights}" in str(op)
+
+
+def test_one_static_scale_is_enough_for_one_call():
+    """But not in nvfp4, where the other is made of all tokens."""
+    for scale in ({"x_scale": np.float32(0.01)}, {"h_scale": np.float32(0.01)}):
+        x, routing, e = case("int4_g128", "e4m3", **scale)
+        (call,) = calls(cuda_text(moe_mlp, x, routing, e))
+        assert {n: layer_call(call)[1][n] for n in scale} == dict.fromkeys(scale, "1xf32")
+        x, routing, e = case("nvfp4", "nvfp4", **scale)
+        assert len(calls(cuda_text(moe_mlp, x, routing, e))) > 1
+
+
 @pytest.mark.parametrize("name", ("nvfp4", "w4a8"))
-def test_products_are_those_of_the_kernels(name):
-    """On CUDA the layer has two packed products, of bf16 tokens."""
+def test_other_layers_are_products_of_the_kernels(name):
+    """Two packed products of bf16 tokens: a scale of all tokens, or an activation of the caller."""
     weights, token_format, _, more = CASES[name]
     x, routing, e = case(weights, token_format, **more)
+    if name == "w4a8":
+        e = dataclasses.replace(e, activation=lambda g, u: g * jax.nn.sigmoid(g) * u)
     # A tile without float32 output, which the sums of rows with a scale each have.
     layer = functools.partial(moe_mlp, config=(GemmConfig(128, 160), GemmConfig(128, 160)))
     products = [c for c in calls(cuda_text(layer, x, routing, e)) if "grouped_gemm" in c[0]]
@@ -285,6 +360,35 @@ def test_products_are_those_of_the_kernels(name):
     with _targets.force_cuda_lowering():
         ops = [op for op in explain(moe_mlp, x, routing, e).ops if op.op == "jaxmoe_gmm"]
     assert len(ops) == len(products) and all(op.cuda_reason is None for op in ops)
+
+
+def test_tokens_that_are_quantized_already_are_products_of_the_kernels():
+    x, routing, e = case("mxfp4", "mxfp8")
+    found = calls(cuda_text(moe_mlp, quantize_tokens(x, "mxfp8"), routing, e))
+    assert not any("moe_mlp" in target for target, *_ in found)
+
+
+def test_tiles_of_a_layer_that_rounds_tokens_between_its_products():
+    """Its two products are two launches, and their times are those of this token format."""
+    x, routing, e = case("int4_g128", "e4m3")
+    tile = GemmConfig(128, 16)
+    one = (dataclasses.replace(tile, one_kernel=True), tile)
+    message = "config[0].one_kernel must be False if tokens are quantized. Got config: a tuple."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        moe_mlp(x, routing, e, config=one)
+    with _targets.force_cuda_lowering():
+        formats = [
+            autotuning.problems(moe_mlp, x, routing, layer)
+            for layer in (e, dataclasses.replace(e, token_format=None))
+        ]
+    formats = [problem.format for found in formats for problem in found]
+    assert formats == ["int4_g128, tokens e4m3", "int4_g128"]
+
+
+def test_float32_tokens_have_no_kernel():
+    x, routing, e = case("mxfp8", "mxfp8", dtype=jnp.float32)
+    with pytest.raises(NotImplementedError, match="x.dtype=f32 must be bf16 or f16 on CUDA"):
+        cuda_text(moe_mlp, x, routing, e)
 
 
 def test_batch_invariant_needs_static_scales():

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "csrc/ffi/gemm_attrs.h"
+#include "csrc/kernels/round_tokens.h"
 
 namespace jaxmoe {
 
@@ -13,6 +14,7 @@ struct MoeMlpAttrs {
   int64_t layout1;
   int64_t layout2;
   int64_t format;
+  int64_t tokens;
   int64_t promoted1;
   int64_t promoted2;
   int64_t finalize;
@@ -20,6 +22,21 @@ struct MoeMlpAttrs {
   TileAttrs gemm1;
   TileAttrs gemm2;
 };
+
+// How tokens in `dtype` are rounded beside weights in `format`.
+inline TokenRule CheckTokens(int64_t tokens,
+                             WeightFormat format,
+                             ffi::DataType dtype,
+                             Operands* take) {
+  take->Range("tokens", tokens, 0, kNumOf<TokenRule> - 1);
+  const auto rule = static_cast<TokenRule>(tokens);
+  if (rule == TokenRule::kNone || take->failed()) return TokenRule::kNone;
+  if (!RowOf(format).is_packed()) take->Refuse("tokens are rounded beside packed weights.");
+  if (!HasRowScales(rule) && dtype != ffi::DataType::BF16) {
+    take->Refuse("tokens with powers of two are bf16.");
+  }
+  return rule;
+}
 
 }  // namespace jaxmoe
 
@@ -32,6 +49,7 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     ::xla::ffi::StructMember<int64_t>("layout1"),
     ::xla::ffi::StructMember<int64_t>("layout2"),
     ::xla::ffi::StructMember<int64_t>("format"),
+    ::xla::ffi::StructMember<int64_t>("tokens"),
     ::xla::ffi::StructMember<int64_t>("promoted1"),
     ::xla::ffi::StructMember<int64_t>("promoted2"),
     ::xla::ffi::StructMember<int64_t>("finalize"),

@@ -41,6 +41,7 @@ ffi::Error MoeMlp(cudaStream_t stream,
   CheckLayout("layout1", attrs.layout1, p.format, &take);
   CheckLayout("layout2", attrs.layout2, p.format, &take);
   const bool plain = !RowOf(p.format).scaled, packed = RowOf(p.format).is_packed();
+  p.rule = CheckTokens(attrs.tokens, p.format, act->element_type(), &take);
   const bool gated = activation.gated != 0, two_arrays = !take.IsAbsent(w_up);
   const Types dtype = Like(*act), fp8 = ffi::DataType::F8E4M3FN;
   take.Type("act", *act, kHalfs);
@@ -88,10 +89,12 @@ ffi::Error MoeMlp(cudaStream_t stream,
   }
   if (!plain) {
     if (scaled) p.x_scales = take.Floats("x_scales", x_scales, TokenScales(p.format, {}, T, H));
-    p.static_x = take.FloatsOrNull("x_scale", x_scale, {1});
-    p.static_act = take.FloatsOrNull("h_scale", h_scale, {static_scales});
     p.xq = take.Any("xq", *xq, {!gathers ? R : scaled ? 0 : int64_t{T}, H}, fp8);
     p.act_q = take.Any("hq", *hq, {R, I}, fp8);
+  }
+  if (!plain || HasRowScales(p.rule)) {
+    p.static_x = take.FloatsOrNull("x_scale", x_scale, {1});
+    p.static_act = take.FloatsOrNull("h_scale", h_scale, {static_scales});
   }
   if (p.static_act != nullptr && static_scales != attrs.num_local_experts) {
     take.Range("h_scale.shape[0]", static_scales, 1, 1);
@@ -109,7 +112,7 @@ ffi::Error MoeMlp(cudaStream_t stream,
   if (take.failed()) return take.error();
   take.Range("num_local_experts modulo w_gate_up.shape[0]", attrs.num_local_experts % E1, 0, 0);
   take.Range("num_local_experts modulo w_down.shape[0]", attrs.num_local_experts % E2, 0, 0);
-  p.floats = take.Floats("floats", *floats, {MlpFloats(p.format, T, R, H, I).size});
+  p.floats = take.Floats("floats", *floats, {MlpFloats(p.format, p.rule, T, R, H, I).size});
   p.index = take.Ints(
       "index", *index, {MlpIndex(R, attrs.num_local_experts, p.gate_up.tile.one_kernel).size});
   if (take.failed()) return take.error();

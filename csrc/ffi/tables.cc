@@ -53,10 +53,18 @@ void AddScratch(nb::dict& tables) {
     }
   }
   for (int format = 0; format < static_cast<int>(std::size(kFormats)); ++format) {
-    for (int64_t tokens : {0, 1, 6}) {
-      for (int64_t k : {16, 128, 272}) {
-        const MlpFloats size(static_cast<WeightFormat>(format), tokens, 2 * tokens, k, k + 16);
-        floats[nb::make_tuple(format, tokens, 2 * tokens, k, k + 16)] = size.size;
+    const int rules = kFormats[format].is_packed() ? kNumOf<TokenRule> : 1;
+    for (int rule = 0; rule < rules; ++rule) {
+      for (int64_t tokens : {0, 1, 6}) {
+        for (int64_t k : {16, 128, 272}) {
+          const MlpFloats size(static_cast<WeightFormat>(format),
+                               static_cast<TokenRule>(rule),
+                               tokens,
+                               2 * tokens,
+                               k,
+                               k + 16);
+          floats[nb::make_tuple(format, rule, tokens, 2 * tokens, k, k + 16)] = size.size;
+        }
       }
     }
   }
@@ -74,6 +82,7 @@ nb::dict Tables() {
   tables["gate_up"] = Codes<GateUp>();
   tables["layout"] = Codes<WeightLayout>();
   tables["format"] = FormatCodes();
+  tables["tokens"] = Codes<TokenRule>();
   tables["shared"] = Codes<Shared>();
   tables["score"] = Codes<RouteScore>();
   tables["normalize"] = Codes<RouteNormalize>();

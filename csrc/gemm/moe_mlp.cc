@@ -1,6 +1,6 @@
 // The fused layer as launches: [plan], [permute], gate-up GEMM, down GEMM, finalize or zero_rows;
-// where the format quantizes tokens, also the quantization of what each GEMM reads. Both GEMMs may
-// be one launch.
+// where tokens are quantized, also the quantization or the rounding of what each GEMM reads. Both
+// GEMMs may be one launch.
 #include "csrc/gemm/moe_mlp.h"
 
 #include "csrc/kernels/finalize.h"
@@ -18,24 +18,26 @@ struct Layer {
   MlpFloats floats;
   bool quantized;    // products read quantized tokens
   bool quantizes_x;  // which x is not yet
+  bool rounds;       // products read the numbers of quantized tokens
   bool gathers;      // the gate-up GEMM fetches rows of x
 
   explicit Layer(const MoeMlpParams& p)
       : p(p),
         rows(p.num_tokens * p.top_k),
         at(rows, p.num_local_experts, p.gate_up.tile.one_kernel),
-        floats(p.format, p.num_tokens, rows, p.hidden, p.intermediate),
+        floats(p.format, p.rule, p.num_tokens, rows, p.hidden, p.intermediate),
         quantized(RowOf(p.format).scaled),
         quantizes_x(quantized && p.x_scales == nullptr),
+        rounds(p.rule != TokenRule::kNone),
         gathers(p.gate_up.tile.gather) {}
 
   int32_t* slot_to_row() const {
     return p.slot_to_row != nullptr ? p.slot_to_row : p.index + at.slot_to_row;
   }
-  // X is read from a copy, quantized or in expert order.
-  bool moves_x() const { return quantizes_x || !gathers; }
-  // That copy. Rows in expert order that are not quantized live in the buffer of the down GEMM's
-  // rows: they are read for the last time before the first of those is written.
+  // X is read from a copy, quantized, rounded or in expert order.
+  bool moves_x() const { return quantizes_x || rounds || !gathers; }
+  // That copy. Rows that are not quantized, [R, H] in expert order or [T, H], live in the buffer of
+  // the down GEMM's rows: they are read for the last time before the first of those is written.
   void* moved_x() const { return quantized ? p.xq : p.rows; }
   // Scales that are made of the intermediate.
   float* act_scales() const { return p.floats + floats.act_scales; }
@@ -80,6 +82,49 @@ QuantizeParams QuantizeAct(const Layer& layer) {
   q.partial = layer.partial();
   q.pdl = true;
   return q;
+}
+
+// X [T, H] to its numbers, [T, H] or, where the gate-up GEMM does not gather, [R, H] in expert
+// order. Scales are in that order either way. `plan`: one that is made here, or null.
+RoundTokensParams RoundX(const Layer& layer, const PlanParams* plan) {
+  const MoeMlpParams& p = layer.p;
+  RoundTokensParams round{};
+  round.x = p.x;
+  round.dtype = p.dtype;
+  round.rule = p.rule;
+  round.rows = p.num_tokens;
+  round.cols = p.hidden;
+  round.numbers = layer.moved_x();
+  round.scales = p.floats;
+  round.static_scales = p.static_x;
+  round.num_static = 1;
+  round.slot_to_row = plan == nullptr ? layer.slot_to_row() : nullptr;
+  round.top_k = p.top_k;
+  round.num_out_rows = layer.rows;
+  round.scatters = !layer.gathers;
+  round.plans = plan != nullptr;
+  if (round.plans) round.plan = *plan;
+  round.pdl = plan == nullptr;  // else the first launch, see LaunchClusters
+  return round;
+}
+
+// The intermediate's rows in use to their numbers, where they are.
+RoundTokensParams RoundAct(const Layer& layer) {
+  const MoeMlpParams& p = layer.p;
+  RoundTokensParams round{};
+  round.x = p.act;
+  round.dtype = p.dtype;
+  round.rule = p.rule;
+  round.rows = layer.rows;
+  round.cols = p.intermediate;
+  round.numbers = p.act;
+  round.scales = layer.act_scales();
+  round.static_scales = p.static_act;
+  round.num_static = p.num_static_act;
+  round.group_offsets = p.index + layer.at.expert_offsets;
+  round.num_groups = p.num_local_experts;
+  round.pdl = true;
+  return round;
 }
 
 // X rows in expert order, as they are.
@@ -134,6 +179,7 @@ MoeGemmProblem GateUpProblem(const Layer& layer) {
   gemm.activation = p.activation;
   gemm.early_groups = gemm.pdl && layer.moves_x();  // that ran since the plan
   gemm.out = p.act;
+  if (HasRowScales(p.rule)) gemm.scales.x = p.floats;
   if (!layer.quantized) return gemm;
   gemm.scales.x = layer.quantizes_x ? p.floats : p.x_scales;
   gemm.scales.x_index = gemm.row_index;
@@ -155,6 +201,7 @@ MoeGemmProblem DownProblem(const Layer& layer) {
   gemm.k = static_cast<int>(p.intermediate);
   gemm.n = static_cast<int>(p.hidden);
   gemm.early_groups = gemm.pdl;  // the gate-up GEMM ran since the plan
+  if (HasRowScales(p.rule)) gemm.scales.x = layer.act_scales();
   if (!layer.quantized) return gemm;
   const bool given = p.static_act != nullptr;
   gemm.scales.x = given ? p.static_act : layer.act_scales();
@@ -234,20 +281,21 @@ const char* LaunchMoeMlp(const MoeMlpParams& p, cudaStream_t stream) {
   if (layer.rows == 0 || p.hidden == 0) return nullptr;
 
   const bool one_kernel = p.gate_up.tile.one_kernel;
-  if (one_kernel && (layer.quantized || !p.gated)) {
+  if (one_kernel && (layer.quantized || layer.rounds || !p.gated)) {
     return "one kernel for both products is for gated layers whose tokens are not quantized";
   }
   const PlanParams plan = MakePlan(layer);
   MoeGemmProblem gate_up = GateUpProblem(layer);
   MoeGemmProblem down = DownProblem(layer);
   // Decoding a token or two: the GEMMs plan for themselves, which saves a launch. They write no
-  // expert_offsets, which zero_rows reads.
-  const bool planned_inside = p.y != nullptr && layer.rows <= kMaxPlannedSlots && layer.gathers &&
+  // expert_offsets, which zero_rows reads, and a rounding by static scales of each expert.
+  const bool reads_offsets = p.y == nullptr || (layer.rounds && p.num_static_act > 1);
+  const bool planned_inside = !reads_offsets && layer.rows <= kMaxPlannedSlots && layer.gathers &&
                               p.gate_up.tile.token_tile <= 32;
   if (planned_inside) {
     gate_up.plan = &plan;
     gate_up.writes_plan = true;
-    gate_up.pdl = layer.quantizes_x;  // else the first launch, see LaunchClusters
+    gate_up.pdl = layer.quantizes_x || layer.rounds;  // else the first launch, see LaunchClusters
     gate_up.scales.x_index = nullptr;
     down.plan = &plan;
     if (one_kernel) {
@@ -261,6 +309,9 @@ const char* LaunchMoeMlp(const MoeMlpParams& p, cudaStream_t stream) {
     QuantizeParams quantize = QuantizeX(layer);
     quantize.pdl = !planned_inside;
     if (const char* error = Reason(LaunchQuantize(quantize, stream))) return error;
+  } else if (layer.rounds) {
+    const RoundTokensParams round = RoundX(layer, planned_inside ? &plan : nullptr);
+    if (const char* error = Reason(LaunchRoundTokens(round, stream))) return error;
   } else if (!layer.gathers) {
     if (const char* error = Reason(LaunchPermuteSlots(PermuteX(layer), stream))) return error;
   }
@@ -272,7 +323,9 @@ const char* LaunchMoeMlp(const MoeMlpParams& p, cudaStream_t stream) {
     if (error != nullptr) return error;
   } else {
     if (const char* error = LaunchMoeGemm(gate_up, p.gate_up.tile, stream)) return error;
-    if (gate_up.out != down.x) {
+    if (layer.rounds) {
+      if (const char* error = Reason(LaunchRoundTokens(RoundAct(layer), stream))) return error;
+    } else if (gate_up.out != down.x) {
       if (const char* error = Reason(LaunchQuantize(QuantizeAct(layer), stream))) return error;
     }
     if (const char* error = LaunchMoeGemm(down, down_tile, stream)) return error;

@@ -8,6 +8,7 @@
 #include "csrc/gemm/moe_gemm.h"
 #include "csrc/kernels/plan.h"
 #include "csrc/kernels/quantize.h"
+#include "csrc/kernels/round_tokens.h"
 
 namespace jaxmoe {
 
@@ -33,13 +34,23 @@ struct MlpIndex {
 };
 
 // Sub-arrays of the float32 scratch: scales of X, those of the intermediate, and partial maxima.
-// Empty if tokens are not quantized. The same sum is `_scratch` in jaxmoe/_mlp/op.py.
+// Empty if tokens have no scales. Beside packed weights both are those of rows in expert order. The
+// same sum is `scratch_floats` in jaxmoe/_formats.
 struct MlpFloats {
   int64_t act_scales = 0;
   int64_t partial = 0;
   int64_t size = 0;
 
-  MlpFloats(WeightFormat format, int64_t tokens, int64_t rows, int64_t hidden, int64_t inner) {
+  MlpFloats(WeightFormat format,
+            TokenRule rule,
+            int64_t tokens,
+            int64_t rows,
+            int64_t hidden,
+            int64_t inner) {
+    if (HasRowScales(rule)) {
+      act_scales = RoundUp(rows, 4);
+      size = 2 * act_scales;
+    }
     if (!RowOf(format).scaled) return;
     act_scales = RoundUp(Count(RowOf(format).tokens, tokens, hidden), 4);
     partial = act_scales + RoundUp(Count(RowOf(format).tokens, rows, inner), 4);
@@ -66,9 +77,12 @@ struct MlpWeights {
 };
 
 // T tokens, K choices, R = T * K rows, H hidden, I intermediate, E experts of which E_l are local.
-// Where the format quantizes tokens, both products read them quantized, as e4m3.
+// Where the format quantizes tokens, both products read them quantized, as e4m3. Beside packed
+// weights they read the numbers of `rule`, if there is one, and multiply sums by the scales of
+// rows.
 struct MoeMlpParams {
   WeightFormat format = WeightFormat::kPlain;
+  TokenRule rule = TokenRule::kNone;
   DType dtype = DType::kBFloat16;         // of float arrays, but for weights and quantized tokens
   DType weight_dtype = DType::kBFloat16;  // `dtype` if they are plain or packed
   const void* x = nullptr;                // [T, H]

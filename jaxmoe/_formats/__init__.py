@@ -27,15 +27,18 @@ FORWARD: dict[str, Format] = {name: forward(f) for name, f in QUANTIZED.items()}
 # Tokens that are quantized beside packed weights: what `Experts(token_format=)` may be, by the
 # format of the weights. Float16 does not hold the powers of two of mx formats.
 _WIDE = ("bfloat16", "float32")
-_MX = tuple(PackedTokens(f.name, f, "", dtypes=_WIDE) for f in (MXFP4, MXFP8))
-_NVFP4 = PackedTokens(NVFP4.name, NVFP4, "", common=True, static=True)
-_E4M3 = Fp8Tokens("e4m3", FP8_CHANNEL, "t", static=True)
+_E4M3 = Fp8Tokens("e4m3", FP8_CHANNEL, "t", static=True, code=1)
+_MX = tuple(
+    PackedTokens(f.name, f, "", dtypes=_WIDE, code=code) for f, code in ((MXFP4, 2), (MXFP8, 3))
+)
+_NVFP4 = PackedTokens(NVFP4.name, NVFP4, "", common=True, static=True, code=4)
 _BESIDE: dict[str, tuple[TokenRule, ...]] = {
     MXFP4.name: (*_MX, _E4M3),
     MXFP8.name: _MX[1:],
     NVFP4.name: (_NVFP4,),
     **{f.name: (_E4M3,) for f in INT4 if f.group == 128},
 }
+_RULES = {r.code: r for rules in _BESIDE.values() for r in rules if r.code >= 0}
 TOKEN_FORMATS = tuple(dict.fromkeys(r.name for rules in _BESIDE.values() for r in rules))
 
 
@@ -71,3 +74,13 @@ def kernels() -> tuple[Format, ...]:
 def codes() -> dict[str, int]:
     """The code of each of them by its name."""
     return {f.name: f.code for f in kernels()}
+
+
+def token_codes() -> dict[str, int]:
+    """What kernels call the rules by which they round tokens, by the names of their formats."""
+    return {"none": 0} | {_RULES[code].name: code for code in sorted(_RULES)}
+
+
+def beside_code(weights: Format, code: int) -> Format:
+    """The format of a layer whose tokens are rounded by the rule of that code, 0 if by none."""
+    return beside(weights, _RULES[code]) if code else weights

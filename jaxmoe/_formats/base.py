@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxmoe._codes import Choice
+
 
 class Tokens(NamedTuple):
     """Tokens as a product reads them.
@@ -68,7 +70,8 @@ class Format:
       stored: what values may be stored as, names and dtypes, the usual one first; none for plain
         arrays.
       static_scales: whether checkpoints may bring scales of the activations.
-      composed: whether the layer is made of other ops, which are CUDA's too.
+      composed: whether its products are made of other ops, which are CUDA's too; and so is the
+        layer, unless `rounding_in_call` says otherwise.
       dequantizes: whether products dequantize the weights first.
       expands: whether those ops are divided over a mesh each by itself, not the layer as a whole.
       master: whether weights are float32 beside tokens of a narrower dtype.
@@ -120,6 +123,24 @@ class Format:
     def token_shape(self, stored: tuple[int, ...]) -> tuple[int, ...]:
         """The shape [R, K] of tokens whose values have the shape `stored`."""
         return tuple(stored)
+
+    def rounding_in_call(self, absent: tuple[str, ...]) -> Choice | None:
+        """How the one CUDA call of a layer rounds tokens to numbers, or None if there is no call.
+
+        `absent` names the operands of the layer that are not given.
+        """
+        del absent
+        return None if self.composed else Choice(0, "none")
+
+    @property
+    def of_kernels(self) -> "Format":
+        """The format of the weights that the kernels of that call multiply."""
+        return self
+
+    @property
+    def described(self) -> str:
+        """The name, and that of the format of tokens if it is another one."""
+        return self.name
 
     @property
     def packed(self) -> bool:
@@ -327,12 +348,6 @@ def dot(a: jax.Array, b: jax.Array) -> jax.Array:
 def letters(text: str) -> tuple[str, ...]:
     """The dimensions of an einsum operand."""
     return tuple(text.split())
-
-
-def scratch_floats(format: Format, tokens: tuple[int, int], inner: tuple[int, int]) -> int:
-    """Floats of scale scratch of a layer: those of x and of the intermediate, each on 16 bytes."""
-    pad = lambda n: -(-n // 4) * 4  # noqa: E731
-    return pad(format.token_scale_count(*tokens)) + pad(format.token_scale_count(*inner))
 
 
 FLOAT32 = jnp.dtype("float32")

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxmoe._codes import choice
 from jaxmoe._formats import elements
-from jaxmoe._formats.base import repeat_blocks
+from jaxmoe._formats.base import Format, repeat_blocks
 from jaxmoe._jax import mesh as _mesh
 from jaxmoe._jax import primitive as _primitive
 from jaxmoe._jax import sizes as _sizes
@@ -69,6 +69,21 @@ def quantize(
         return values, scales
     values, scales = quantize_p(x[None], None if scale is None else scale[None], **params)
     return values[0], scales[0]
+
+
+def scratch_floats(
+    format: Format, rounds: bool, tokens: tuple[int, int], inner: tuple[int, int]
+) -> int:
+    """Floats of scratch of a layer's call: scales of x and of the intermediate, then maxima.
+
+    `tokens` and `inner` are their shapes. If it `rounds` to numbers, both have scales of rows.
+    """
+    pad = lambda n: -(-n // 4) * 4  # noqa: E731
+    if not format.quantizes_tokens:
+        return 0
+    of_x = (inner[0], tokens[1]) if rounds else tokens
+    floats = pad(format.token_scale_count(*of_x)) + pad(format.token_scale_count(*inner))
+    return floats if rounds else floats + MAX_PARTIALS
 
 
 def quantize_xla(

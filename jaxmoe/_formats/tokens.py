@@ -2,7 +2,7 @@
 
 Products multiply the numbers that tokens stand for, which the dtype of the layer holds exactly, by
 the kernels of the weights. A scale that all tokens share multiplies the scales of the weights, one
-of each token the float32 sums of its rows.
+of each token the float32 sums of its rows. On CUDA the layer is one call if it rounds by the rule.
 """
 
 import dataclasses
@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxmoe._codes import Choice
 from jaxmoe._formats.base import Factors, Format, Tokens
 from jaxmoe._formats.fp8 import FP8_CHANNEL, FP8_TENSOR
 from jaxmoe._formats.weight_only import Packed
@@ -26,8 +27,9 @@ class TokenRule:
       array: the format of a `jaxmoe.QuantizedArray` of such tokens.
       scales: dimensions of what multiplies the numbers that products read, "" or "t".
       common: whether that is one scale, made of all tokens.
-      static: whether the caller may give it.
+      static: whether the caller may give it; rules without it have no scales beside the numbers.
       dtypes: of layers that hold the numbers exactly.
+      code: what the kernels call it, -1 if none rounds so; the extension exports the same table.
     """
 
     name: str
@@ -36,6 +38,15 @@ class TokenRule:
     common: bool = False
     static: bool = False
     dtypes: tuple[str, ...] = ("bfloat16", "float16", "float32")
+    code: int = -1
+
+    def in_call(self, absent: tuple[str, ...]) -> bool:
+        """Whether kernels round the tokens of a layer without the operands `absent`.
+
+        Not those that are quantized already, nor by a scale that is made of all tokens.
+        """
+        made_of_all = self.common and bool({"x_scale", "h_scale"} & set(absent))
+        return self.code >= 0 and "x_scales" in absent and not made_of_all
 
     def tokens(self, x: jax.Array, scale: jax.Array | None) -> Tokens:
         """Quantizes rows [R, K]: numbers that products read, and what multiplies the sums.
@@ -95,6 +106,25 @@ class QuantizedTokens(Format):
     weights: Format = Format("plain")
     rule: TokenRule = TokenRule("", Format("plain"), "")
     applied: bool = False
+
+    def rounding_in_call(self, absent: tuple[str, ...]) -> Choice | None:
+        """The rule, if kernels have it."""
+        return Choice(self.rule.code, self.rule.name) if self.rule.in_call(absent) else None
+
+    @property
+    def of_kernels(self) -> Format:
+        """The weights."""
+        return self.weights
+
+    @property
+    def described(self) -> str:
+        """The name, and that of the rule."""
+        return f"{self.name}, tokens {self.rule.name}"
+
+    def token_scale_count(self, rows: int, k: int) -> int:
+        """Floats of scale that [rows, k] tokens have where kernels round them."""
+        del k
+        return rows if self.rule.static else 0
 
     @property
     def packed(self) -> bool:

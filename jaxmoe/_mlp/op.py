@@ -13,8 +13,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from jaxmoe._codes import Choice, choice
 from jaxmoe._formats import PLAIN, Forward
-from jaxmoe._formats.base import scratch_floats
-from jaxmoe._formats.quantization import MAX_PARTIALS
+from jaxmoe._formats.quantization import scratch_floats
 from jaxmoe._gemm import cuda
 from jaxmoe._gemm.gate_up import of_moving
 from jaxmoe._gemm.op import refuse_derivative, refuse_moving
@@ -62,7 +61,16 @@ def _xla(*arrays: Any, layer: Layer) -> tuple[jax.Array, ...]:
 
 def _composed(*, absent: tuple[str, ...], layer: Layer) -> bool:
     apart = "b_up" not in absent or "up_scales" not in absent
-    return layer.format.composed or apart or not layer.activation.fused
+    no_call = layer.format.rounding_in_call(absent) is None
+    return no_call or apart or not layer.activation.fused
+
+
+def _rounding(a: Operands, layer: Layer) -> Choice:
+    """How the call rounds tokens; there is one."""
+    absent = tuple(name for name, x in zip(a._fields, a, strict=True) if x is None)
+    rounding = layer.format.rounding_in_call(absent)
+    assert rounding is not None
+    return rounding
 
 
 def rounded(a: Operands, layer: Layer) -> Operands:
@@ -178,13 +186,15 @@ def _joined_tangents(primals: Operands, tangents: Operands, layer: Layer) -> Ope
 
 def _attrs(a: Operands, *, layer: Layer) -> dict[str, Any]:
     activation, promoted = layer.activation, layer.promoted or (False, False)
+    weights = layer.format.of_kernels
     first, second = configs_of(a, layer)
     return {
         **layer.window,
         "gate_up": choice("gate_up", layer.gate_up),
         "layout1": choice("layout", layer.layouts[0]),
         "layout2": choice("layout", layer.layouts[1]),
-        "format": Choice(layer.format.code, layer.format.name),
+        "format": Choice(weights.code, weights.name),
+        "tokens": _rounding(a, layer),
         "promoted1": int(promoted[0]),
         "promoted2": int(promoted[1]),
         "finalize": int(layer.finalize),
@@ -204,13 +214,14 @@ def _scratch(a: Operands, *, layer: Layer) -> list[_primitive.Spec]:
     (tokens, hidden), num_rows = a.x.shape, a.expert_ids.size
     intermediate = layer.intermediate(a.w_down)
     nothing = (0, 0)
-    xq, hq, dtype, floats = nothing, nothing, layer.dtype, 0
+    xq, hq, dtype = nothing, nothing, layer.dtype
     first, _ = configs_of(a, layer)
-    if format.quantizes_tokens:
+    rounds = _rounding(a, layer) > 0  # to numbers, where the call has arrays without them too
+    floats = scratch_floats(format, rounds, (tokens, hidden), (num_rows, intermediate))
+    if format.quantizes_tokens and not rounds:
         in_place = 0 if a.x_scales is not None else tokens
         xq, hq = (in_place if first.gather else num_rows, hidden), (num_rows, intermediate)
         dtype = format.token_dtype
-        floats = scratch_floats(format, (tokens, hidden), (num_rows, intermediate)) + MAX_PARTIALS
     own: list[_primitive.Spec] = [
         ((num_rows, intermediate), layer.dtype),
         (xq, dtype),
@@ -227,7 +238,7 @@ def _reason(a: Operands, *, layer: Layer) -> str | None:
     """Why the kernels cannot run these arguments, or None."""
     format, names = layer.format, layer.weight_names
     if format.quantized:
-        reason = cuda.kernel_reason(_OP, format, layer.dtype, x=a.x)
+        reason = cuda.kernel_reason(_OP, format.of_kernels, layer.dtype, x=a.x)
         gate_up, down = (
             jax.ShapeDtypeStruct(format.weight_shape(w.shape), w.dtype)
             for w in (a.w_gate_up, a.w_down)

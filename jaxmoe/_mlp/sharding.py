@@ -146,7 +146,8 @@ class Device:
     def operands(self, a: Operands, all_experts: bool = False) -> Operands:
         """The operands of this device's layer; with `all_experts` its plan is that of all."""
         d, count = self.d, self.count
-        x, x_scales = self._tokens(a)
+        rounded_later = self._rounded_later(a)
+        x, x_scales = (a.x, None) if rounded_later else self._tokens(a)
         expert_map = a.expert_map
         if not all_experts:
             expert_map = own_map(a.expert_map, self.num_weights, d.e, count(d.e), self.layer)
@@ -154,7 +155,7 @@ class Device:
         return a._replace(
             x=x,
             x_scales=x_scales,
-            x_scale=None,  # applied, if there was one
+            x_scale=a.x_scale if rounded_later else None,  # applied, if there was one
             expert_ids=self._gathered(a.expert_ids, d.gather),
             weights=None if a.weights is None else self._gathered(a.weights, d.added + d.h_out),
             expert_map=expert_map,
@@ -186,6 +187,12 @@ class Device:
         for axes in reversed(_like(d)):
             a = c.gather(a, axes) if axes[0] in parts else c.gather_same(a, axes, self.count(axes))
         return a
+
+    def _rounded_later(self, a: Operands) -> bool:
+        """Whether this device's layer rounds the tokens that are here to numbers, all of each."""
+        absent = tuple(name for name, x in zip(a._fields, a, strict=True) if x is None)
+        rounding = self.layer.format.rounding_in_call(absent)
+        return bool(rounding) and not (self.d.gather or self.d.h_in)
 
     def _tokens(self, a: Operands) -> tuple[jax.Array, jax.Array | None]:
         """The tokens that this device runs, and their scales if they are quantized."""

@@ -17,7 +17,7 @@ class Problem:
     """What the best tiles of a layer on one device depend on, apart from the device.
 
     Attributes:
-      format: of weights and tokens, as `jaxmoe.explain` names it.
+      format: of the weights, and of tokens if they have one of their own.
       dtype: of the result.
       layouts: "kn" or "nk" for each weight, as stored.
       activation: "gated" or "ungated".
@@ -66,7 +66,7 @@ def problem_of(a: Operands, layer: Layer) -> Problem | None:
     if not _sizes.is_known(num_tokens):
         return None
     return Problem(
-        format=layer.format.name,
+        format=layer.format.described,
         dtype=jax.numpy.dtype(layer.dtype).name,
         layouts=layer.layouts,
         activation="gated" if layer.activation.gated else "ungated",
