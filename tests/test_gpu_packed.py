@@ -19,8 +19,9 @@ from jaxmoe import (
     quantize,
     reference,
 )
+from jaxmoe._formats.parts import pack
 from jaxmoe._testing import GPT_OSS, Layer, assert_close, assert_equal, layer_inputs, normal, poison
-from tests import token_oracle
+from tests import packed_oracle, token_oracle
 
 pytestmark = pytest.mark.gpu
 
@@ -166,6 +167,60 @@ def test_weights_are_decoded_exactly(format, dtype):
             lhs, q, sizes, weight_layout="nk", preferred_element_type=out, config=config
         )
         assert_equal(y.reshape(2, k, 192), jnp.where(w == 0, 0, w).astype(out))
+
+
+@pytest.mark.parametrize("format", ("mxfp4", "mxfp8", "nvfp4"))
+def test_every_code_times_every_scale(format):
+    """An expert for each scale that is a number has each code, and results are exact."""
+    n = k = 64
+    codes = (np.arange(n * k) % (256 if format == "mxfp8" else 16)).reshape(n, k)
+    values = packed_oracle.E4M3[codes] if format == "mxfp8" else packed_oracle.e2m1(codes)
+    codes, values = np.where(np.isnan(values), 0, codes), np.nan_to_num(values)
+    if format == "nvfp4":
+        scales = np.arange(1, 127)
+        factors, parts = packed_oracle.E4M3[scales], (np.ones(scales.size, np.float32),)
+    else:
+        scales = np.arange(255)
+        factors, parts = np.ldexp(1.0, scales - 127), ()
+    of_groups = np.broadcast_to(
+        scales[:, None, None], (scales.size, n, k // (32 - 16 * len(parts)))
+    )
+    all_codes = np.broadcast_to(codes, (scales.size, n, k))
+    q = jax.jit(lambda *parts: pack(format, *parts, weight_layout="nk"))(
+        *(all_codes.astype(np.uint8), of_groups.astype(np.uint8), *parts)
+    )
+    with np.errstate(over="ignore"):  # the largest numbers of mx formats are none of float32
+        wanted = (values.T * factors[:, None, None]).astype(np.float32)
+    lhs = jnp.tile(jnp.eye(k, dtype=jnp.bfloat16), (scales.size, 1))
+    for tile in ((128, 16), (128, 32), (128, 64), (128, 128)):
+        y = grouped_gemm(
+            *(lhs, q, jnp.full(scales.size, k, jnp.int32)),
+            weight_layout="nk",
+            preferred_element_type=jnp.float32,
+            config=GemmConfig(*tile),
+        )
+        assert_equal(y.reshape(wanted.shape), np.where(wanted == 0, 0, wanted))
+
+
+@pytest.mark.parametrize("format", [f for f in PACKED if f.startswith(("int", "mxfp"))])
+def test_scales_of_the_whole_range_are_decoded_exactly(format):
+    """Scales of int4 reach from 2^-89 to 2^32; those of mx formats 2^126 below the largest."""
+    k, n = 256, 192
+    rng = np.random.default_rng(4)
+    exponents = np.linspace(-84, 33, n).round()[:, None]  # a row has one scale, or more
+    w = np.ldexp(rng.choice((-1.0, -0.5, 0.5, 0.75, 1.0), (2, n, k)), exponents.astype(int))
+    q = quantized(jnp.asarray(w, jnp.bfloat16), format)
+    lhs = jnp.tile(jnp.eye(k, dtype=jnp.bfloat16), (2, 1))
+    w = dequantized(q).swapaxes(1, 2)
+    assert np.isfinite(np.asarray(w)).all()
+    for tile in ((128, 16), (128, 32), (128, 64), (128, 128)):
+        y = grouped_gemm(
+            *(lhs, q, jnp.array([k, k], jnp.int32)),
+            weight_layout="nk",
+            preferred_element_type=jnp.float32,
+            config=GemmConfig(*tile),
+        )
+        assert_equal(y.reshape(2, k, n), jnp.where(w == 0, 0, w))
 
 
 @pytest.mark.sanitizer

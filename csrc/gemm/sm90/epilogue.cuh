@@ -96,7 +96,7 @@ class Epilogue {
       ApplyAny(acc);
     } else if (!args_.out_f32) {
       if constexpr (!T::kGated) StageAll<StageMode::kSingle>(acc);
-    } else if constexpr (T::kStoresFloat && !T::kGated && !Scales::kOfRows) {
+    } else if constexpr (T::kStoresFloat && !T::kGated) {
       StoreFloat(acc);
     }
   }

@@ -62,23 +62,21 @@ __device__ __forceinline__ void RunConsumer(const MoeGemmArgs& args,
     if constexpr (T::kDecode) token_of_row = TileScales<T>::TokenOfRow(args, lane);
   }
   constexpr bool kRowScales = TakesRowScales<T>();
-  const bool by_rows = kRowScales && args.scales.x != nullptr;
-  if (by_rows) GridDependencyWait();
-  using Scales = std::conditional_t<T::kScaled, TileScales<T>, NoScales>;
-  using Fetched = std::conditional_t<kRowScales, RowScales<T>, Scales>;
+  if (kRowScales && args.scales.x != nullptr) GridDependencyWait();
+  using Scales = std::conditional_t<T::kScaled,
+                                    std::conditional_t<kRowScales, RowScales<T>, TileScales<T>>,
+                                    NoScales>;
   PipelineState<T::kStages> stage;
   ForEachTile(smem, lane, [&](const TileInfo& info, const auto& slot) {
     const WarpgroupShare share = Share<T>(info.rows, consumer, args.gather);
     Accumulators<T> acc;
-    [[maybe_unused]] Fetched scales;
+    [[maybe_unused]] Scales scales;
     StepScales step_scales{};
     if constexpr (T::kPromoted) step_scales = FetchStepScales<T>(args, info, share, thread);
     if constexpr (T::kScaled && !T::kLateScales) {
       scales.Fetch(args, info, share, token_of_row, thread);
     }
-    if constexpr (kRowScales && !T::kLateScales) {
-      if (by_rows) scales.FetchRows(args, info, share, lane);
-    }
+    if constexpr (kRowScales && !T::kLateScales) scales.FetchRows(args, info, share, lane);
     RunMainloop<T>(args, smem, steps.last - steps.first, share, thread, step_scales, stage, acc);
     slot.Release();
     if constexpr (T::kSplitK > 1) {
@@ -94,13 +92,7 @@ __device__ __forceinline__ void RunConsumer(const MoeGemmArgs& args,
       if constexpr (T::kScaled && T::kLateScales) {
         scales.Fetch(args, info, share, token_of_row, thread);
       }
-      if constexpr (kRowScales) {
-        if (by_rows) {
-          if constexpr (T::kLateScales) scales.FetchRows(args, info, share, lane);
-          Epilogue<T, Fetched>(args, smem, site, scales).Run(acc);
-          return;
-        }
-      }
+      if constexpr (kRowScales && T::kLateScales) scales.FetchRows(args, info, share, lane);
       Epilogue<T, Scales>(args, smem, site, scales).Run(acc);
     }
   });

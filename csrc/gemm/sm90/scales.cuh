@@ -124,7 +124,7 @@ constexpr bool TakesRowScales() {
 }
 
 // The same and scales of rows, beside packed weights: lane l has those of tokens l, l + 32 and so
-// on. They take no shared memory, and few registers.
+// on, 1 where rows have none. They take no shared memory, and few registers.
 template <class T>
 class RowScales : public TileScales<T> {
  public:
@@ -138,7 +138,7 @@ class RowScales : public TileScales<T> {
 #pragma unroll
     for (int i = 0; i < kTokensPerLane; ++i) {
       const int t = lane + 32 * i;
-      token_[i] = t < share.rows ? __ldcg(scales + t) : 1.0f;
+      token_[i] = args.scales.x != nullptr && t < share.rows ? __ldcg(scales + t) : 1.0f;
     }
   }
 
