@@ -3,16 +3,25 @@
 from benchmarks.report.measurements import Measurements, Point
 from benchmarks.report.tables import filled, number, time_of, us
 
-PEERS = ("triton_kernels", "FlashInfer", "Marlin")
+PEERS = ("triton_kernels", "FlashInfer", "Marlin", "vLLM")
 # Formats of the README's table: heading, format, who has it too.
-COMPARED = (("MXFP4", "mxfp4", PEERS), ("int4", "int4_g128", PEERS[2:]))
+COMPARED = (
+    ("MXFP4", "mxfp4", PEERS[:3]),
+    ("int4", "int4_g128", PEERS[2:3]),
+    ("int4 x e4m3", "int4_g128 x e4m3", PEERS[3:]),
+)
 
-_FORMATS = ("mxfp4", "nvfp4", "int4_g32", "int4_g64", "int4_g128", "int8_channel", "mxfp8")
+# Of weights, and of tokens behind an x where they are not bf16.
+_FORMATS = (
+    *("mxfp4", "mxfp4 x mxfp8", "nvfp4", "int4_g32", "int4_g64", "int4_g128", "int4_g128 x e4m3"),
+    *("int8_channel", "mxfp8", "mxfp8 x mxfp8"),
+)
 _HEAD = ["model", "format", "tokens", "floor", "jaxmoe", "of floor", "sustained", "bf16"]
 _NOTE = (
-    "Microseconds per whole layer in bursts, uniform routing, bf16 tokens. *floor*: the larger of "
-    "bytes (with scales) / 4.3 TB/s and FLOPs / 780 TFLOP/s. *ratio*: the time of the fastest "
-    "other library over jaxmoe's, sustained where there is one."
+    "Microseconds per whole layer in bursts, uniform routing, bf16 tokens or the format behind an "
+    "x, to which the layer rounds them. *floor*: the larger of bytes (with scales) / 4.3 TB/s and "
+    "FLOPs / 780 TFLOP/s. *ratio*: the time of the fastest other library over jaxmoe's, sustained "
+    "where there is one."
 )
 
 
@@ -39,7 +48,7 @@ def _cells(found: Measurements, point: Point, format: str) -> list[str]:
         point[0],
         format,
         str(point[1]),
-        time_of(found.find(*point, f"floor[{format}]", regime=None)),
+        time_of(found.find(*point, f"floor[{format.split()[0]}]", regime=None)),
         f"**{time_of(row)}**",
         number(row and row.floor_fraction, ".0%"),
         time_of(found.find(*point, impl, regime="sustained")),

@@ -81,6 +81,7 @@ _IN_WORDS = (
     "forward, FP8 with a scale for each 128 x 128",
     "forward, MXFP4 weights and bf16 tokens",
     "forward, int4 weights in groups of 128 and bf16 tokens",
+    "forward, int4 weights in groups of 128 and e4m3 tokens",
     "forward and backward, bf16",
 )
 
