@@ -259,8 +259,9 @@ def test_devices_with_experts_of_their_own_round_tokens_in_their_calls(split):
     x, routing, e = case("int4_g128", "e4m3", x_scale=np.float32(0.01))
     want = jitted(x, routing, e)
     kinds = {"axis_types": (AxisType.Explicit,), "devices": jax.devices()[:2]}
-    with jax.set_mesh(jax.make_mesh((2,), ("a",), **kinds)):
-        place = lambda a, *s: jax.device_put(a, NamedSharding(jax.get_mesh(), P(*s)))  # noqa: E731
+    mesh = jax.make_mesh((2,), ("a",), **kinds)
+    with jax.set_mesh(mesh):
+        place = lambda a, *s: jax.device_put(a, NamedSharding(mesh, P(*s)))  # noqa: E731
         x, routing, whole = jax.tree.map(place, (x, routing, e))
         tokens = place(x, "a") if split else x
         down, first = (
