@@ -16,26 +16,17 @@ cudaError_t LaunchRows(const QuantizeParams& p,
                        int64_t row_pieces,
                        int64_t num_partials,
                        cudaStream_t stream) {
-  constexpr int64_t kMaxWarps = kQuantMaxThreads / 32;
-  constexpr int64_t kWarpPieces = 32 * kQuantPieces;
-  constexpr int64_t kUsualWarps = 4;  // of a block of short rows: small ones end at many times
-  int sm_count = 0;
-  JAXMOE_RETURN_IF_CUDA_ERROR(GetSmCount(&sm_count));
-  int64_t rows = p.batch * p.rows;
-  int64_t chunks = std::max<int64_t>(1, CeilDiv(row_pieces, kMaxWarps * kWarpPieces));
-  int64_t warps = std::max<int64_t>(1, CeilDiv(row_pieces, chunks * kWarpPieces));
-  // Few rows: each on an SM of its own.
-  int64_t block_rows =
-      std::clamp<int64_t>(rows / sm_count, 1, std::max<int64_t>(1, kUsualWarps / warps));
+  QuantRowThreads threads;
+  JAXMOE_RETURN_IF_CUDA_ERROR(ThreadsOfRows(p.batch * p.rows, row_pieces, &threads));
   return LaunchKernel(QuantizeRowsKernel<T, kShared>,
-                      Blocks(CeilDiv(rows, block_rows)),
-                      dim3(static_cast<unsigned>(32 * warps), static_cast<unsigned>(block_rows)),
+                      threads.grid,
+                      threads.block,
                       0,
                       stream,
                       p.pdl,
                       p,
                       static_cast<unsigned>(row_pieces),
-                      static_cast<unsigned>(chunks),
+                      threads.chunks,
                       static_cast<unsigned>(num_partials));
 }
 

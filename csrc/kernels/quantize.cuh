@@ -23,6 +23,7 @@
 #include <cooperative_groups.h>
 #include <cuda_fp8.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <type_traits>
 
@@ -39,6 +40,31 @@ inline constexpr int kQuantBlockPieces = 8;  // the same in a 128 x 128 block
 inline constexpr int kQuantMaxThreadsOfParts = 512;
 inline constexpr int kQuantMaxCluster = 8;
 inline constexpr unsigned kQuantNoRow = 0xffffffffu;
+
+// How kernels divide rows among threads: x threads and y rows a block, all rows in the grid, and
+// the chunks that a row is read in.
+struct QuantRowThreads {
+  dim3 grid;
+  dim3 block;
+  unsigned chunks;
+};
+
+inline cudaError_t ThreadsOfRows(int64_t rows, int64_t row_pieces, QuantRowThreads* threads) {
+  constexpr int64_t kMaxWarps = kQuantMaxThreads / 32;
+  constexpr int64_t kWarpPieces = 32 * kQuantPieces;
+  constexpr int64_t kUsualWarps = 4;  // of a block of short rows: small ones end at many times
+  int sm_count = 0;
+  JAXMOE_RETURN_IF_CUDA_ERROR(GetSmCount(&sm_count));
+  const int64_t chunks = std::max<int64_t>(1, CeilDiv(row_pieces, kMaxWarps * kWarpPieces));
+  const int64_t warps = std::max<int64_t>(1, CeilDiv(row_pieces, chunks * kWarpPieces));
+  // Few rows: each on an SM of its own.
+  const int64_t block_rows =
+      std::clamp<int64_t>(rows / sm_count, 1, std::max<int64_t>(1, kUsualWarps / warps));
+  threads->grid = dim3(static_cast<unsigned>(CeilDiv(rows, block_rows)));
+  threads->block = dim3(static_cast<unsigned>(32 * warps), static_cast<unsigned>(block_rows));
+  threads->chunks = static_cast<unsigned>(chunks);
+  return cudaSuccess;
+}
 
 // Elements of a piece, and the lanes that hold 128 neighbours.
 template <typename T>

@@ -1,6 +1,4 @@
-// Launches round_tokens: threads and blocks for rows of one length.
-#include <algorithm>
-
+// Launches round_tokens for its rule and element type.
 #include "csrc/kernels/round_tokens.cuh"
 
 namespace jaxmoe {
@@ -11,26 +9,18 @@ constexpr int64_t kMaxInt = 0x7fffffff;
 
 template <typename T, TokenRule kRule>
 cudaError_t LaunchRule(const RoundTokensParams& p, cudaStream_t stream) {
-  constexpr int64_t kMaxWarps = kQuantMaxThreads / 32;
-  constexpr int64_t kWarpPieces = 32 * kQuantPieces;
-  constexpr int64_t kUsualWarps = 4;  // of a block of short rows: small ones end at many times
-  int sm_count = 0;
-  JAXMOE_RETURN_IF_CUDA_ERROR(GetSmCount(&sm_count));
   const int64_t pieces = p.cols / kPieceSize<T>;
-  const int64_t chunks = std::max<int64_t>(1, CeilDiv(pieces, kMaxWarps * kWarpPieces));
-  const int64_t warps = std::max<int64_t>(1, CeilDiv(pieces, chunks * kWarpPieces));
-  // Few rows: each on an SM of its own.
-  const int64_t block_rows =
-      std::clamp<int64_t>(p.rows / sm_count, 1, std::max<int64_t>(1, kUsualWarps / warps));
+  QuantRowThreads threads;
+  JAXMOE_RETURN_IF_CUDA_ERROR(ThreadsOfRows(p.rows, pieces, &threads));
   return LaunchKernel(RoundTokensKernel<T, kRule>,
-                      dim3(static_cast<unsigned>(CeilDiv(p.rows, block_rows))),
-                      dim3(static_cast<unsigned>(32 * warps), static_cast<unsigned>(block_rows)),
+                      threads.grid,
+                      threads.block,
                       0,
                       stream,
                       p.pdl,
                       p,
                       static_cast<unsigned>(pieces),
-                      static_cast<unsigned>(chunks));
+                      threads.chunks);
 }
 
 }  // namespace

@@ -27,7 +27,7 @@ struct PackedWeights : Plain<Element> {
   static constexpr int kStripBytes = kStripBytes_;
   // Accumulators and decoding need the registers of warps that would fetch rows.
   static constexpr bool kGathersByThreads = false;
-  // Rows of X may have scales, which takes a second epilogue: beside formats that have such tokens.
+  // Rows of X may have scales, beside the formats that have such tokens.
   static constexpr bool kRowScales =
       kPacking_ == Packing::kMxfp4 || kPacking_ == Packing::kNvfp4 || kPacking_ == Packing::kInt4;
   using Symmetric = void;  // a faster Decoder where there are no zero points
