@@ -41,6 +41,21 @@ __device__ __forceinline__ void BarrierWait(uint64_t* bar, uint32_t parity) {
       : "memory");
 }
 
+// Whether the phase is over, which a thread may ask for ahead of its wait.
+__device__ __forceinline__ bool BarrierTryWait(uint64_t* bar, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, done;\n"
+      "}\n"
+      : "=r"(done)
+      : "r"(SmemAddress(bar)), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
 // Arrives at the barrier that has this one's address in CTA `rank` of the cluster.
 // NOTE: not .release.cluster, nor .acquire.cluster in BarrierWait: they compile to a membar.gl
 // (about a microsecond) and an invalidation of L1. So only shared memory may be handed over by

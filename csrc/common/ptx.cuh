@@ -161,7 +161,7 @@ __device__ __forceinline__ int LoadAcquire(const int* counter) {
 // Descriptor of a 128-byte-swizzled operand whose 8-row (or 8-k) groups are 1024 bytes apart.
 // MN-major and wider than 64: its blocks of 64 are kBlockBytes apart.
 template <int kBlockBytes = 16>
-__device__ __forceinline__ uint64_t Swizzle128Descriptor(uint32_t smem_address) {
+__device__ __forceinline__ constexpr uint64_t Swizzle128Descriptor(uint32_t smem_address) {
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
   constexpr uint64_t kStride = uint64_t{1024 >> 4} << 32;
   constexpr uint64_t kLeading = uint64_t{kBlockBytes >> 4} << 16;  // else unused
@@ -426,11 +426,13 @@ __device__ __forceinline__ uint32_t Pack2<__half>(float lo, float hi) {
   return reinterpret_cast<uint32_t&>(v);
 }
 
-// Four floats to e4m3 in 32 bits; beyond 448 they become 448, NaN stays NaN.
+// Floats to e4m3; beyond 448 they become 448, NaN stays NaN.
+__device__ __forceinline__ uint16_t PackE4M3(float a, float b) {
+  return __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE, __NV_E4M3);
+}
+
 __device__ __forceinline__ uint32_t PackE4M3(float a, float b, float c, float d) {
-  const uint32_t lo = __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE, __NV_E4M3);
-  const uint32_t hi = __nv_cvt_float2_to_fp8x2(make_float2(c, d), __NV_SATFINITE, __NV_E4M3);
-  return lo | hi << 16;
+  return PackE4M3(a, b) | static_cast<uint32_t>(PackE4M3(c, d)) << 16;
 }
 
 __device__ __forceinline__ float ToFloat(__nv_bfloat16 v) { return __bfloat162float(v); }

@@ -233,6 +233,10 @@ const char* MakeArgs(const MoeGemmProblem& p,
       (tile.weight_tile == 256 || tile.token_tile == 256)) {
     return "block scales and a tile of 256 need halves of a multiple of 64 rows";
   }
+  const bool quantizes = p.scales.out != nullptr || p.scales.out_groups != nullptr;
+  if (quantizes && args.n_out % 16 != 0) {
+    return "a quantized output has rows of a multiple of 16 features";
+  }
   if (p.scales.out_groups != nullptr && !QuantizesGroups(p.scales.shared, tile)) {
     return "this tile has no whole groups to quantize";
   }

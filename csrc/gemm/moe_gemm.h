@@ -74,9 +74,10 @@ struct Fp8Scales {
   const float* x = nullptr;
   // Row -> row of x, for its scales; null: the same. NOTE: used unchecked, so only of a plan.
   const int* x_index = nullptr;
-  int num_x = 1;               // kTensor: scales in x, weight w uses number w % num_x
-  const float* out = nullptr;  // [num_out]: out is rounded to out_dtype and quantized to e4m3
-  int num_out = 0;             // weight w uses number w % num_out
+  int num_x = 1;  // kTensor: scales in x, weight w uses number w % num_x
+  // [num_out]: out is rounded to out_dtype and quantized to e4m3; n_out is a multiple of 16
+  const float* out = nullptr;
+  int num_out = 0;  // weight w uses number w % num_out
   // [rows, ceil(n_out / 128)]: scales of out's groups of 128, which is quantized to e4m3 by them;
   // or null. Only where QuantizesGroups.
   float* out_groups = nullptr;

@@ -28,14 +28,23 @@ __device__ __forceinline__ float Reciprocal(float x) {
   return r;
 }
 
+// 2 to the x. Without ftz results below 2^-126 would take three instructions more, and all of them
+// are added to 1.
+__device__ __forceinline__ float Exp2(float x) {
+  float r;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
+
 __device__ __forceinline__ float SigmoidTimes(const ActivationParams& p,
                                               float gate,
                                               float slope,
                                               float up) {
   const float g = MinPropagateNan(gate, p.limit);
   const float u = MaxPropagateNan(MinPropagateNan(up, p.limit), -p.limit);
+  constexpr float kLog2E = 1.4426950408889634f;
   // exp(-z) overflows to infinity for very negative z, where the quotient is 0 as it should be.
-  return g * Reciprocal(1.0f + __expf(-g * slope)) * (u + p.beta);
+  return g * Reciprocal(1.0f + Exp2(g * (slope * -kLog2E))) * (u + p.beta);
 }
 
 // 1 - erf(x), with a relative error below 1e-5 in all of float32's range: a fit of Numerical

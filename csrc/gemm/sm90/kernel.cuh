@@ -72,7 +72,9 @@ __device__ __forceinline__ void RunConsumer(const MoeGemmArgs& args,
     Accumulators<T> acc;
     [[maybe_unused]] Scales scales;
     StepScales step_scales{};
-    if constexpr (T::kPromoted) step_scales = FetchStepScales<T>(args, info, share, thread);
+    if constexpr (T::kPromoted && !T::kTokensOnM) {
+      step_scales = FetchStepScales<T>(args, info, share, thread);
+    }
     if constexpr (T::kScaled && !T::kLateScales) {
       scales.Fetch(args, info, share, token_of_row, thread);
     }

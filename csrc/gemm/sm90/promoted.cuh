@@ -6,7 +6,8 @@
 
 namespace jaxmoe {
 
-// Weight scales of a warp's rows in a promoted k loop, one for each step.
+// Weight scales of a warp's rows in a promoted k loop, one for each step. With tokens on M they are
+// in the stage.
 struct StepScales {
   const float* weight[2];  // by 64-row weight block, from this CTA's first step on; or null
 
@@ -18,10 +19,12 @@ struct StepScales {
 
 // Index of a token's scale among those of its step. With weights on M, accumulator 4 j + e of a
 // thread belongs to token 8 j + 2 * (lane % 4) + e % 2, and the thread reads the scales of two j at
-// once.
+// once. With tokens on M it has tokens lane / 4 and lane / 4 + 8 of a warp's 16, and reads both.
 template <class T>
 __device__ __forceinline__ int StepScaleAt(int token) {
-  if constexpr (T::kTokensOnM) return token;
+  if constexpr (T::kTokensOnM) {
+    return token / 16 * 16 + token % 8 * 2 + token / 8 % 2;
+  }
   return token / 16 * 16 + token % 8 / 2 * 4 + token / 8 % 2 * 2 + token % 2;
 }
 
@@ -123,57 +126,94 @@ __device__ __forceinline__ void RunPromotedKSteps(const SharedStorage<T>& smem,
   }
 }
 
+// acc += part * scales, of tokens x[..] and of the two halves of 128 weight rows.
+template <int kSize>
+__device__ __forceinline__ void PromoteTokens(const float (&part)[kSize],
+                                              float2 x,
+                                              float2 weights,
+                                              float (&acc)[kSize]) {
+  const float scale[2][2] = {{x.x * weights.x, x.x * weights.y},
+                             {x.y * weights.x, x.y * weights.y}};
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) {
+    acc[i] = fmaf(part[i], scale[i / 2 % 2][i / (kSize / 2)], acc[i]);
+  }
+}
+
 // Promoted k loop with tokens on wgmma's M: block b is 64 tokens by the warpgroup's 128 weight
 // rows. A thread has two tokens of a block, so it reads two token scales and two weight scales.
 // With weights on M it has 32 tokens, and reading their scales would keep shared memory as busy as
 // wgmma's operands do.
+//
+// A warpgroup that promotes multiplies nothing, and the other one cannot use all of that time: what
+// is neither product nor promotion counts, most of all between a promotion and the next product.
 template <class T>
 __device__ __forceinline__ void RunTokenMajorKSteps(const SharedStorage<T>& smem,
                                                     int num_k_steps,
                                                     const WarpgroupShare& share,
                                                     int thread,
-                                                    const StepScales& scales,
                                                     PipelineState<T::kStages>& stage,
                                                     Accumulators<T>& acc) {
-  constexpr int kN = T::kWarpgroupRows;
-  float part[kN / 2];
+  constexpr unsigned kAll = 0xffffffffu;
+  constexpr int kPitch = T::kStepScaleBytes / static_cast<int>(sizeof(float2));
+  constexpr uint64_t kFields = ptx::Swizzle128Descriptor(0);
+  float part[T::kWarpgroupRows / 2];
 #pragma unroll
-  for (int i = 0; i < kN / 2; ++i) acc[0][i] = acc[1][i] = 0.0f;
-  const uint64_t weights0 = ptx::Swizzle128Descriptor(ptx::SmemAddress(smem.weights(0)) +
-                                                      share.first_block * T::kBlockBytes);
-  const uint64_t tokens0 = ptx::Swizzle128Descriptor(ptx::SmemAddress(smem.tokens(0)) +
-                                                     share.first_token * T::kTokenStepBytes);
-  const int row = share.first_token + thread / 32 * 16 + thread % 32 / 4;
+  for (int i = 0; i < T::kWarpgroupRows / 2; ++i) acc[0][i] = acc[1][i] = 0.0f;
+  // Another lane's, or ptxas would make them again for every product.
+  const uint64_t weights0 =
+      kFields |
+      __shfl_sync(kAll,
+                  static_cast<uint32_t>(ptx::Swizzle128Descriptor(
+                      ptx::SmemAddress(smem.weights(0)) + share.first_block * T::kBlockBytes)),
+                  0);
+  const uint64_t tokens0 =
+      kFields |
+      __shfl_sync(kAll,
+                  static_cast<uint32_t>(ptx::Swizzle128Descriptor(
+                      ptx::SmemAddress(smem.tokens(0)) + share.first_token * T::kTokenStepBytes)),
+                  0);
+  const float2* const x = reinterpret_cast<const float2*>(smem.step_scales(0) + share.first_token) +
+                          thread / 32 * 8 + thread % 32 / 4;
+  const float2* const w = reinterpret_cast<const float2*>(smem.step_scales(0) + T::kBlockScales) +
+                          share.first_block / 2;
+  bool ready = false;
   for (int step = 0; step < num_k_steps; ++step) {
-    const int index = stage.index;
-    const float weight[2] = {scales.of(0, step), scales.of(1, step)};
-    const float* const x = smem.step_scales(index) + row;
-    const uint32_t at = index * T::kStageBytes;
-    ptx::BarrierWait(smem.full(index), stage.parity);
-#pragma unroll
-    for (int block = 0; block < 2; ++block) {
-      if (64 * block < share.rows) {
-        const uint64_t tokens = ptx::MoveDescriptor(tokens0, at + block * T::kBlockBytes);
-        const uint64_t weights = ptx::MoveDescriptor(weights0, at);
-        IssueStep(part, [&](int i, uint32_t k) {
-          ptx::WgmmaTokensOnM<typename T::Weight>(
-              ptx::MoveDescriptor(tokens, k), ptx::MoveDescriptor(weights, k), part, i > 0);
-        });
-        const float x0 = x[64 * block];
-        const float x1 = x[64 * block + 8];
-        const float scale[2][2] = {{x0 * weight[0], x0 * weight[1]},
-                                   {x1 * weight[0], x1 * weight[1]}};
-        cute::warpgroup_wait<0>();
-        ptx::FenceAccumulator(part);
-#pragma unroll
-        for (int i = 0; i < kN / 2; ++i) {
-          acc[block][i] = fmaf(part[i], scale[i / 2 % 2][i / (kN / 4)], acc[block][i]);
-        }
-      }
-    }
-    __syncwarp();  // every lane has read its scales
-    ReleaseStage(smem, index, thread % 32);
+    const int current = stage.index;
+    const uint32_t at = current * T::kStageBytes;
+    if (!ready) ptx::BarrierWait(smem.full(current), stage.parity);
     stage.Advance();
+    const float2 x0 = x[current * kPitch];
+    const float2 x1 = x[current * kPitch + 32];
+    const float2 of_weights = w[current * kPitch];
+    const auto multiply = [&](int block) {
+      const uint64_t tokens = ptx::MoveDescriptor(tokens0, at + block * T::kBlockBytes);
+      const uint64_t weights = ptx::MoveDescriptor(weights0, at);
+      IssueStep(part, [&](int i, uint32_t k) {
+        ptx::WgmmaTokensOnM<typename T::Weight>(
+            ptx::MoveDescriptor(tokens, k), ptx::MoveDescriptor(weights, k), part, i > 0);
+      });
+    };
+    const auto release = [&] {
+      __syncwarp();  // every lane has read its scales
+      ReleaseStage(smem, current, thread % 32);
+      ready = ptx::BarrierTryWait(smem.full(stage.index), stage.parity);
+    };
+    if (share.rows > 0) {
+      multiply(0);
+      cute::warpgroup_wait<0>();
+      ptx::FenceAccumulator(part);
+      PromoteTokens(part, x0, of_weights, acc[0]);
+    }
+    if (share.rows > 64) {
+      multiply(1);
+      cute::warpgroup_wait<0>();
+      ptx::FenceAccumulator(part);
+      release();
+      PromoteTokens(part, x1, of_weights, acc[1]);
+    } else {
+      release();
+    }
   }
 }
 

@@ -168,15 +168,14 @@ __device__ __forceinline__ StepScales FetchStepScales(const MoeGemmArgs& args,
   StepScales scales;
 #pragma unroll
   for (int block = 0; block < 2; ++block) {
-    // With tokens on M a thread has all 64 rows, which begin at a multiple of 64.
-    const int warp = T::kTokensOnM ? 0 : thread / 32;
-    const int row = WeightRow<T>(args, info.w_tile, share.first_block + block) + 16 * warp;
+    const int row = WeightRow<T>(args, info.w_tile, share.first_block + block) + thread / 32 * 16;
     scales.weight[block] = w + WeightScaleAt<T, 128>(args, row, block);
   }
   return scales;
 }
 
-// Copies the scales of a tile's rows of X, step by step.
+// Copies the scales of a tile's rows of X, step by step, and with tokens on M those of its weights:
+// 64 rows of a block begin at a multiple of 64 and share a scale.
 template <class T>
 __device__ __forceinline__ void CopyStepScales(const MoeGemmArgs& args,
                                                const SharedStorage<T>& smem,
@@ -198,6 +197,11 @@ __device__ __forceinline__ void CopyStepScales(const MoeGemmArgs& args,
     }
     source[i] = row * args.scales.x_row_stride;
   }
+  const bool has_block = T::kTokensOnM && lane < T::kWeightBlocks;
+  const float* weight = args.scales.w + info.weight * args.scales.w_stride;
+  if (has_block) {
+    weight += WeightScaleAt<T, 128>(args, WeightRow<T>(args, info.w_tile, lane), lane);
+  }
   for (int step = steps.first; step < steps.last; ++step) {
     ptx::BarrierWait(smem.empty(stage.index), stage.parity ^ 1);
     const uint32_t dst = ptx::SmemAddress(smem.step_scales(stage.index));
@@ -207,6 +211,7 @@ __device__ __forceinline__ void CopyStepScales(const MoeGemmArgs& args,
       if (r < info.rows)
         ptx::CopyAsync4(dst + 4 * StepScaleAt<T>(r), args.scales.x + source[i] + step);
     }
+    if (has_block) ptx::CopyAsync4(dst + 4 * (T::kBlockScales + lane), weight + step);
     ptx::CopyAsyncArrive(smem.full(stage.index));
     stage.Advance();
   }

@@ -177,7 +177,8 @@ struct Tile {
   static constexpr int kTokenScaleBytes =
       kTokenScaled ? kWarpgroupTokens * 4 : 0;                      // of one warpgroup
   static constexpr int kBlockScales = (kTokenTile + 15) / 16 * 16;  // see StepScaleAt
-  static constexpr int kStepScaleBytes = kPromoted ? kBlockScales * 4 : 0;
+  // With tokens on M one for each 64-row block of weights follows.
+  static constexpr int kStepScaleBytes = kPromoted ? (kBlockScales + (kTokensOnM ? 4 : 0)) * 4 : 0;
   // Scale and bias of each weight row of a warpgroup, see TokenMajorEpilogue.
   static constexpr int kColumnBytes = kTokensOnM ? kWarpgroupRows * 8 : 0;
 

@@ -27,23 +27,27 @@ class TokenMajorEpilogue {
   __device__ __forceinline__ void Run(const TileInfo& info,
                                       const WarpgroupShare& share,
                                       const Accumulators<T>& acc) {
-    Publish(info, share);
-    Sync();
-    const bool silu =
-        args_.activation.kind == ActivationParams::kSigmoid && args_.activation.c3 == 0.0f;
-    if constexpr (T::kGated) {
-      if (args_.interleaved) {
-        silu ? StoreAll<Mode::kInterleaved, SiluForm>(acc)
-             : StoreAll<Mode::kInterleaved, OtherForm>(acc);
-      } else {
-        silu ? StoreAll<Mode::kHalves, SiluForm>(acc) : StoreAll<Mode::kHalves, OtherForm>(acc);
-      }
-    } else if (args_.activation.kind == ActivationParams::kIdentity) {
-      args_.out_f32 ? StoreFloat(acc) : StoreAll<Mode::kSingle, IdentityForm>(acc);
+    const ActivationParams& p = args_.activation;
+    const bool silu = p.kind == ActivationParams::kSigmoid && p.c3 == 0.0f;
+    const bool identity = !T::kGated && p.kind == ActivationParams::kIdentity;
+    const bool usual = T::kGated ? silu : identity && !args_.out_f32;
+    const bool sums_are_values = args_.scales.by_step && args_.bias == nullptr;
+    if (usual && sums_are_values) {
+      StoreUsual<true>(acc);
     } else {
-      StoreAll<Mode::kSingle, OtherForm>(acc);
+      Publish(info, share);
+      Sync();
+      if (usual) {
+        StoreUsual<false>(acc);
+      } else if (identity) {
+        StoreFloat(acc);
+      } else if (T::kGated && args_.interleaved) {
+        StoreAll<Mode::kInterleaved, OtherForm, false>(acc);
+      } else {
+        StoreAll<T::kGated ? Mode::kHalves : Mode::kSingle, OtherForm, false>(acc);
+      }
+      Sync();  // scales and biases are free for the next tile
     }
-    Sync();  // scales and biases are free for the next tile
     if (kShared && by_groups()) SyncPair();
   }
 
@@ -58,6 +62,10 @@ class TokenMajorEpilogue {
   static constexpr int kScaleFeatures = 128;              // features that share a scale
   static constexpr bool kShared = T::kOutFeatures < kScaleFeatures;  // by two warps
   static constexpr int kPasses = kRows * kStaged / 32;
+  // Bytes of a quantized row that is staged, and copies of 16 bytes that it takes.
+  static constexpr int kBytesPitch = T::kOutFeatures + 16;
+  static constexpr int kByteChunks = T::kOutFeatures / 16;
+  static_assert(kBytesPitch <= T::kStagingPitch, "quantized rows fit the staging buffer");
 
   __device__ __forceinline__ OutType<T> Out() const { return {args_.scales.half}; }
   __device__ __forceinline__ void Sync() const { ptx::NamedBarrierSync(1 + site_.consumer, 128); }
@@ -81,64 +89,87 @@ class TokenMajorEpilogue {
   }
 
   // Values of token lane / 4 + 8 * half of a block, in column 8 * group + 2 * (lane % 4) and the
-  // next.
-  __device__ __forceinline__ float2 Values(const float (&acc)[64],
-                                           float token_scale,
-                                           int group,
-                                           int half) const {
+  // next. kSums: there are no scales and biases but those that the k loop applied.
+  template <bool kSums>
+  __device__ __forceinline__ float2
+  Values(const float (&acc)[64], float token_scale, int group, int half) const {
+    const float* a = &acc[4 * group + 2 * half];
+    if constexpr (kSums) return make_float2(a[0], a[1]);
     // Scale and bias of both columns.
     const float4 c = *reinterpret_cast<const float4*>(columns_ + 8 * group + 2 * (lane_ % 4));
-    const float* a = &acc[4 * group + 2 * half];
     return make_float2(fmaf(a[0], token_scale * c.x, c.y), fmaf(a[1], token_scale * c.z, c.w));
   }
 
-  template <Mode kMode, class Form>
+  // The activations of nearly all layers: silu, or none.
+  template <bool kSums>
+  __device__ __forceinline__ void StoreUsual(const Accumulators<T>& acc) const {
+    if constexpr (!T::kGated) {
+      StoreAll<Mode::kSingle, IdentityForm, kSums>(acc);
+    } else if (args_.interleaved) {
+      StoreAll<Mode::kInterleaved, SiluForm, kSums>(acc);
+    } else {
+      StoreAll<Mode::kHalves, SiluForm, kSums>(acc);
+    }
+  }
+
+  template <Mode kMode, class Form, bool kSums>
   __device__ __forceinline__ void StoreAll(const Accumulators<T>& acc) const {
 #pragma unroll
     for (int block = 0; block < 2; ++block) {
-      if (64 * block < site_.rows) StoreBlock<kMode, Form>(acc[block], 64 * block + kRows * warp_);
+      if (64 * block < site_.rows) {
+        StoreBlock<kMode, Form, kSums>(acc[block], 64 * block + kRows * warp_);
+      }
     }
   }
 
   // Stores the 16 tokens from t0 on.
-  template <Mode kMode, class Form>
+  template <Mode kMode, class Form, bool kSums>
   __device__ __forceinline__ void StoreBlock(const float (&acc)[64], int t0) const {
     uint32_t out[kOctets][2];
-    const float scale[2] = {token_scales_[t0 + lane_ / 4], token_scales_[t0 + lane_ / 4 + 8]};
+    float scale[2] = {1.0f, 1.0f};
+    if constexpr (!kSums) {
+      scale[0] = token_scales_[t0 + lane_ / 4];
+      scale[1] = token_scales_[t0 + lane_ / 4 + 8];
+    }
 #pragma unroll
     for (int g = 0; g < kOctets; ++g) {
       if constexpr (kMode == Mode::kInterleaved) {
-        Interleaved<Form>(acc, scale, g, out[g]);
+        Interleaved<Form, kSums>(acc, scale, g, out[g]);
       } else {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const float2 gate = Values(acc, scale[half], g, half);
+          const float2 gate = Values<kSums>(acc, scale[half], g, half);
           float2 up = make_float2(1.0f, 1.0f);
-          if constexpr (kMode == Mode::kHalves) up = Values(acc, scale[half], g + kOctets, half);
+          if constexpr (kMode == Mode::kHalves) {
+            up = Values<kSums>(acc, scale[half], g + kOctets, half);
+          }
           out[g][half] = Out().Pack2(Form::Apply(args_.activation, gate.x, up.x),
                                      Form::Apply(args_.activation, gate.y, up.y));
         }
       }
     }
-    float inverse[2];
     if (by_groups()) {
+      float inverse[2];
       GroupScales(out, t0, inverse);
+      StoreQuantized(out, t0, inverse);
     } else if (args_.scales.out != nullptr) {
-      inverse[0] = inverse[1] = OutInverse(args_.scales, site_.weight);
-    }
+      const float inverse = OutInverse(args_.scales, site_.weight);
+      StoreQuantized(out, t0, {inverse, inverse});
+    } else {
 #pragma unroll
-    for (int first = 0; first < kOctets; first += kStaged) {
-      Stage(out, first);
-      __syncwarp();
-      CopyOut(t0, 8 * first, inverse);
-      __syncwarp();
+      for (int first = 0; first < kOctets; first += kStaged) {
+        Stage(out, first);
+        __syncwarp();
+        CopyOut(t0, 8 * first);
+        __syncwarp();
+      }
     }
   }
 
   // A thread's two columns are gate and up of one feature. Two groups of columns give every thread
   // two features of different groups, packed with both tokens; shuffles bring neighbouring features
   // together.
-  template <class Form>
+  template <class Form, bool kSums>
   __device__ __forceinline__ void Interleaved(const float (&acc)[64],
                                               const float (&scale)[2],
                                               int g,
@@ -147,8 +178,8 @@ class TokenMajorEpilogue {
     uint32_t tokens[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const float2 v0 = Values(acc, scale[0], 2 * g + i, 0);
-      const float2 v1 = Values(acc, scale[1], 2 * g + i, 1);
+      const float2 v0 = Values<kSums>(acc, scale[0], 2 * g + i, 0);
+      const float2 v1 = Values<kSums>(acc, scale[1], 2 * g + i, 1);
       tokens[i] = Out().Pack2(Form::Apply(args_.activation, v0.x, v0.y),
                               Form::Apply(args_.activation, v1.x, v1.y));
     }
@@ -164,21 +195,42 @@ class TokenMajorEpilogue {
     out[1] = __byte_perm(feature[0], feature[1], 0x7632);
   }
 
+  // Bits, as a float, of the largest finite magnitude among this thread's features of a token that
+  // exist. Two are compared at once as they are, and again without infinities and NaN if there are
+  // any.
+  __device__ __forceinline__ unsigned LargestFinite(const uint32_t (&out)[kOctets][2],
+                                                    int half) const {
+    unsigned pair = 0;
+#pragma unroll
+    for (int g = 0; g < kOctets; ++g) {
+      if (site_.feature + 8 * g < args_.n_out) {
+        pair = __vmaxu2(pair, out[g][half] & 0x7fff7fffu);
+      }
+    }
+    const float2 both = Out().Unpack2(pair);
+    unsigned largest = max(__float_as_uint(both.x), __float_as_uint(both.y));
+    if (largest >= 0x7f800000u) {
+      largest = 0;
+#pragma unroll
+      for (int g = 0; g < kOctets; ++g) {
+        if (site_.feature + 8 * g < args_.n_out) {
+          const float2 v = Out().Unpack2(out[g][half]);
+          largest = max(largest, max(FiniteMagnitude(v.x), FiniteMagnitude(v.y)));
+        }
+      }
+    }
+    return largest;
+  }
+
   // Writes the scales of the features' groups of 128, made from the rounded output as quantize
   // makes them, and returns their reciprocals for this thread's two tokens.
   __device__ __forceinline__ void GroupScales(const uint32_t (&out)[kOctets][2],
                                               int t0,
                                               float (&inverse)[2]) const {
-    unsigned largest[2] = {0, 0};
+    unsigned largest[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-#pragma unroll
-      for (int g = 0; g < kOctets; ++g) {
-        if (site_.feature + 8 * g < args_.n_out) {
-          const float2 pair = Out().Unpack2(out[g][half]);
-          largest[half] = max(largest[half], max(FiniteMagnitude(pair.x), FiniteMagnitude(pair.y)));
-        }
-      }
+      largest[half] = LargestFinite(out, half);
 #pragma unroll
       for (int offset = 1; offset < 4; offset *= 2) {
         largest[half] = max(largest[half], __shfl_xor_sync(0xffffffffu, largest[half], offset));
@@ -216,25 +268,47 @@ class TokenMajorEpilogue {
 
   // Rows past the group belong to the next expert and are not stored; neither are features past
   // n_out (a multiple of 8, so 16-byte chunks are all in or all out).
-  __device__ __forceinline__ void CopyOut(int t0, int first, const float (&inverse)[2]) const {
-    const bool quantized = by_groups() || args_.scales.out != nullptr;
+  __device__ __forceinline__ void CopyOut(int t0, int first) const {
     const int chunk = lane_ % kStaged;
     const int feature = site_.feature + first + 8 * chunk;
+    uint16_t* const out = static_cast<uint16_t*>(args_.out) + feature;
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
       const int token = (32 * pass + lane_) / kStaged;
-      float s = 0.0f;  // of the thread that has the token
-      if (quantized) s = __shfl_sync(0xffffffffu, inverse[2 * pass / kPasses], token % 8 * 4);
       if (feature >= args_.n_out || t0 + token >= site_.rows) continue;
-      const uint4 v =
+      *reinterpret_cast<uint4*>(out +
+                                (site_.row + t0 + token) * static_cast<int64_t>(args_.n_out)) =
           *reinterpret_cast<const uint4*>(staging_ + token * T::kStagingPitch + 16 * chunk);
-      const int64_t at = (site_.row + t0 + token) * static_cast<int64_t>(args_.n_out) + feature;
-      if (quantized) {
-        *reinterpret_cast<uint2*>(static_cast<uint8_t*>(args_.out) + at) = Out().Quantize(v, s);
-      } else {
-        *reinterpret_cast<uint4*>(static_cast<uint16_t*>(args_.out) + at) = v;
+    }
+  }
+
+  // Stores 16 tokens times `inverse`, of this thread's two, in e4m3, of which n_out is a multiple
+  // of 16.
+  __device__ __forceinline__ void StoreQuantized(const uint32_t (&out)[kOctets][2],
+                                                 int t0,
+                                                 const float (&inverse)[2]) const {
+    uint8_t* const row = staging_ + lane_ / 4 * kBytesPitch + lane_ % 4 * 2;
+#pragma unroll
+    for (int g = 0; g < kOctets; ++g) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float2 v = Out().Unpack2(out[g][half]);
+        *reinterpret_cast<uint16_t*>(row + 8 * half * kBytesPitch + 8 * g) =
+            ptx::PackE4M3(v.x * inverse[half], v.y * inverse[half]);
       }
     }
+    __syncwarp();
+    const int chunk = lane_ % kByteChunks;
+    const int feature = site_.feature + 16 * chunk;
+    uint8_t* const to = static_cast<uint8_t*>(args_.out) + feature;
+#pragma unroll
+    for (int pass = 0; pass < kRows * kByteChunks / 32; ++pass) {
+      const int token = (32 * pass + lane_) / kByteChunks;
+      if (feature >= args_.n_out || t0 + token >= site_.rows) continue;
+      *reinterpret_cast<uint4*>(to + (site_.row + t0 + token) * static_cast<int64_t>(args_.n_out)) =
+          *reinterpret_cast<const uint4*>(staging_ + token * kBytesPitch + 16 * chunk);
+    }
+    __syncwarp();
   }
 
   // float32 output skips the staging: 4 lanes write 32 contiguous bytes, whole sectors.
@@ -252,7 +326,7 @@ class TokenMajorEpilogue {
           const int feature = site_.feature + 8 * g + 2 * (lane_ % 4);
           if (feature < args_.n_out) {
             *reinterpret_cast<float2*>(out + row + feature) =
-                Values(acc[block], token_scales_[token], g, half);
+                Values<false>(acc[block], token_scales_[token], g, half);
           }
         }
       }
