@@ -126,7 +126,7 @@ __device__ __forceinline__ void RunPromotedKSteps(const SharedStorage<T>& smem,
   }
 }
 
-// acc += part * scales, of tokens x[..] and of the two halves of 128 weight rows.
+// acc += part * scales, of a thread's two tokens and of the two halves of 128 weight rows.
 template <int kSize>
 __device__ __forceinline__ void PromoteTokens(const float (&part)[kSize],
                                               float2 x,
@@ -154,25 +154,20 @@ __device__ __forceinline__ void RunTokenMajorKSteps(const SharedStorage<T>& smem
                                                     int thread,
                                                     PipelineState<T::kStages>& stage,
                                                     Accumulators<T>& acc) {
-  constexpr unsigned kAll = 0xffffffffu;
   constexpr int kPitch = T::kStepScaleBytes / static_cast<int>(sizeof(float2));
-  constexpr uint64_t kFields = ptx::Swizzle128Descriptor(0);
   float part[T::kWarpgroupRows / 2];
 #pragma unroll
   for (int i = 0; i < T::kWarpgroupRows / 2; ++i) acc[0][i] = acc[1][i] = 0.0f;
-  // Another lane's, or ptxas would make them again for every product.
+  // Descriptors of the first stage: fields that are constants, and an address from another lane, or
+  // ptxas would make it again for every product.
+  const auto held = [](uint32_t address) -> uint64_t {
+    const auto low = static_cast<uint32_t>(ptx::Swizzle128Descriptor(address));
+    return ptx::Swizzle128Descriptor(0) | __shfl_sync(0xffffffffu, low, 0);
+  };
   const uint64_t weights0 =
-      kFields |
-      __shfl_sync(kAll,
-                  static_cast<uint32_t>(ptx::Swizzle128Descriptor(
-                      ptx::SmemAddress(smem.weights(0)) + share.first_block * T::kBlockBytes)),
-                  0);
+      held(ptx::SmemAddress(smem.weights(0)) + share.first_block * T::kBlockBytes);
   const uint64_t tokens0 =
-      kFields |
-      __shfl_sync(kAll,
-                  static_cast<uint32_t>(ptx::Swizzle128Descriptor(
-                      ptx::SmemAddress(smem.tokens(0)) + share.first_token * T::kTokenStepBytes)),
-                  0);
+      held(ptx::SmemAddress(smem.tokens(0)) + share.first_token * T::kTokenStepBytes);
   const float2* const x = reinterpret_cast<const float2*>(smem.step_scales(0) + share.first_token) +
                           thread / 32 * 8 + thread % 32 / 4;
   const float2* const w = reinterpret_cast<const float2*>(smem.step_scales(0) + T::kBlockScales) +
