@@ -41,13 +41,13 @@ __device__ __forceinline__ void BarrierWait(uint64_t* bar, uint32_t parity) {
       : "memory");
 }
 
-// Whether the phase is over, which a thread may ask for ahead of its wait.
-__device__ __forceinline__ bool BarrierTryWait(uint64_t* bar, uint32_t parity) {
+// Whether the phase is over, at once: try_wait may suspend the thread until it is.
+__device__ __forceinline__ bool BarrierTest(uint64_t* bar, uint32_t parity) {
   uint32_t done;
   asm volatile(
       "{\n"
       ".reg .pred done;\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
       "selp.u32 %0, 1, 0, done;\n"
       "}\n"
       : "=r"(done)

@@ -192,7 +192,7 @@ __device__ __forceinline__ void RunTokenMajorKSteps(const SharedStorage<T>& smem
     const auto release = [&] {
       __syncwarp();  // every lane has read its scales
       ReleaseStage(smem, current, thread % 32);
-      ready = ptx::BarrierTryWait(smem.full(stage.index), stage.parity);
+      ready = ptx::BarrierTest(smem.full(stage.index), stage.parity);
     };
     if (share.rows > 0) {
       multiply(0);
