@@ -17,7 +17,15 @@ PACKED_BYTES = {
 }
 _WEIGHT_BYTES = {"fp8": 1, **PACKED_BYTES}  # where it is not that of bf16
 
-MODELS: dict[str, Layer] = {**PUBLISHED, **SMALL}
+# Published models whose rows an expert fall between two tiles.
+BETWEEN = {
+    layer.name: layer
+    for layer in (
+        Layer("nemotron-3-nano", "no gate, odd blocks", 2688, 1856, 128, 6, activation="relu2"),
+        Layer("deepseek-v2-lite", "64 experts, 11 blocks of I", 2048, 1408, 64, 6),
+    )
+}
+MODELS: dict[str, Layer] = {**PUBLISHED, **BETWEEN, **SMALL}
 DEFAULT_MODELS = tuple(PUBLISHED)
 DEFAULT_TOKENS = (1, 8, 16, 64, 256, 1024, 4096, 16384)
 DEFAULT_SKEWS = ("uniform", "zipf")

@@ -177,7 +177,7 @@ def test_what_is_measured_is_legal(format, activation):
 )
 def test_a_timer_draws_what_the_layer_takes(format, apart, monkeypatch):
     """Arrays of the layer's shapes and dtypes, whose value is finite and not zero."""
-    monkeypatch.setattr(timer, "_MAX_COPIES", 2)
+    monkeypatch.setattr(timer, "_MAX_LAYERS", 2)
     monkeypatch.setattr(timer, "_BATCH_S", 0.0)
     experts = experts_of(format)
     if apart:
@@ -192,14 +192,27 @@ def test_a_timer_draws_what_the_layer_takes(format, apart, monkeypatch):
     ((asked, layer),) = found(fn, X, routing, experts, local).values()
     timed = timer.Timer(asked, layer)
     rule = rule_configs(asked, layer)
-    for drawn in timed._copies:
+    for drawn in timed._layers:
         for name, x, wanted in zip(asked._fields, drawn, asked, strict=True):
             assert (x is None) == (wanted is None), name
             assert x is None or (x.shape, x.dtype) == (wanted.shape, wanted.dtype), name
         assert len({*drawn.expert_ids[0].tolist()}) == K and drawn.expert_ids.max() < 2 * E
         (y,) = moe_mlp_p(*drawn, layer=layer.replace(config=rule))
         assert jnp.isfinite(y).all() and abs(y).max() > 0
-    assert len(timed._copies) == 2 and timed([rule])[rule] > 0
+    assert len(timed._layers) == 2 and timed([rule])[rule] > 0
+
+
+@pytest.mark.parametrize(("copy_bytes", "distinct"), ((1, 1), (10**9, 3)))
+def test_a_timer_runs_short_layers_many_times(copy_bytes, distinct, monkeypatch):
+    """A program of one would take as long to start; equal ones XLA would run once."""
+    monkeypatch.setattr(timer, "_MAX_LAYERS", 3)
+    monkeypatch.setattr(timer, "_COPY_BYTES", copy_bytes)
+    ((asked, layer),) = found(jaxmoe.moe_mlp, X, ROUTING, EXPERTS).values()
+    timed = timer.Timer(asked, layer)
+    assert len({id(a.w_down) for a in timed._layers}) == distinct
+    assert len({str(a.expert_ids) for a in timed._layers}) == 3
+    monkeypatch.setattr(timer, "_PROGRAM_US", 0)
+    assert len(timer.Timer(asked, layer)._layers) == distinct
 
 
 def test_the_fastest_is_used():
@@ -320,3 +333,21 @@ def test_on_a_gpu(format):
         scale = float(abs(wanted).max())
         assert float(abs(fn(x, routing, experts) - wanted).max()) <= 0.02 * scale
     assert result == AutotuningResult.loads(result.dumps())
+
+
+def test_packaged_tables_can_be_used():
+    """Each is a result of its device, of tiles that beat those of the rule."""
+    tables = sorted(autotuning.TABLES.glob("*.json"))
+    assert tables
+    for path in tables:
+        result = AutotuningResult.loads(path.read_text())
+        assert autotuning.table_name(result.device_kind) == path.name
+        assert AutotuningResult.packaged(result.device_kind) == result
+        for problem, ((best, us), (rule, its)) in result.data:
+            assert result.best(problem) == best != rule and its > 1.03 * us
+
+
+def test_packaged_without_a_table():
+    assert AutotuningResult.packaged("NVIDIA Unheard-of").data == ()
+    with pytest.raises(ValueError, match=r"packaged\(\) needs device_kind, such as 'NVIDIA H200'"):
+        AutotuningResult.packaged()

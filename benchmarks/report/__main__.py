@@ -31,8 +31,11 @@ def main(arguments: list[str] | None = None) -> int:
     if not found.points():
         print(f"no rows of jaxmoe's layer under {args.results}")
         return 1
-    written = [args.results / "README.md"]
-    written[0].write_text(every_row.page(found), encoding="utf-8")
+    written = []
+    for device in sorted({path.parent for path in args.results.parent.glob("*/*.json")}):
+        rows = found if device == args.results else load(device)
+        written.append(device / "README.md")
+        written[-1].write_text(every_row.page(rows), encoding="utf-8")
     for page, texts in sections(found).items():
         path = args.root / page
         for name, text in texts.items():

@@ -8,6 +8,7 @@ from benchmarks.report.measurements import Measurements, by_model, kind
 from benchmarks.report.tables import number, table, time_of, us
 from benchmarks.rows import Row, remark
 from benchmarks.suites.stack import CHAIN
+from benchmarks.tune import pair_name
 
 _HEAD = [
     *("model", "tokens", "skew", "impl", "regime", "us", "p10", "p90", "TFLOP/s", "TB/s"),
@@ -28,6 +29,9 @@ def page(found: Measurements) -> str:
         "The layer with FP8 weights": fp8.summary(found),
         "Training": train.summary(found),
         "tiles: the heuristics and the best tile": _section(_TILES, _tile_rows(found), _TILES_NOTE),
+        "tune: the heuristics and the best of both tiles": _section(
+            _TUNED, _tuned_rows(found), _TUNED_NOTE
+        ),
         "stack: 48 layers in one program": _section(_STACK, _stack_rows(found), _STACK_NOTE),
         "ep: experts over devices": ep.summary(found),
         "Runs": runs_text(found.runs),
@@ -87,6 +91,24 @@ def _tile_rows(found: Measurements) -> list[list[str]]:
         for row in (ours, best):
             cells += [row.impl.removeprefix(f"{product} "), us(row.us)]
         out.append([*cells, f"{100 * ((ours.vs_best or math.inf) - 1):.1f} %"])
+    return out
+
+
+_TUNED = ["layer", "heuristics", "us", "best", "us", "within"]
+_TUNED_NOTE = (
+    'Microseconds by `python -m benchmarks.tune`, with even routing; layers with "\\*" are in the '
+    "packaged table."
+)
+
+
+def _tuned_rows(found: Measurements) -> list[list[str]]:
+    """The tiles of the rule and the fastest pair of each layer that was tuned."""
+    out = []
+    for one in found.tuned:
+        (best, fast), (rule, slow) = one.best, one.rule
+        cells = [pair_name(rule), us(slow), pair_name(best), us(fast)]
+        within = f"{100 * (slow / fast - 1):.1f} %"
+        out.append([one.name + (" \\*" if one.wins else ""), *cells, within])
     return out
 
 

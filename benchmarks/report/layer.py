@@ -12,8 +12,8 @@ _MEASURED = (
 _PEERS = ("FlashInfer", "SonicMoE")
 _NOTE = (
     "Microseconds per whole layer, bf16, routing given, uniform; weights in checkpoint order "
-    '(layout "nk"), *[E,K,N]* with the contraction first. *floor*: the larger of bytes / 4.3 TB/s '
-    "and FLOPs / 780 TFLOP/s. *sustained*: under a second of load, for compute-heavy rows. *vs "
+    '(layout "nk"), *[E,K,N]* with the contraction first. *floor*: the larger of {rates}. '
+    "*sustained*: under a second of load, for compute-heavy rows. *vs "
     "dense*: TFLOP/s over those of `jnp.matmul` with equal FLOPs."
 )
 
@@ -22,7 +22,10 @@ def summary(found: Measurements) -> str:
     """The table, what it says, and under which conditions others were measured."""
     head = ["model", "tokens", "floor", "jaxmoe", "of floor", "[E,K,N]", "sustained", "vs dense"]
     head += [heading for heading, _ in _MEASURED] + [f"{name}*" for name in _PEERS] + ["run"]
-    parts = [filled(head, [_cells(found, point) for point in found.points()]), _NOTE]
+    parts = [
+        filled(head, [_cells(found, point) for point in found.points()]),
+        _NOTE.format(rates=found.rates),
+    ]
     for heading, points in _losses(found).items():
         parts.append(f"{heading} is faster than jaxmoe here: {where(points)}.")
     if found.peers:

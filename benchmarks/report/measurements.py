@@ -9,6 +9,7 @@ from typing import Any
 from benchmarks import bounds
 from benchmarks.models import MODELS
 from benchmarks.rows import Row
+from benchmarks.tune import Tuned, read
 
 Kind = tuple[Any, ...]
 Point = tuple[str, int]  # a model and a number of tokens
@@ -29,12 +30,23 @@ class Measurements:
       rows: in the order of their runs.
       peers: times of other libraries, measured elsewhere; `{}` if there are none.
       run_of: place in `runs` of each row, by its kind.
+      tuned: layers whose tiles were tuned.
     """
 
     runs: list[dict[str, Any]]
     rows: list[Row]
     peers: dict[str, Any]
     run_of: dict[Kind, int] = dataclasses.field(default_factory=dict)
+    tuned: list[Tuned] = dataclasses.field(default_factory=list)
+
+    @property
+    def rates(self) -> str:
+        """The device's, of which floors are made, in words."""
+        ceiling = bounds.CEILINGS.get(self.runs[-1]["device"])
+        if ceiling is None:
+            return "what bytes and what FLOPs take"
+        tflops = ceiling.flops_per_s("bf16") * 1e-12
+        return f"bytes / {ceiling.bytes_per_s * 1e-12:.1f} TB/s and FLOPs / {tflops:.0f} TFLOP/s"
 
     def older(self, row: Row) -> bool:
         """Whether another commit has newer rows of the same suite and scheme."""
@@ -136,6 +148,7 @@ def load(folder: Path, peers: Path | None = None) -> Measurements:
         rows=[row for _, row in sorted(newest.values(), key=lambda pair: pair[0])],
         peers=_peers(peer_file) if peer_file.is_file() else {},
         run_of={key: used.index(number) for key, (number, _) in newest.items()},
+        tuned=read(sorted(folder.glob("tuned/*.json"))),
     )
 
 
