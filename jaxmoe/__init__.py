@@ -12,7 +12,9 @@ from ._explain import explain as explain
 from ._export import export_checks as export_checks
 from ._gemm.tiles import GemmConfig as GemmConfig
 from .activation import Activation as Activation
+from .activation import SoftcapSwiglu as SoftcapSwiglu
 from .activation import Swiglu as Swiglu
+from .activation import SwigluStep as SwigluStep
 from .expert_batches import expert_batches as expert_batches
 from .experts import Experts as Experts
 from .finalize import ExpertRows as ExpertRows

@@ -2,7 +2,7 @@
 
 # The places in a tuple are the values of the C++ enum.
 CODES: dict[str, tuple[str, ...]] = {
-    "activation": ("sigmoid", "erf", "relu", "relu2", "identity"),
+    "activation": ("sigmoid", "erf", "relu", "relu2", "identity", "step", "softcap"),
     "gate_up": ("gate_up", "up_gate", "interleaved"),
     "layout": ("kn", "nk"),
     "score": ("logits", "softmax", "sigmoid", "sqrtsoftplus"),

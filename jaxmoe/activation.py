@@ -14,7 +14,7 @@ from jaxmoe._codes import CODES, Choice
 from jaxmoe._jax import checks as _checks
 
 # Formulas. A kernel has a branch for each; all other differences are constants.
-SIGMOID, ERF, RELU, RELU2, IDENTITY = range(len(CODES["activation"]))
+SIGMOID, ERF, RELU, RELU2, IDENTITY, STEP, SOFTCAP = range(len(CODES["activation"]))
 
 GATE_UP_ORDERS = CODES["gate_up"]
 
@@ -29,20 +29,25 @@ class Activation:
     limit and beta only with a gated SIGMOID, as the kernels have them,
 
     with f by `kind`: SIGMOID g * sigmoid(g * (c1 + c3 * g^2)); ERF g * Phi(g); RELU max(g, 0);
-    RELU2 max(g, 0)^2; IDENTITY g. NaN stays NaN.
+    RELU2 max(g, 0)^2; IDENTITY g. Two more are gated only:
+
+    STEP       y = min(g * sigmoid(g), limit) * clip(u, -limit, limit)
+    SOFTCAP    y = c1 * tanh(g / c1) * sigmoid(g) * c3 * tanh(u / c3)
+
+    NaN stays NaN.
 
     Attributes:
       name: what the user wrote.
       gated: whether the first product has two halves, gate and up.
       kind: which formula f is.
-      c1, c3: constants of SIGMOID. SiLU is (1, 0); GELU's tanh form is (2a, 2a * 0.044715) with
-        a = sqrt(2 / pi), because (1 + tanh(z)) / 2 = sigmoid(2z).
+      c1, c3: constants of SIGMOID and SOFTCAP. SiLU is (1, 0); GELU's tanh form is
+        (2a, 2a * 0.044715) with a = sqrt(2 / pi), because (1 + tanh(z)) / 2 = sigmoid(2z).
       limit: clamp of gate (from above) and up (both sides); infinity for none.
       beta: added to up.
 
     Raises:
       ValueError: no such kind, or constants that are not finite.
-      NotImplementedError: limit or beta for anything but a gated SIGMOID.
+      NotImplementedError: limit or beta where no kernel has them, or STEP or SOFTCAP without gate.
 
     Example:
       >>> from jaxmoe.activation import resolve
@@ -62,17 +67,24 @@ class Activation:
 
     def __post_init__(self) -> None:
         """Checks that every device computes this formula."""
-        _checks.check_int("Activation", "kind", self.kind, 0, IDENTITY)
+        _checks.check_int("Activation", "kind", self.kind, 0, SOFTCAP)
         if not (math.isfinite(self.c1) and math.isfinite(self.c3) and math.isfinite(self.beta)):
             rule = f"c1={self.c1}, c3={self.c3}, beta={self.beta} must be finite"
             raise ValueError(_checks.message("Activation", rule))
-        clamped = self.limit != math.inf or self.beta != 0
-        if clamped and not (self.gated and self.kind == SIGMOID):
+        clamps = self.gated and self.kind in (SIGMOID, STEP)
+        adds = self.gated and self.kind == SIGMOID
+        if (self.limit != math.inf and not clamps) or (self.beta != 0 and not adds):
             rule = (
-                f"limit={self.limit} and beta={self.beta} are there for gated SIGMOID only; "
-                "the others take limit=inf and beta=0"
+                f"limit={self.limit} and beta={self.beta} are there for gated SIGMOID only, limit "
+                "for STEP too; the others take limit=inf and beta=0"
             )
             raise NotImplementedError(_checks.message("Activation", rule))
+        if self.kind in (STEP, SOFTCAP) and not self.gated:
+            rule = f"kind={CODES['activation'][self.kind]} needs gated=True"
+            raise NotImplementedError(_checks.message("Activation", rule))
+        if self.kind == SOFTCAP and not (self.c1 > 0 and self.c3 > 0):
+            rule = f"c1={self.c1} and c3={self.c3}, the caps, must be positive"
+            raise ValueError(_checks.message("Activation", rule))
 
     def __call__(self, gate: jax.Array, up: jax.Array | None = None) -> jax.Array:
         """Applies the formula in the dtype given; callers pass float32.
@@ -90,17 +102,24 @@ class Activation:
         if self.gated != (up is not None):
             wanted = "needs" if self.gated else "does not take"
             raise TypeError(_checks.message("activation", f"{self.name} {wanted} up", up=up))
-        if math.isfinite(self.limit):
-            gate = jnp.minimum(gate, jnp.asarray(self.limit, gate.dtype))
-        y = self._f(gate)
+        if self.kind == SOFTCAP and up is not None:
+            return _softcap(gate, self.c1) * jax.nn.sigmoid(gate) * _softcap(up, self.c3)
+        y = self._f(gate if self.kind == STEP else self._clamped(gate))
         if up is None:
             return y
+        if self.kind == STEP:
+            y = self._clamped(y)
         if math.isfinite(self.limit):
             limit = jnp.asarray(self.limit, up.dtype)
             up = jnp.clip(up, -limit, limit)
         return y * (up + jnp.asarray(self.beta, up.dtype) if self.beta else up)
 
+    def _clamped(self, x: jax.Array) -> jax.Array:
+        return jnp.minimum(x, jnp.asarray(self.limit, x.dtype)) if math.isfinite(self.limit) else x
+
     def _f(self, g: jax.Array) -> jax.Array:
+        if self.kind == STEP:
+            return jax.nn.silu(g)
         if self.kind == SIGMOID:
             slope = jnp.asarray(self.c1, g.dtype)
             # NOTE: not `c1 + c3 * g * g` for c3 = 0: beyond |g| = 1.8e19 that is 0 * inf = NaN.
@@ -113,6 +132,23 @@ class Activation:
         """Returns the constants as a kernel reads them: `kind` an int, the others float32."""
         constants = {f: np.float32(getattr(self, f)) for f in ("c1", "c3", "limit", "beta")}
         return {"kind": Choice(self.kind, CODES["activation"][self.kind]), **constants}
+
+
+def _softcap(x: jax.Array, cap: float) -> jax.Array:
+    bound = jnp.asarray(cap, x.dtype)
+    return bound * jnp.tanh(x / bound)
+
+
+def _numbers(name: str, values: dict[str, Any]) -> None:
+    """Checks constants of an activation: they are part of the compiled program."""
+    for argument, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int | float | np.number):
+            rule = f"{argument} must be a Python number known at trace time"
+            raise TypeError(_checks.message(name, rule, **{argument: value}))
+        if math.isnan(value) or (argument != "limit" and math.isinf(value)):
+            raise ValueError(_checks.message(name, f"{argument}={value} must be finite"))
+        if argument not in ("alpha", "beta") and not value > 0:
+            raise ValueError(_checks.message(name, f"{argument}={value} must be positive"))
 
 
 class Swiglu(Activation):
@@ -139,15 +175,7 @@ class Swiglu(Activation):
 
     def __init__(self, alpha: float = 1.0, beta: float = 0.0, limit: float = math.inf):
         """Checks the constants: they are part of the compiled program."""
-        values: dict[str, Any] = {"alpha": alpha, "beta": beta, "limit": limit}
-        for name, value in values.items():
-            if isinstance(value, bool) or not isinstance(value, int | float | np.number):
-                rule = f"{name} must be a Python number known at trace time"
-                raise TypeError(_checks.message("Swiglu", rule, **{name: value}))
-            if math.isnan(value) or (name != "limit" and math.isinf(value)):
-                raise ValueError(_checks.message("Swiglu", f"{name}={value} must be finite"))
-        if not limit > 0:
-            raise ValueError(_checks.message("Swiglu", f"limit={limit} must be positive"))
+        _numbers("Swiglu", {"alpha": alpha, "beta": beta, "limit": limit})
         alpha, beta, limit = float(alpha), float(beta), float(limit)  # 7 and 7.0 are one activation
         super().__init__(
             name=f"Swiglu(alpha={alpha}, beta={beta}, limit={limit})",
@@ -157,6 +185,60 @@ class Swiglu(Activation):
             beta=beta,
             limit=limit,
         )
+
+
+class SwigluStep(Activation):
+    """SwiGLU whose clamp comes after SiLU.
+
+    y = min(silu(gate), limit) * clip(up, -limit, limit)
+
+    Args:
+      limit: clamp, positive; infinity for none.
+
+    Raises:
+      TypeError, ValueError: the limit is not a Python number, or not positive.
+
+    Source: Step-3.5 and 3.7, some of whose layers have a limit of 7 or 16.
+
+    Example:
+      >>> import jaxmoe
+      >>> jaxmoe.SwigluStep(7).limit
+      7.0
+    """
+
+    def __init__(self, limit: float):
+        """Checks the limit: it is part of the compiled program."""
+        _numbers("SwigluStep", {"limit": limit})
+        limit = float(limit)
+        super().__init__(name=f"SwigluStep(limit={limit})", gated=True, kind=STEP, limit=limit)
+
+
+class SoftcapSwiglu(Activation):
+    """SwiGLU whose linear factors, but not the sigmoid's argument, are bounded by tanh.
+
+    y = gate_cap * tanh(gate / gate_cap) * sigmoid(gate) * up_cap * tanh(up / up_cap)
+
+    Args:
+      gate_cap, up_cap: bounds, positive and finite.
+
+    Raises:
+      TypeError, ValueError: a bound is not a Python number, or out of range.
+
+    Source: Inkling 2 (`mlp_gate_softcap`, `mlp_up_softcap`); SiTU of Kimi-K3 in FlashInfer is
+      SoftcapSwiglu(4, 25).
+
+    Example:
+      >>> import jaxmoe
+      >>> jaxmoe.SoftcapSwiglu(4, 25).name
+      'SoftcapSwiglu(gate_cap=4.0, up_cap=25.0)'
+    """
+
+    def __init__(self, gate_cap: float, up_cap: float):
+        """Checks the bounds: they are part of the compiled program."""
+        _numbers("SoftcapSwiglu", {"gate_cap": gate_cap, "up_cap": up_cap})
+        gate_cap, up_cap = float(gate_cap), float(up_cap)
+        name = f"SoftcapSwiglu(gate_cap={gate_cap}, up_cap={up_cap})"
+        super().__init__(name=name, gated=True, kind=SOFTCAP, c1=gate_cap, c3=up_cap)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,6 +322,9 @@ ACTIVATIONS: dict[str, Activation] = {
 }
 
 
+_CLASSES = ("Swiglu(alpha, beta, limit)", "SwigluStep(limit)", "SoftcapSwiglu(gate_cap, up_cap)")
+
+
 def resolve(activation: str | Callable[..., Any], op: str = "moe_mlp") -> Activation:
     """Returns the activation of that name, or the one given.
 
@@ -260,9 +345,9 @@ def resolve(activation: str | Callable[..., Any], op: str = "moe_mlp") -> Activa
         return activation
     if callable(activation):
         return _custom(activation, op)
-    _checks.check_choice(op, "activation", activation, (*ACTIVATIONS, "Swiglu(alpha, beta, limit)"))
+    _checks.check_choice(op, "activation", activation, (*ACTIVATIONS, *_CLASSES))
     if activation not in ACTIVATIONS:
-        rule = "activation='Swiglu(alpha, beta, limit)' must be an instance, not a string"
+        rule = f"activation={activation!r} must be an instance, not a string"
         raise ValueError(_checks.message(op, rule))
     return ACTIVATIONS[activation]
 

@@ -16,14 +16,23 @@ from jaxmoe.activation import (
     RELU,
     RELU2,
     SIGMOID,
+    SOFTCAP,
+    STEP,
     Activation,
+    SoftcapSwiglu,
     Swiglu,
+    SwigluStep,
     resolve,
     split_gate_up,
 )
 
 GPT_OSS = Swiglu(alpha=1.702, beta=1.0, limit=7.0)
-ALL = {**ACTIVATIONS, "gpt_oss": GPT_OSS}
+ALL = {
+    **ACTIVATIONS,
+    "gpt_oss": GPT_OSS,
+    "step": SwigluStep(0.7),
+    "softcap": SoftcapSwiglu(2.0, 1.5),
+}
 
 
 def _apply(activation, gate, up=3.0):
@@ -49,6 +58,10 @@ def _apply(activation, gate, up=3.0):
         ("geglu_tanh", 3 * 0.8411920, 3 * -0.0454023),
         # sigmoid(1.702) = 0.8457959, -2 * sigmoid(-3.404) = -0.0643414, and up + 1 = 4
         ("gpt_oss", 4 * 0.8457959, 4 * -0.0643414),
+        # the lesser of 0.7310586 and the limit 0.7; 3 is clipped to it
+        ("step", 0.7 * 0.7, 0.7 * -0.2384058),
+        # 2 tanh(1 / 2) = 0.9242343, 2 tanh(-1) = -1.5231883, 1.5 tanh(2) = 1.4460414
+        ("softcap", 1.4460414 * 0.9242343 * 0.7310586, 1.4460414 * -1.5231883 * 0.1192029),
     ],
 )
 def test_numbers(name, at_1, at_minus_2):
@@ -64,6 +77,26 @@ def test_clamp():
     y = GPT_OSS(jnp.array([10.0, -10.0]), jnp.array([-10.0, 10.0]))
     low = -10 / (1 + math.exp(17.02)) * 8
     np.testing.assert_allclose(y, [-42 / (1 + math.exp(-11.914)), low], rtol=1e-5)
+
+
+def test_a_step_clamps_after_silu():
+    """Unlike Swiglu, whose limit of 0.8 would make 0.8 sigmoid(0.8) of a gate of 5."""
+    y = SwigluStep(0.8)(jnp.array([5.0, 0.5, -5.0]), jnp.array([0.1, -9.0, 9.0]))
+    want = [0.8 * 0.1, 0.5 / (1 + math.exp(-0.5)) * -0.8, -5 / (1 + math.exp(5)) * 0.8]
+    np.testing.assert_allclose(y, want, rtol=1e-6)
+    g, u = jnp.linspace(-8, 8, 33), jnp.linspace(-2, 2, 33)
+    np.testing.assert_allclose(SwigluStep(math.inf)(g, u), Swiglu()(g, u), rtol=1e-6)
+
+
+def test_soft_caps_bound_factors_and_not_the_sigmoid():
+    """Small arguments keep all their digits; large ones end at the caps."""
+    activation = SoftcapSwiglu(4.0, 25.0)
+    small = jnp.array([1e-30, -1e-6, 3e-3])
+    want = np.asarray(small, np.float64) / (1 + np.exp(-np.asarray(small, np.float64)))
+    np.testing.assert_allclose(activation(small, jnp.ones(3)), want, rtol=1e-3)
+    y = activation(jnp.array([1e20, jnp.inf, -1e20]), jnp.array([-1e20, jnp.inf, 1.0]))
+    np.testing.assert_array_equal(y, [-100.0, 100.0, 0.0])
+    assert activation == SoftcapSwiglu(4, np.float32(25)) != SoftcapSwiglu(4, 24)
 
 
 def test_plain_swiglu_is_the_named_one():
@@ -91,8 +124,11 @@ def test_kernel_constants_give_the_same_function(name):
         RELU: lambda: np.maximum(x, 0),
         RELU2: lambda: np.maximum(x, 0) ** 2,
         IDENTITY: lambda: x,
+        STEP: lambda: np.minimum(g / (1 + np.exp(-g)), limit),
+        SOFTCAP: lambda: c1 * np.tanh(g / c1) / (1 + np.exp(-g)),
     }[params["kind"]]()
-    want = f * (np.clip(u, -limit, limit) + beta) if ALL[name].gated else f
+    factor = c3 * np.tanh(u / c3) if params["kind"] == SOFTCAP else np.clip(u, -limit, limit) + beta
+    want = f * factor if ALL[name].gated else f
     np.testing.assert_allclose(_apply(ALL[name], g, u), want, rtol=2e-5, atol=1e-6)
 
 
@@ -200,6 +236,10 @@ def test_resolve_takes_names_and_instances():
         (lambda: Swiglu(alpha=math.inf), ValueError, r"jaxmoe\.Swiglu: alpha=inf must be finite"),
         (lambda: Swiglu(limit=math.nan), ValueError, r"limit=nan must be finite"),
         (lambda: Swiglu(limit=0.0), ValueError, r"limit=0\.0 must be positive"),
+        (lambda: SwigluStep(-1), ValueError, r"jaxmoe\.SwigluStep: limit=-1 must be positive"),
+        (lambda: SwigluStep("7"), TypeError, r"limit must be a Python number .* Got limit: '7'"),
+        (lambda: SoftcapSwiglu(0, 1), ValueError, r"SoftcapSwiglu: gate_cap=0 must be positive"),
+        (lambda: SoftcapSwiglu(1, math.inf), ValueError, r"up_cap=inf must be finite"),
         (
             lambda: jax.jit(lambda a: Swiglu(alpha=a)(a, a))(jnp.ones(())),
             TypeError,
@@ -219,11 +259,14 @@ def test_refusals(call, error, message):
         ({"kind": 0, "c1": np.inf}, ValueError, "c1=inf.*must be finite"),
         ({"kind": 1, "limit": 7.0}, NotImplementedError, "limit=7.0 and beta=0.0 are there for"),
         ({"kind": 4, "beta": 1.0}, NotImplementedError, "limit=inf and beta=1.0 are there for"),
+        ({"kind": STEP, "beta": 1.0}, NotImplementedError, "limit=inf and beta=1.0 are there"),
+        ({"kind": SOFTCAP, "c1": 1.0, "c3": 0.0}, ValueError, "c3=0.0, the caps, must be positive"),
+        ({"kind": STEP, "gated": False}, NotImplementedError, "kind=step needs gated=True"),
     ),
 )
 def test_formulas_that_no_kernel_has_are_refused(arguments, error, message):
     with pytest.raises(error, match=message):
-        Activation("mine", True, **arguments)
+        Activation("mine", **{"gated": True} | arguments)
 
 
 def test_limit_needs_a_gate():

@@ -196,7 +196,8 @@ LAYER_ERRORS = (
         {"activation": "swish"},
         ValueError,
         "jaxmoe.Experts: activation='swish' must be one of swiglu, geglu, geglu_tanh, gelu, "
-        "gelu_tanh, silu, relu, relu2, identity, Swiglu(alpha, beta, limit).",
+        "gelu_tanh, silu, relu, relu2, identity, Swiglu(alpha, beta, limit), SwigluStep(limit), "
+        "SoftcapSwiglu(gate_cap, up_cap).",
     ),
     (
         {"expert_offset": -1},

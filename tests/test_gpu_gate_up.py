@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe import GemmConfig, Swiglu, _gemm
+from jaxmoe import GemmConfig, SoftcapSwiglu, Swiglu, SwigluStep, _gemm
 from jaxmoe._gemm.gate_up import gate_up_p
 from jaxmoe._gemm.tiles import ONLY_PROMOTED, TILES
 from jaxmoe._testing import assert_close, assert_equal, normal, poison
@@ -16,7 +16,8 @@ from jaxmoe.activation import ACTIVATIONS, GATE_UP_ORDERS
 
 pytestmark = pytest.mark.gpu
 
-ACTS = (*ACTIVATIONS.values(), Swiglu(1.702, 1.0, 1.5))
+FORMS = Swiglu(1.702, 1.0, 1.5), SwigluStep(0.5), SoftcapSwiglu(0.5, 1.5)
+ACTS = (*ACTIVATIONS.values(), *FORMS)
 ORDERED = [(a, o) for a in ACTS for o in (GATE_UP_ORDERS if a.gated else GATE_UP_ORDERS[:1])]
 HIDDEN, INTER, E = 136, 200, 5  # columns that end inside every tile
 SIZES = np.array([0, 37, 1, 300, 141], np.int32)  # one expert without rows; rows of no expert

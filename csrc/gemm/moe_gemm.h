@@ -32,7 +32,7 @@ struct EnumNames<GateUp> {
 
 // Activation in the kernel's form, see jaxmoe/activation.py.
 struct ActivationParams {
-  enum Kind : int { kSigmoid, kErf, kRelu, kRelu2, kIdentity };
+  enum Kind : int { kSigmoid, kErf, kRelu, kRelu2, kIdentity, kStep, kSoftcap };
   int kind = kIdentity;
   float c1 = 0.0f;
   float c3 = 0.0f;
@@ -42,7 +42,8 @@ struct ActivationParams {
 
 template <>
 struct EnumNames<ActivationParams::Kind> {
-  static constexpr const char* kAll[] = {"sigmoid", "erf", "relu", "relu2", "identity"};
+  static constexpr const char* kAll[] = {
+      "sigmoid", "erf", "relu", "relu2", "identity", "step", "softcap"};
 };
 
 // Tile of a kernel, chosen by jaxmoe/_gemm/tiles.py among those of sm90/kernel.cuh.

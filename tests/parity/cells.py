@@ -39,6 +39,8 @@ class Names(dict[str, Any]):
             RoutingMethod=jaxmoe.RoutingMethod,
             Experts=jaxmoe.Experts,
             Swiglu=jaxmoe.Swiglu,
+            SwigluStep=jaxmoe.SwigluStep,
+            SoftcapSwiglu=jaxmoe.SoftcapSwiglu,
             sigmoid=jax.nn.sigmoid,
             softmax=jax.nn.softmax,
             broadcast_to=jnp.broadcast_to,

@@ -4,14 +4,11 @@ docs/models.md names them. `b.x` are the tokens [T, H]; `b.routing`, `b.experts`
 what the row says; `b["name"]` is an array, module or number of the configuration.
 """
 
-import dataclasses
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 
 import jaxmoe
-from tests.parity.cells import LENGTH, SEQUENCES, Layer, largest, softcap
+from tests.parity.cells import LENGTH, SEQUENCES, Layer, largest
 
 
 def rms_norm(x: jax.Array, epsilon: float) -> jax.Array:
@@ -115,29 +112,6 @@ def weighted_shared(b: Layer) -> jax.Array:
     )
     routing = jaxmoe.Routing(ids, weights[0], b["n_routed_experts"])
     return jaxmoe.moe_mlp(b.x, routing, b.experts, residual=y)
-
-
-def soft_capped(b: Layer) -> jax.Array:
-    """Inkling 2: tanh caps gate and up, but not the gate that the sigmoid reads."""
-
-    def activation(gate: jax.Array, up: jax.Array) -> jax.Array:
-        capped = softcap(gate, b["mlp_gate_softcap"])
-        return capped * jax.nn.sigmoid(gate) * softcap(up, b["mlp_up_softcap"])
-
-    experts = dataclasses.replace(b.experts, activation=activation)
-    return jaxmoe.moe_mlp(b.x, b.routing, experts)
-
-
-def clamped_after(b: Layer) -> jax.Array:
-    """Step-3.7: SiLU of the gate is clamped, not the gate."""
-
-    def clamped(limit: float) -> Callable[[jax.Array, jax.Array], jax.Array]:
-        return lambda gate, up: jnp.minimum(jax.nn.silu(gate), limit) * jnp.clip(up, -limit, limit)
-
-    shared, linear = b["shared_experts"], b.names.linear
-    h = clamped(b["swiglu_limits_shared"][0])(linear(shared.gate_proj), linear(shared.up_proj))
-    experts = dataclasses.replace(b.experts, activation=clamped(b["swiglu_limits"][0]))
-    return jaxmoe.moe_mlp(b.x, b.routing, experts, residual=linear(shared.down_proj, h))
 
 
 def two_modalities(b: Layer) -> jax.Array:

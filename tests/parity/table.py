@@ -202,7 +202,6 @@ CASES = (
         "Inkling2SparseMoeBlock",
         "Inkling2TextConfig",
         {"mlp_gate_softcap": 1.0, "mlp_up_softcap": 1.5},
-        own=layers.soft_capped,
     ),
     Case("jetmoe", "JetMoeMoE", "JetMoeConfig"),
     Case(
@@ -293,7 +292,6 @@ CASES = (
         "Step3p7SparseMoeBlock",
         "Step3p7TextConfig",
         {**STEP, "swiglu_limits": [0.2], "swiglu_limits_shared": [0.3]},
-        own=layers.clamped_after,
         arguments=(0,),
     ),
     Case(

@@ -21,7 +21,8 @@ __device__ __forceinline__ float MaxPropagateNan(float a, float b) {
 // Each form maps (gate, up) to the output; ungated callers pass up = 1, for which the sigmoid form
 // needs beta = 0 and a limit of infinity.
 
-// 1 / x for x >= 1, infinity included. Plain division would scale x first, four instructions more.
+// 1 / x, of an x that is no denormal; infinity included. Plain division would scale x first, four
+// instructions more.
 __device__ __forceinline__ float Reciprocal(float x) {
   float r;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
@@ -45,6 +46,27 @@ __device__ __forceinline__ float SigmoidTimes(const ActivationParams& p,
   constexpr float kLog2E = 1.4426950408889634f;
   // exp(-z) overflows to infinity for very negative z, where the quotient is 0 as it should be.
   return g * Reciprocal(1.0f + Exp2(g * (slope * -kLog2E))) * (u + p.beta);
+}
+
+// 1 / (1 + exp(-g)). exp overflows to infinity for very negative g, where that is 0 as it should
+// be.
+__device__ __forceinline__ float Sigmoid(float g) {
+  return Reciprocal(1.0f + Exp2(g * -1.4426950408889634f));
+}
+
+// cap * tanh(x / cap), with a relative error below 1e-6. For small arguments its series: 1 - exp
+// would cancel.
+__device__ __forceinline__ float Softcap(float x, float cap) {
+  const float z = x * Reciprocal(cap);
+  const float s = z * z;
+  if (s < 0.0625f) {
+    float p = fmaf(s, 0.021869489f, -0.053968254f);
+    p = fmaf(p, s, 0.13333334f);
+    p = fmaf(p, s, -0.33333334f);
+    return fmaf(p * s, x, x);
+  }
+  const float t = Exp2(fabsf(z) * -2.8853900817779268f);
+  return copysignf(cap * (1.0f - t), x) * Reciprocal(1.0f + t);
 }
 
 // 1 - erf(x), with a relative error below 1e-5 in all of float32's range: a fit of Numerical
@@ -88,6 +110,11 @@ struct OtherForm {
         const float r = MaxPropagateNan(gate, 0.0f);
         return r * r * up;
       }
+      case ActivationParams::kStep:
+        return MinPropagateNan(gate * Sigmoid(gate), p.limit) *
+               MaxPropagateNan(MinPropagateNan(up, p.limit), -p.limit);
+      case ActivationParams::kSoftcap:
+        return Softcap(gate, p.c1) * Sigmoid(gate) * Softcap(up, p.c3);
       default:
         return gate * up;
     }
