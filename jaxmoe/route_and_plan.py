@@ -17,6 +17,7 @@ from jaxmoe._route import (
     rule_attrs,
     weights_tangent,
 )
+from jaxmoe._route_options import check_options
 from jaxmoe.plan import (
     Plan,
     check_rows,
@@ -25,7 +26,7 @@ from jaxmoe.plan import (
     plan_scratch_size,
     plan_xla,
 )
-from jaxmoe.routing import Routing, check_options, routing_of, scaled
+from jaxmoe.routing import Routing, routing_of, scaled
 from jaxmoe.routing_methods import RoutingMethod
 
 _OP = "route_and_plan"
