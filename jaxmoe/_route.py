@@ -106,10 +106,12 @@ def completed(
 ) -> tuple[jax.Array, jax.Array]:
     """Appends the shared experts to [T, K] ids and weights, and empties the rows of padding."""
     if num_shared_experts:
-        shape = (expert_ids.shape[0], num_shared_experts)
-        shared = jnp.broadcast_to(jnp.arange(num_shared_experts, dtype=jnp.int32), shape)
-        expert_ids = jnp.concatenate([expert_ids, num_experts + shared], axis=1)
-        weights = jnp.concatenate([weights, jnp.ones(shape, jnp.float32)], axis=1)
+        # NOTE: not a concatenation, whose parts must be split alike over Explicit axes.
+        top_k, more = expert_ids.shape[1], ((0, 0), (0, num_shared_experts))
+        column = jnp.arange(top_k + num_shared_experts, dtype=jnp.int32)[None, :]
+        padded = jnp.pad(expert_ids, more)
+        expert_ids = jnp.where(column < top_k, padded, num_experts - top_k + column)
+        weights = jnp.pad(weights, more, constant_values=1.0)
     if num_valid is not None:
         valid = (jnp.arange(expert_ids.shape[0], dtype=jnp.int32) < num_valid)[:, None]
         expert_ids, weights = jnp.where(valid, expert_ids, -1), jnp.where(valid, weights, 0.0)
