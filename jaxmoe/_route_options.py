@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxmoe._jax import checks as _checks
 from jaxmoe._jax import sizes as _sizes
-from jaxmoe._route import Rule
+from jaxmoe._route import Rule, without
 from jaxmoe.routing_methods import RoutingMethod, method_of
 
 _EPSILON = 1e-20
@@ -21,22 +21,28 @@ class Options:
     """The arguments of `route`, checked.
 
     Attributes:
-      logits, top_k, rule: of the primitive.
+      logits, top_k, rule: of the primitive; logits are NaN where `mask` is False.
       bias: [E], or None.
+      scale: float32 scalar, or None if it is in the rule.
       expert_scale: [E] float32, or None.
       num_shared_experts: S.
       num_valid: int32 scalar, the number of rows that are no padding, or None for all.
+      mask: [T] bool, False for padding, or None.
       expert_ids: [T, K] int32, -1 where it names no expert with a score, or None to choose.
+      return_scores: whether to return scores.
     """
 
     logits: jax.Array
     top_k: int
     rule: Rule
     bias: jax.Array | None
+    scale: jax.Array | None
     expert_scale: jax.Array | None
     num_shared_experts: int
     num_valid: jax.Array | None
+    mask: jax.Array | None
     expert_ids: jax.Array | None
+    return_scores: bool
 
 
 def check_options(
@@ -55,7 +61,9 @@ def check_options(
     expert_scale: Any,
     num_shared_experts: Any,
     num_valid_tokens: Any,
+    mask: Any,
     expert_ids: Any,
+    return_scores: Any,
 ) -> Options:
     """Checks the arguments of `route` in the name of `op`."""
     _checks.check_rank(op, "logits", logits, "T,E")
@@ -81,27 +89,38 @@ def check_options(
             _checks.check_dtype(op, name, value, _checks.FLOATS)
             _checks.check_same_dim(op, name, value, 0, "logits", logits, 1, "num_experts")
     normalize, epsilon = _check_normalize(op, method, norm_topk_prob, epsilon)
+    factor, scale = _check_scale(op, scale)
     rule = Rule(
         score=row.score,
         by_score=row.by_score,
         normalize=normalize,
         epsilon=epsilon,
-        scale=_check_float(op, "scale", scale),
+        scale=factor,
         group_value=row.group_value if num_groups > 1 else "",
         num_groups=num_groups,
         top_groups=top_groups,
         masked_value=masked_value,
     )
     num_shared_experts = _checks.check_int(op, "num_shared_experts", num_shared_experts, 0)
+    if mask is not None:
+        _check_mask(op, logits, mask, num_valid_tokens)
+        mask = jnp.asarray(mask)
+        logits = without(logits, mask)
+    if type(return_scores) is not bool:
+        rule = "return_scores must be a bool"
+        raise TypeError(_checks.message(op, rule, return_scores=return_scores))
     return Options(
         logits=logits,
         top_k=top_k,
         rule=rule,
         bias=bias,
+        scale=scale,
         expert_scale=None if expert_scale is None else jnp.asarray(expert_scale, jnp.float32),
         num_shared_experts=num_shared_experts,
         num_valid=_num_valid(op, logits, num_valid_tokens),
+        mask=mask,
         expert_ids=None if expert_ids is None else _forced_ids(op, logits, top_k, expert_ids),
+        return_scores=return_scores,
     )
 
 
@@ -171,14 +190,38 @@ def _check_normalize(
     return row.normalize, _EPSILON if epsilon is None else float(epsilon)
 
 
-def _check_float(op: str, name: str, value: Any, finite: bool = True) -> float:
+def _check_float(
+    op: str,
+    name: str,
+    value: Any,
+    finite: bool = True,
+    kinds: str = "a Python float known at trace time",
+) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float | np.floating):
-        rule = f"{name} must be a Python float known at trace time"
-        raise TypeError(_checks.message(op, rule, **{name: value}))
+        raise TypeError(_checks.message(op, f"{name} must be {kinds}", **{name: value}))
     if math.isnan(value) or (finite and math.isinf(value)) or value == math.inf:
         rule = f"{name}={value} must be {'finite' if finite else 'finite or -inf'}"
         raise ValueError(_checks.message(op, rule))
     return float(value)
+
+
+def _check_scale(op: str, scale: Any) -> tuple[float, jax.Array | None]:
+    """The scale that is part of the rule, and the one that is an array."""
+    if not isinstance(scale, jax.Array | np.ndarray):
+        kinds = "a number or a scalar array of bf16, f16 or f32"
+        return _check_float(op, "scale", scale, kinds=kinds), None
+    _checks.check_rank(op, "scale", scale, "")
+    _checks.check_dtype(op, "scale", scale, _checks.FLOATS)
+    return 1.0, jnp.asarray(scale, jnp.float32)
+
+
+def _check_mask(op: str, logits: Any, mask: Any, num_valid_tokens: Any) -> None:
+    if num_valid_tokens is not None:
+        rule = "num_valid_tokens must be None with a mask, which says it of every token"
+        raise ValueError(_checks.message(op, rule, num_valid_tokens=num_valid_tokens, mask=mask))
+    _checks.check_rank(op, "mask", mask, "T")
+    _checks.check_dtype(op, "mask", mask, ("bool",))
+    _checks.check_same_dim(op, "mask", mask, 0, "logits", logits, 0, "num_tokens")
 
 
 def _num_valid(op: str, logits: Any, count: Any) -> jax.Array | None:

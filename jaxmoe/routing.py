@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jaxmoe._jax import checks as _checks
 from jaxmoe._jax import leading as _leading
-from jaxmoe._route import completed, route_p, weights_xla
+from jaxmoe._route import completed, first_tokens, loss_scores, route_p, weights_xla, without
 from jaxmoe._route_options import Options, check_options
 from jaxmoe.routing_methods import RoutingMethod
 
@@ -24,11 +24,13 @@ class Routing:
       num_experts: number of experts that were chosen from, shared ones included, as `route` sets
         it; None if it is not known. Layers refuse weights of another number of experts. Static, so
         a prefix such as `P("data")` fits a routing as a spec of `jax.shard_map`.
+      scores: [T, E] float32 for the losses, if `route` was asked for them. Layers read none.
     """
 
     expert_ids: jax.Array
     weights: jax.Array
     num_experts: int | None = dataclasses.field(default=None, metadata={"static": True})
+    scores: jax.Array | None = None
 
 
 @_checks.array_likes
@@ -40,14 +42,16 @@ def route(
     bias: jax.Array | None = None,
     num_groups: int = 1,
     top_groups: int = 1,
-    scale: float = 1.0,
+    scale: float | jax.Array = 1.0,
     norm_topk_prob: bool | None = None,
     epsilon: float | None = None,
     masked_group_value: float = -math.inf,
     expert_scale: jax.Array | None = None,
     num_shared_experts: int = 0,
     num_valid_tokens: int | jax.Array | None = None,
+    mask: jax.Array | None = None,
     expert_ids: jax.Array | None = None,
+    return_scores: bool = False,
 ) -> Routing:
     """Chooses the experts of each token and their weights.
 
@@ -69,7 +73,8 @@ def route(
       num_groups: groups of neighbours that the experts form ("deepseek_v3", "deepseek_v2").
       top_groups: groups that experts are chosen from, ranked by the sum of their two largest keys
         ("deepseek_v3") or by the largest ("deepseek_v2").
-      scale: factor of every weight (`routed_scaling_factor`).
+      scale: factor of every weight but those of shared experts (`routed_scaling_factor`): a number,
+        part of the program, or a scalar bfloat16, float16 or float32 array, which may be traced.
       norm_topk_prob: divide the weights of a token by their sum; by default what the method does.
       epsilon: added to that sum, 1e-20 by default; "sigmoid_renorm" takes the larger of the two.
       masked_group_value: key of the experts of other groups; by default they cannot be chosen. 0.0,
@@ -78,22 +83,29 @@ def route(
       num_shared_experts: S experts that every token takes: S more columns with ids E to E + S - 1
         and weight 1.
       num_valid_tokens: rows from there on are padding: id -1, weight 0. For one axis of tokens.
+      mask: [T] bool, True for valid tokens; the others are padding, wherever they are, and whatever
+        their logits hold. Not with num_valid_tokens.
       expert_ids: [T, top_k] int16 or int32, experts chosen elsewhere (a replay, or a table looked
         up by token id): only the weights are computed. Ids of no expert, or of one whose logit is
         NaN, become -1. To record a choice in half the bytes, keep the first top_k columns of
         `routing.expert_ids.astype(jnp.int16)`.
+      return_scores: fill `routing.scores`, which `load_balancing_loss` and `sequence_balance_loss`
+        take: the method's scores, without the bias, or softmax(logits) where the score is the logit
+        itself. 0 for a NaN logit and in padding.
 
     Returns:
-      `Routing` with expert_ids [T, top_k + S] int32 and weights [T, top_k + S] float32.
+      `Routing` with expert_ids [T, top_k + S] int32 and weights [T, top_k + S] float32, and scores
+      [T, E] float32 if they are asked for.
 
     Raises:
       TypeError: an array of another dtype, a number that is none or not known at trace time.
       ValueError: a wrong shape or number, no such method, or an option that the method lacks.
 
     Numerics: float32 throughout. Ids chosen by logit are exact; those chosen by score are as exact
-      as the score, which devices round differently in the last bit. Gradients flow through the
-      weights to `logits` and `expert_scale`, with the ids fixed, in forward and reverse mode and to
-      any order; none to `bias`.
+      as the score, which devices round differently in the last bit. A `scale` that is an array
+      gives the weights of the same number but for the last bit. Gradients flow through weights and
+      scores to `logits`, `scale` and `expert_scale`, with the ids fixed, in forward and reverse
+      mode and to any order; none to `bias`.
     Sharding: tokens may be split freely; experts may not.
     Source: https://arxiv.org/abs/2401.04088 ("renormalize"), https://arxiv.org/abs/2409.02060
       ("softmax"), https://arxiv.org/abs/2412.19437 ("deepseek_v3"); docs/routing.md has the others.
@@ -109,10 +121,11 @@ def route(
         if num_valid_tokens is not None:
             rule = (
                 "num_valid_tokens must be None with several axes of tokens, which have no last "
-                "one; set the expert_ids of padding to -1"
+                "one; mask says which are valid"
             )
             raise ValueError(_checks.message("route", rule, logits=logits))
         logits, expert_ids = lead.flat("logits", logits), lead.flat("expert_ids", expert_ids)
+        mask = lead.flat_mask(mask)
     given = check_options(
         "route",
         logits,
@@ -128,7 +141,9 @@ def route(
         expert_scale=expert_scale,
         num_shared_experts=num_shared_experts,
         num_valid_tokens=num_valid_tokens,
+        mask=mask,
         expert_ids=expert_ids,
+        return_scores=return_scores,
     )
     routing = routing_of(given)
     return routing if lead is None else jax.tree.map(lead.unflat, routing)
@@ -141,14 +156,33 @@ def routing_of(given: Options) -> Routing:
     else:
         ids = given.expert_ids
         weights = weights_xla(given.logits, ids, rule=given.rule)
+    (num_tokens, num_experts), shared = given.logits.shape, given.num_shared_experts
+    valid = given.mask if shared else None  # the logits say it of the others
+    if given.num_valid is not None:
+        valid = first_tokens(num_tokens, given.num_valid)
+    return finished(given, *completed(ids, weights, num_experts, shared, valid))
+
+
+def finished(given: Options, expert_ids: jax.Array, weights: jax.Array) -> Routing:
+    """Multiplies weights [T, K + S] by the factors that are arrays, and adds the scores."""
+    (num_tokens, num_experts), shared = given.logits.shape, given.num_shared_experts
+    if given.scale is not None or given.expert_scale is not None:
+        routed = _scaled(weights[:, : given.top_k], expert_ids[:, : given.top_k], given)
+        rest = [weights[:, given.top_k :]] if shared else []
+        weights = jnp.concatenate([routed, *rest], axis=1)
+    scores = None
+    if given.return_scores:
+        x = given.logits
+        if given.num_valid is not None:
+            x = without(x, first_tokens(num_tokens, given.num_valid))
+        scores = loss_scores(x, given.rule.score)
+    return Routing(expert_ids, weights, num_experts + shared, scores)
+
+
+def _scaled(weights: jax.Array, expert_ids: jax.Array, given: Options) -> jax.Array:
+    chosen = expert_ids >= 0
+    if given.scale is not None:
+        weights = weights * given.scale
     if given.expert_scale is not None:
-        weights = scaled(weights, ids, given.expert_scale)
-    shared, num_experts = given.num_shared_experts, given.logits.shape[1]
-    arrays = completed(ids, weights, num_experts, shared, given.num_valid)
-    return Routing(*arrays, num_experts=num_experts + shared)
-
-
-def scaled(weights: jax.Array, expert_ids: jax.Array, expert_scale: jax.Array) -> jax.Array:
-    """Multiplies each weight by its expert's scale."""
-    factor = expert_scale[jnp.where(expert_ids < 0, 0, expert_ids)]
-    return jnp.where(expert_ids < 0, 0.0, weights * factor)
+        weights = weights * given.expert_scale[jnp.where(chosen, expert_ids, 0)]
+    return jnp.where(chosen, weights, 0.0)  # also where a factor is NaN
