@@ -18,7 +18,6 @@ from tests import routing_oracle as oracle
 
 T, E, NAN, INF = 6, 16, math.nan, math.inf
 MASK = np.array([1, 0, 1, 1, 0, 1], bool)
-ONE_OF_EACH = ("renormalize", "softmax", "deepseek_v3", "sqrtsoftplus")
 
 
 def drawn(seed=0, dtype=np.float32):
@@ -72,15 +71,22 @@ def test_route_and_plan():
         jax.tree.map(assert_equal, routing, route(drawn(), **options, **more))
 
 
-@pytest.mark.parametrize("method", ONE_OF_EACH)
+@pytest.mark.parametrize("method", ["renormalize", "sqrtsoftplus"])
 def test_derivatives(method):
     logits = drawn(2)[:3]
     loss = jax.jit(lambda x: (scores(x, method) ** 2).sum())
     check_grads(loss, (logits,), order=2, atol=2e-2, rtol=2e-2, eps=1e-2)
 
 
-@pytest.mark.parametrize("method", ONE_OF_EACH)
-@pytest.mark.parametrize("padding", ["mask", "num_valid_tokens"])
+@pytest.mark.parametrize(
+    ("method", "padding"),
+    [
+        ("renormalize", "mask"),
+        ("softmax", "num_valid_tokens"),
+        ("deepseek_v3", "mask"),
+        ("sqrtsoftplus", "num_valid_tokens"),
+    ],
+)
 def test_special_values_have_finite_gradients(method, padding):
     logits = drawn(3)
     logits[0, 1:4], logits[1], logits[2, 2:], logits[3] = NAN, -200, -INF, NAN
