@@ -166,9 +166,9 @@ def experts(x: jax.Array, w: Params, config: Config) -> tuple[jax.Array, jax.Arr
     """The expert layer of [B, S, H], added to x, and how unevenly it was used."""
     tokens = norm(x, w["norm_experts"]).reshape(-1, x.shape[-1])
     logits = tokens.astype(jnp.float32) @ w["router"]
-    routing = jaxmoe.route(logits, top_k=config.top_k)
+    routing = jaxmoe.route(logits, top_k=config.top_k, return_scores=True)
     y = EXPERTS[config.kind](tokens, routing, w, x.reshape(tokens.shape))
-    balance = jaxmoe.load_balancing_loss(jax.nn.softmax(logits, axis=-1), routing.expert_ids)
+    balance = jaxmoe.load_balancing_loss(routing.scores, routing.expert_ids)
     return y.reshape(x.shape), balance / config.top_k
 
 

@@ -102,18 +102,39 @@ def completed(
     weights: jax.Array,
     num_experts: int,
     num_shared_experts: int,
-    num_valid: jax.Array | None,
+    valid: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Appends the shared experts to [T, K] ids and weights, and empties the rows of padding."""
+    """Appends the shared experts to [T, K] ids and weights, and empties rows that are not valid."""
     if num_shared_experts:
-        shape = (expert_ids.shape[0], num_shared_experts)
-        shared = jnp.broadcast_to(jnp.arange(num_shared_experts, dtype=jnp.int32), shape)
-        expert_ids = jnp.concatenate([expert_ids, num_experts + shared], axis=1)
-        weights = jnp.concatenate([weights, jnp.ones(shape, jnp.float32)], axis=1)
-    if num_valid is not None:
-        valid = (jnp.arange(expert_ids.shape[0], dtype=jnp.int32) < num_valid)[:, None]
-        expert_ids, weights = jnp.where(valid, expert_ids, -1), jnp.where(valid, weights, 0.0)
+        # NOTE: not a concatenation, whose parts must be split alike over Explicit axes.
+        top_k, more = expert_ids.shape[1], ((0, 0), (0, num_shared_experts))
+        column = jnp.arange(top_k + num_shared_experts, dtype=jnp.int32)[None, :]
+        padded = jnp.pad(expert_ids, more)
+        expert_ids = jnp.where(column < top_k, padded, num_experts - top_k + column)
+        weights = jnp.pad(weights, more, constant_values=1.0)
+    if valid is not None:
+        keep = valid[:, None]
+        expert_ids, weights = jnp.where(keep, expert_ids, -1), jnp.where(keep, weights, 0.0)
     return expert_ids, weights
+
+
+def first_tokens(num_tokens: int, num_valid: jax.Array) -> jax.Array:
+    """Whether each of T tokens is before the padding, [T] bool."""
+    return jnp.arange(num_tokens, dtype=jnp.int32) < num_valid
+
+
+def without(logits: jax.Array, valid: jax.Array) -> jax.Array:
+    """Makes every logit of a token that is not valid NaN, which no choice, sum or gradient sees."""
+    return jnp.where(valid[:, None], logits, jnp.nan)
+
+
+def loss_scores(logits: jax.Array, score: str) -> jax.Array:
+    """Scores [T, E] as losses take them: probabilities of logits, and 0 for a NaN logit."""
+    x = logits.astype(jnp.float32)
+    scored = ~jnp.isnan(x)
+    if score in ("logits", "softmax"):
+        return _softmax(x, scored)
+    return jnp.where(scored, scores_of(jnp.where(scored, x, 0.0), score), 0.0)
 
 
 def scores_of(x: jax.Array, score: str) -> jax.Array:

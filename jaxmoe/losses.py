@@ -31,8 +31,8 @@ def load_balancing_loss(
     there. For K = 1 both are Switch's.
 
     Args:
-      scores: [T, E] bfloat16, float16 or float32, usually softmax(logits). T stands for one axis or
-        several, such as [B, S, E], here and below.
+      scores: [T, E] bfloat16, float16 or float32, usually softmax(logits); `route` returns those of
+        its method. T stands for one axis or several, such as [B, S, E], here and below.
       expert_ids: [T, K] int32. Ids below 0 or from E on count for no expert; N stays.
       mask: [T] bool, True for valid tokens; None if all are. Others have no influence, NaN or not.
 
@@ -60,7 +60,7 @@ def load_balancing_loss(
     lead = _leading.of_tokens(op, scores)
     if lead is not None:
         scores, expert_ids = lead.flat("scores", scores), lead.flat("expert_ids", expert_ids)
-        mask = _flat_mask(lead, mask)
+        mask = lead.flat_mask(mask)
     _check_scores(op, scores, expert_ids, mask, "T", ("num_tokens",))
     return scores.shape[-1] * _load_times_score(_masked(scores, mask), expert_ids, mask)
 
@@ -144,7 +144,7 @@ def router_z_loss(logits: jax.Array, mask: jax.Array | None = None) -> jax.Array
     op = "router_z_loss"
     lead = _leading.of_tokens(op, logits)
     if lead is not None:
-        logits, mask = lead.flat("logits", logits), _flat_mask(lead, mask)
+        logits, mask = lead.flat("logits", logits), lead.flat_mask(mask)
     _check_rows(op, "logits", logits, "T", mask, ("num_tokens",))
     z = jax.nn.logsumexp(_masked(logits, mask), axis=-1)
     squares = jnp.square(z) if mask is None else jnp.where(mask, jnp.square(z), 0.0)
@@ -236,13 +236,6 @@ def update_selection_bias(
     ceil = floor + (total % load.size != 0).astype(jnp.int32)
     sign = (load < ceil).astype(jnp.float32) - (load > floor).astype(jnp.float32)
     return bias + step * sign
-
-
-def _flat_mask(lead: Any, mask: Any) -> Any:
-    """[T] of a mask [...] with the axes of tokens of the call."""
-    if mask is None or not hasattr(mask, "ndim"):
-        return mask
-    return lead.flat("mask", mask[..., None])[:, 0]
 
 
 def _load_times_score(x: jax.Array, expert_ids: jax.Array, mask: jax.Array | None) -> jax.Array:

@@ -26,16 +26,21 @@ def route(
     bias: jax.Array | None = None,
     num_groups: int = 1,
     top_groups: int = 1,
-    scale: float = 1.0,
+    scale: float | jax.Array = 1.0,
     norm_topk_prob: bool | None = None,
     epsilon: float | None = None,
     masked_group_value: float = -math.inf,
     expert_scale: jax.Array | None = None,
     num_shared_experts: int = 0,
     num_valid_tokens: int | jax.Array | None = None,
+    mask: jax.Array | None = None,
     expert_ids: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """Chooses the `top_k` experts of each token. Returns expert_ids [T,K] and weights [T,K]."""
+    return_scores: bool = False,
+) -> tuple[jax.Array, ...]:
+    """Chooses the `top_k` experts of each token. Returns expert_ids [T,K] and weights [T,K].
+
+    With `return_scores` the scores [T,E] for the losses come third.
+    """
     row = METHODS[method] if isinstance(method, str) else method
     x = logits.astype(jnp.float32)
     num_tokens, num_experts = x.shape
@@ -80,7 +85,7 @@ def route(
         total = weights.sum(axis=1, keepdims=True)
         total = total + epsilon if row.normalize == "sum" else jnp.maximum(total, epsilon)
         weights = weights / jnp.where(total == 0, 1.0, total)
-    weights = weights * scale
+    weights = weights * jnp.asarray(scale, jnp.float32)
     if expert_scale is not None:
         weights = weights * expert_scale.astype(jnp.float32)[ids]
     weights = jnp.where(chosen, weights, 0.0)
@@ -88,10 +93,14 @@ def route(
     ids = jnp.concatenate([ids, jnp.tile(shared, (num_tokens, 1))], axis=1)
     ones = jnp.ones((num_tokens, num_shared_experts), jnp.float32)
     weights = jnp.concatenate([weights, ones], axis=1)
+    valid = jnp.ones((num_tokens, 1), bool) if mask is None else mask[:, None]
     if num_valid_tokens is not None:
         valid = (jnp.arange(num_tokens) < num_valid_tokens)[:, None]
-        ids, weights = jnp.where(valid, ids, -1), jnp.where(valid, weights, 0.0)
-    return ids, weights
+    ids, weights = jnp.where(valid, ids, -1), jnp.where(valid, weights, 0.0)
+    if not return_scores:
+        return ids, weights
+    scores = softmax(x, scored) if row.score == "logits" else score
+    return ids, weights, jnp.where(valid & scored, scores, 0.0)
 
 
 def best(key: jax.Array, count: int) -> jax.Array:

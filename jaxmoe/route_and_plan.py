@@ -12,11 +12,13 @@ from jaxmoe._jax import sharding as _sharding
 from jaxmoe._route import (
     MAX_CUDA_EXPERTS,
     completed,
+    first_tokens,
     group_attrs,
     route_xla,
     rule_attrs,
     weights_tangent,
 )
+from jaxmoe._route_options import check_options
 from jaxmoe.plan import (
     Plan,
     check_rows,
@@ -25,7 +27,7 @@ from jaxmoe.plan import (
     plan_scratch_size,
     plan_xla,
 )
-from jaxmoe.routing import Routing, check_options, routing_of, scaled
+from jaxmoe.routing import Routing, finished, routing_of
 from jaxmoe.routing_methods import RoutingMethod
 
 _OP = "route_and_plan"
@@ -40,14 +42,16 @@ def route_and_plan(
     bias: jax.Array | None = None,
     num_groups: int = 1,
     top_groups: int = 1,
-    scale: float = 1.0,
+    scale: float | jax.Array = 1.0,
     norm_topk_prob: bool | None = None,
     epsilon: float | None = None,
     masked_group_value: float = -math.inf,
     expert_scale: jax.Array | None = None,
     num_shared_experts: int = 0,
     num_valid_tokens: int | jax.Array | None = None,
+    mask: jax.Array | None = None,
     expert_ids: jax.Array | None = None,
+    return_scores: bool = False,
     expert_offset: int = 0,
     num_local_experts: int | None = None,
     expert_map: jax.Array | None = None,
@@ -61,7 +65,7 @@ def route_and_plan(
     Args:
       logits: [T, E] bfloat16, float16 or float32.
       top_k: experts for each token.
-      method: as all options down to expert_ids that of `route`.
+      method: as all options down to return_scores that of `route`.
       bias: [E], see `route`.
       num_groups: see `route`.
       top_groups: see `route`.
@@ -72,7 +76,10 @@ def route_and_plan(
       expert_scale: [E], see `route`.
       num_shared_experts: S, see `route`. Shared experts are experts E to E + S - 1 of the plan.
       num_valid_tokens: see `route`. Padding is in no group of the plan.
+      mask: [T] bool, see `route`. Invalid tokens are in no group either; with shared experts it is
+        two calls.
       expert_ids: [T, top_k], see `route`. There is nothing to choose then: one call for the plan.
+      return_scores: see `route`.
       expert_offset: global id of the first local expert, see `plan`.
       num_local_experts: number of local experts; by default every one from `expert_offset` on, or
         E + S if a map is given.
@@ -109,7 +116,9 @@ def route_and_plan(
         expert_scale=expert_scale,
         num_shared_experts=num_shared_experts,
         num_valid_tokens=num_valid_tokens,
+        mask=mask,
         expert_ids=expert_ids,
+        return_scores=return_scores,
     )
     num_tokens, num_experts = given.logits.shape
     shared = given.num_shared_experts
@@ -118,8 +127,9 @@ def route_and_plan(
     )
     check_rows(_OP, num_tokens * (given.top_k + shared), logits=logits)
     window = {"expert_offset": offset, "num_local_experts": local}
-    if given.expert_ids is not None or num_experts > MAX_CUDA_EXPERTS:
-        # `route` leaves this choice to XLA, so only the plan is a kernel.
+    shared_of_some = shared > 0 and given.mask is not None
+    if given.expert_ids is not None or num_experts > MAX_CUDA_EXPERTS or shared_of_some:
+        # XLA chooses, or takes shared experts from some tokens: the plan comes after it.
         routing = routing_of(given)
         return routing, plan_of(routing.expert_ids, expert_map, num_experts=total, **window)
     ids, weights, *arrays = _route_plan(
@@ -132,11 +142,7 @@ def route_and_plan(
         num_shared_experts=shared,
         **window,
     )
-    ids, weights = ids[0], weights[0]
-    if given.expert_scale is not None:
-        ones = jnp.ones((shared,), jnp.float32)
-        weights = scaled(weights, ids, jnp.concatenate([given.expert_scale, ones]))
-    return Routing(ids, weights, total), Plan(*(a[0] for a in arrays))
+    return finished(given, ids[0], weights[0]), Plan(*(a[0] for a in arrays))
 
 
 def _xla(
@@ -151,10 +157,11 @@ def _xla(
     **window: int,
 ) -> tuple[jax.Array, ...]:
     """Computes the primitive in plain jnp."""
-    num_experts = logits.shape[2]
+    num_tokens, num_experts = logits.shape[1:]
 
-    def of_entry(x: jax.Array, valid: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    def of_entry(x: jax.Array, count: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         ids, weights = route_xla(x, bias, top_k=top_k, rule=rule)
+        valid = None if count is None else first_tokens(num_tokens, count)
         return completed(ids, weights, num_experts, num_shared_experts, valid)
 
     axes = (0, None if num_valid is None else 0)

@@ -77,13 +77,14 @@ def route(
     bias: Any = None,
     num_groups: int = 1,
     top_groups: int = 1,
-    scale: float = 1.0,
+    scale: Any = 1.0,
     norm_topk_prob: bool | None = None,
     epsilon: float | None = None,
     masked_group_value: float = -math.inf,
     expert_scale: Any = None,
     num_shared_experts: int = 0,
     num_valid_tokens: Any = None,
+    mask: Any = None,
     expert_ids: Any = None,
 ) -> Answer:
     """Routes one token after the other; the arguments of `jaxmoe.route`, unchecked."""
@@ -102,7 +103,8 @@ def route(
     weights = np.zeros(ids.shape)
     margin = np.full(num_tokens, math.inf)
     last = num_tokens if num_valid_tokens is None else int(num_valid_tokens)
-    for t in range(min(last, num_tokens)):
+    valid = np.arange(num_tokens) < last if mask is None else np.asarray(mask)
+    for t in np.flatnonzero(valid):
         with np.errstate(all="ignore"):
             score = SCORES[rule.score](x[t])
         if expert_ids is None:
@@ -127,6 +129,18 @@ def route(
         for s in range(num_shared_experts):
             ids[t, top_k + s], weights[t, top_k + s] = num_experts + s, 1.0
     return Answer(ids, weights, margin)
+
+
+def scores(logits: Any, method: str, mask: Any = None) -> np.ndarray:
+    """What losses take, [T, E]: the method's scores, or probabilities where they are the logits."""
+    x = np.asarray(logits, np.float64)
+    name = RULES[method].score
+    out = np.zeros_like(x)
+    for t in range(len(x)) if mask is None else np.flatnonzero(mask):
+        there = ~np.isnan(x[t])
+        with np.errstate(all="ignore"):
+            out[t, there] = SCORES["softmax" if name == "logits" else name](x[t, there])
+    return out
 
 
 class _Key(NamedTuple):

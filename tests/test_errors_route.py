@@ -118,9 +118,23 @@ ERRORS = [
         {"expert_scale": zeros(E, dtype=I32)},
     ),
     (TypeError, r"expert_scale must be a JAX or NumPy array", {"expert_scale": 1.0}),
-    (TypeError, r"scale must be a Python float known at trace time", {"scale": zeros()}),
-    (TypeError, r"scale must be a Python float", {"scale": None}),
+    (
+        TypeError,
+        r"scale must be a number or a scalar array of bf16, f16 or f32\. Got scale: None\.",
+        {"scale": None},
+    ),
+    (TypeError, r"scale must be a number .* Got scale: True\.", {"scale": True}),
     (ValueError, r"scale=nan must be finite", {"scale": float("nan")}),
+    (
+        ValueError,
+        r"scale must have 0 axes \[\], not 1\. Got scale: f32\[1\]\.",
+        {"scale": zeros(1)},
+    ),
+    (
+        TypeError,
+        r"scale\.dtype=i32 must be bf16 or f16 or f32\. Got scale: i32\[\]\.",
+        {"scale": zeros(dtype=I32)},
+    ),
     (TypeError, r"norm_topk_prob must be a bool", BIASED | {"norm_topk_prob": 1}),
     (TypeError, r"epsilon must be a Python float", BIASED | {"epsilon": "1e-20"}),
     (ValueError, r"epsilon=-1\.0 must be at least 0", BIASED | {"epsilon": -1.0}),
@@ -137,6 +151,38 @@ ERRORS = [
         ValueError,
         r"num_valid_tokens must have 0 axes \[\], not 1",
         {"num_valid_tokens": zeros(1, dtype=I32)},
+    ),
+    (
+        ValueError,
+        r"num_valid_tokens must be None with a mask, which says it of every token\. "
+        r"Got num_valid_tokens: 2, mask: bool\[3\]\.",
+        {"num_valid_tokens": 2, "mask": zeros(T, dtype=bool)},
+    ),
+    (
+        ValueError,
+        r"mask\.shape\[0\]=4 must equal logits\.shape\[0\]=3 \(num_tokens\)\. "
+        r"Got mask: bool\[4\], logits: f32\[3,8\]\.",
+        {"mask": zeros(4, dtype=bool)},
+    ),
+    (
+        ValueError,
+        r"mask must have 1 axis \[T\], not 2\. Got mask: bool\[3,1\]\.",
+        {"mask": zeros(T, 1, dtype=bool)},
+    ),
+    (
+        TypeError,
+        r"mask\.dtype=i32 must be bool\. Got mask: i32\[3\]\.",
+        {"mask": zeros(T, dtype=I32)},
+    ),
+    (
+        TypeError,
+        r"mask must be a JAX or NumPy array\. Got mask: a list\.",
+        {"mask": [True] * T},
+    ),
+    (
+        TypeError,
+        r"return_scores must be a bool\. Got return_scores: 1\.",
+        {"return_scores": 1},
     ),
     (
         ValueError,
@@ -160,7 +206,7 @@ def test_message(error, rule, options):
 
 
 @pytest.mark.parametrize(
-    "name", ["num_groups", "top_groups", "scale", "epsilon", "top_k", "masked_group_value"]
+    "name", ["num_groups", "top_groups", "epsilon", "top_k", "masked_group_value"]
 )
 def test_traced_numbers_are_refused(name):
     def fn(value):
@@ -168,6 +214,16 @@ def test_traced_numbers_are_refused(name):
 
     with pytest.raises(TypeError, match=rf"^jaxmoe\.route: {name} must be a Python .* trace time"):
         jax.jit(fn)(1)
+
+
+def test_arrays_are_refused_while_tracing():
+    for options, rule in (
+        ({"scale": I32(1)}, r"scale\.dtype=i32 must be "),
+        ({"mask": zeros(2, dtype=bool)}, r"mask\.shape\[0\]=2 must equal "),
+    ):
+        fn = jax.jit(lambda options: route(zeros(T, E), top_k=1, **options))
+        with pytest.raises((TypeError, ValueError), match=rf"^jaxmoe\.route: {rule}"):
+            fn(options)
 
 
 def test_what_is_not_refused():

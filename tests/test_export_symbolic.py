@@ -83,10 +83,16 @@ def deepseek(x):
     return route(x, method="deepseek_v3", num_groups=4, top_groups=2, num_valid_tokens=jnp.int32(3))
 
 
+def masked(x):
+    scale = jnp.float32(2) + x[:1, 0].astype(jnp.float32).sum()
+    return route(x, mask=x[:, 0] > 0, scale=scale, num_shared_experts=1, return_scores=True)
+
+
 # What is exported, and the CUDA calls of the program.
 PROGRAMS = {
     "route": (route, {"route"}),
     "deepseek": (deepseek, {"route"}),
+    "masked": (masked, {"route"}),
     "plan": (planned, {"route", "plan"}),
     "route_and_plan": (lambda x: jaxmoe.route_and_plan(x[:, :E], top_k=K), {"route_plan"}),
     "back_and_forth": (back_and_forth, {"route", "plan", "permute", "finalize"}),

@@ -259,3 +259,22 @@ def test_sanitize_route(method, num_experts, top_k, dtype):
     )
     logits[3] = NAN
     _check(logits, options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", sorted(VARIANTS)[::2])
+def test_mask_and_traced_scale(name, dtype):
+    """Whatever invalid tokens hold; the weights of a number, to the last bit or the one before."""
+    logits, options = oracle.draw(1, 40, 64, VARIANTS[name], dtype)
+    mask = np.random.default_rng(0).random(40) < 0.5
+    logits[np.flatnonzero(~mask)[:3]] = np.array([[NAN], [INF], [-INF]], dtype)
+    options |= {"mask": mask, "scale": 2.827}
+    number = jax.jit(lambda x: route(x, **options))(logits)
+    traced = jax.jit(lambda x, s: route(x, **options | {"scale": s}))(logits, jnp.float32(2.827))
+    want = oracle.route(logits, **options)
+    np.testing.assert_array_equal(traced.expert_ids, want.expert_ids)
+    np.testing.assert_allclose(traced.weights, want.weights, rtol=2e-6, atol=1e-37)
+    assert_equal(number.expert_ids, traced.expert_ids)
+    np.testing.assert_array_max_ulp(np.asarray(number.weights), np.asarray(traced.weights), 1)
+    gradient = jax.jit(jax.grad(lambda x: (route(x, **options).weights ** 2).sum()))(logits)
+    assert np.isfinite(np.asarray(gradient, np.float32)).all() and not gradient[~mask].any()

@@ -131,6 +131,18 @@ def test_options(name, num_tokens):
     _check(_logits(num_tokens, num_tokens, 16), OPTIONS[name] | arrays)
 
 
+@pytest.mark.parametrize("num_tokens", [7, 250, 5000])
+def test_mask(num_tokens):
+    mask = jnp.asarray(np.random.default_rng(num_tokens).random(num_tokens) < 0.6)
+    logits = _logits(num_tokens, num_tokens, 64)
+    options = case("deepseek_v3", 6, num_groups=4, top_groups=2, mask=mask, return_scores=True)
+    _check(logits, options)
+    shared = options | {"num_shared_experts": 1}  # two calls, as what they must equal
+    fused = jax.jit(lambda x: route_and_plan(x, **shared))(logits)
+    jax.tree.map(assert_equal, fused, jax.jit(lambda x: two_calls(x, **shared))(logits))
+    assert fused[1].expert_offsets[-1] == 7 * mask.sum()
+
+
 @pytest.mark.parametrize("num_tokens", [3, 100, 300, 4000])
 @pytest.mark.parametrize("num_local", [1, 511, 512, 513, 1024, 1025, 2500])
 def test_local_experts(num_tokens, num_local):

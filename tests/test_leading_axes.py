@@ -141,6 +141,19 @@ def test_arguments_that_disagree():
     )
 
 
+def test_a_mask_has_the_axes_of_tokens():
+    with pytest.raises(ValueError) as error:
+        jaxmoe.route(ARRAYS["logits"], top_k=K, mask=np.ones(B * S, bool))
+    assert str(error.value) == (
+        "jaxmoe.route: mask.shape=[24] must be [4,6] (the axes of tokens of this call). "
+        "Got mask: bool[24]."
+    )
+    with pytest.raises(TypeError, match=r"^jaxmoe\.route: mask\.dtype=f32 must be bool"):
+        jaxmoe.route(ARRAYS["logits"], top_k=K, mask=np.ones((B, S), np.float32))
+    with pytest.raises(TypeError, match=r"^jaxmoe\.route: mask must be a JAX or NumPy array"):
+        jaxmoe.route(ARRAYS["logits"], top_k=K, mask=[True])
+
+
 def test_padding_has_one_axis():
     with pytest.raises(ValueError, match="num_valid_tokens must be None with several axes"):
         jaxmoe.route(ARRAYS["logits"], top_k=K, num_valid_tokens=3)

@@ -198,6 +198,7 @@ def test_experts_of_several_devices():
         ({"forward_format": "fp3"}, ValueError, "forward_format"),
         ({"param_dtype": jnp.int32}, ValueError, "must be bfloat16, float16 or float32"),
         ({"method": "top1"}, ValueError, "method"),
+        ({"scale": np.ones((), np.float32)}, TypeError, "scale must be a number"),
         ({"selection_bias": True}, ValueError, "selection_bias=True needs method 'deepseek_v3'"),
         ({"shared_router": True}, ValueError, "shared_router=True needs a shared expert"),
         ({"param_dtype": jnp.bfloat16, "dtype": jnp.float32}, ValueError, "param_dtype must be"),

@@ -68,6 +68,7 @@ OPTIONS = {
     "padding": SHARED | {"num_valid_tokens": 4},
     "padding by array": SHARED | {"num_valid_tokens": np.array(4, np.int32)},
     "all padding": SHARED | {"num_valid_tokens": 0},
+    "scale": SHARED | {"scale": np.float32([2.5])[0, ...], "expert_scale": True},
     "everything": SHARED
     | {
         "expert_scale": True,
@@ -79,16 +80,25 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+MASKS = {
+    "mask": case("softmax", 3, mask=np.arange(7) % 3 > 0, return_scores=True),
+    "mask and shared": SHARED | {"mask": np.arange(7) % 3 > 0, "expert_offset": 15},
+    "mask of nothing": SHARED | {"mask": np.zeros(7, bool)},
+    "mask and forced": case("softmax", 1, mask=np.arange(7) > 2, expert_ids=np.zeros((7, 1), "i4")),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS | MASKS)
 def test_options(name):
+    given = (OPTIONS | MASKS)[name]
     rng = np.random.default_rng(len(name))
     logits = rng.standard_normal((7, 16), np.float32)
     arrays = {
         option: jnp.asarray(rng.standard_normal(16, np.float32))
         for option in ("bias", "expert_scale")
-        if OPTIONS[name].get(option)
+        if given.get(option)
     }
-    _check(logits, OPTIONS[name] | arrays)
+    _check(logits, given | arrays)
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 300])
@@ -192,7 +202,9 @@ def test_forced_choices_are_one_call_for_the_plan():
 REFUSED = [
     ({"top_k": 9}, "top_k=9 must"),
     ({"method": "topk", "bias": np.zeros(8, np.float32)}, "bias=f32"),
-    ({"scale": "2"}, "scale must be a Python float"),
+    ({"scale": "2"}, "scale must be a number"),
+    ({"mask": np.ones(4, bool)}, r"mask.shape\[0\]=4 must"),
+    ({"return_scores": None}, "return_scores must be a bool"),
     ({"num_groups": 2}, "num_groups=2 must be left out"),
     ({"epsilon": 1.0}, "epsilon=1.0 must be None"),
     ({"num_valid_tokens": 4}, "num_valid_tokens=4 must"),

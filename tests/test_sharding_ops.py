@@ -295,6 +295,17 @@ def test_other_ops():
     check_spec(y, P(None, "a"))
 
 
+def test_shared_experts_of_tokens_over_explicit_axes():
+    def fn(a):
+        return jaxmoe.route(a["logits"], top_k=2, num_shared_experts=2)
+
+    arrays = {"logits": normal(np.random.default_rng(3), (24, 8))}
+    routing, text = compiled(fn, make_mesh(EXPLICIT, "a"), arrays, {"logits": P("a")})
+    close(routing, fn(arrays))
+    assert collectives(text) == "none"
+    check_spec(routing.weights, P("a"))
+
+
 def test_only_programs_for_several_devices_are_partitioned():
     """On one device, and inside shard_map, a program is the op alone."""
     marker = "CustomSPMDPartitioning"

@@ -48,6 +48,13 @@ class Leading:
             raise ValueError(_checks.message(self.op, rule, **{name: a}))
         return self._reshaped(a, self.axes, (self.split,), (-1,))
 
+    def flat_mask(self, mask: Any) -> Any:
+        """Makes [T] of a mask [...]; what is no array stays, for the check of its dtype."""
+        if not hasattr(mask, "shape"):
+            return mask
+        _checks.check_shape(self.op, "mask", mask, self.shape, "the axes of tokens of this call")
+        return self.flat("mask", mask[..., None])[:, 0]
+
     def unflat(self, a: jax.Array) -> jax.Array:
         """Makes [...,n] of [T,n], split as the arguments were."""
         if not self.split:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxmoe._formats import FORWARD
 from jaxmoe._jax import checks as _checks
@@ -100,8 +101,11 @@ class MoEConfig:
         if products != stored and (stored.name != "float32" or products.itemsize > 2):
             rule = "param_dtype must be dtype, or float32 beside a narrower one"
             raise ValueError(_checks.message(_OP, rule, param_dtype=stored, dtype=products))
+        if isinstance(self.scale, jax.Array | np.ndarray):
+            rule = "scale must be a number: a config is static"
+            raise TypeError(_checks.message(_OP, rule, scale=self.scale))
         logits = jax.ShapeDtypeStruct((1, self.num_experts), jnp.float32)
-        jax.eval_shape(lambda logits: _routed(self, logits, None), logits)
+        jax.eval_shape(lambda logits: _routed(self, logits), logits)
 
     @property
     def product_dtype(self) -> Any:
@@ -243,10 +247,7 @@ def apply(
     logits = _product(valid, params["router"])
     if config.router_bias:
         logits += jnp.broadcast_to(params["router_bias"], logits.shape)
-    routing = _routed(config, logits, params.get("selection_bias"))
-    if mask is not None:
-        ids = jnp.where(mask[..., None], routing.expert_ids, jnp.int32(-1))
-        routing = dataclasses.replace(routing, expert_ids=ids)
+    routing = _routed(config, logits, params.get("selection_bias"), mask)
     y = _shared(config, params, x, tokens) if config.shared_intermediate else None
     y = _by_layer(config, layer, tokens, routing, _experts(config, params), y)
     loss = jnp.zeros((), jnp.float32)
@@ -258,7 +259,12 @@ def apply(
     return y.astype(x.dtype), Aux(loss, expert_load(routing.expert_ids, config.num_experts))
 
 
-def _routed(config: MoEConfig, logits: jax.Array, bias: jax.Array | None) -> Routing:
+def _routed(
+    config: MoEConfig,
+    logits: jax.Array,
+    bias: jax.Array | None = None,
+    mask: jax.Array | None = None,
+) -> Routing:
     return route(
         logits,
         top_k=config.top_k,
@@ -268,6 +274,7 @@ def _routed(config: MoEConfig, logits: jax.Array, bias: jax.Array | None) -> Rou
         top_groups=config.top_groups,
         scale=config.scale,
         norm_topk_prob=config.norm_topk_prob,
+        mask=mask,
     )
 
 
