@@ -169,8 +169,9 @@ def _find_ops(jaxpr: Any, where: tuple[str, ...]) -> Iterator[tuple[_primitive.O
     for eqn in jaxpr.eqns:
         op = _primitive.OPS.get(eqn.primitive.name)
         if op is not None and op.binds(eqn.primitive):
-            if op.composed(**eqn.params):
-                yield from _find_ops(_parts(op, eqn), (*where, op.name))
+            parts = _parts(op, eqn)
+            if parts is not None:
+                yield from _find_ops(parts, (*where, op.name))
                 continue
             yield op, eqn, "/".join(where)
             continue
@@ -179,9 +180,14 @@ def _find_ops(jaxpr: Any, where: tuple[str, ...]) -> Iterator[tuple[_primitive.O
 
 
 def _parts(op: _primitive.Op, eqn: Any) -> Any:
-    """The ops that a composed one is made of."""
+    """The ops that one is made of on CUDA, None if it is a call."""
     absent, params = _split_params(eqn)
-    parts = lambda *there: op.xla(*op.named(there, absent), **params)  # noqa: E731
+    made_of: Any = op.xla if op.composed(**eqn.params) else None
+    if made_of is None and op.cuda is not None:
+        made_of = op.cuda.apart(op.named([v.aval for v in eqn.invars], absent), **params)
+    if made_of is None:
+        return None
+    parts = lambda *there: made_of(*op.named(there, absent), **params)  # noqa: E731
     avals = (jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars)
     return jax.make_jaxpr(parts)(*avals).jaxpr
 

@@ -190,7 +190,6 @@ def test_explain_lists_the_calls():
 @pytest.mark.parametrize(
     ("change", "message"),
     (
-        ({"dtype": jnp.float32}, "x and experts.gate_up must all be bf16 or all be f16 on CUDA"),
         ({"hidden": 20}, "x.shape[2]=20 must be a positive multiple of 8 on CUDA"),
         ({"inter": 20}, "the activation's result.shape[2]=20 must be a positive multiple of 8 on"),
     ),

@@ -125,18 +125,6 @@ def test_routing_that_is_left_to_xla(num_experts, options, why):
         assert f"  CUDA: pure XLA: {op.cuda_fallback}" in str(report)
 
 
-def test_gradients_name_the_products_that_are_refused():
-    def loss(lhs, rhs, sizes):
-        return jnp.sum(grouped_gemm(lhs, rhs, sizes, preferred_element_type=F32))
-
-    shapes = ((9, 16), jnp.bfloat16), ((2, 16, 8), jnp.bfloat16), ((2,), jnp.int32)
-    args = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
-    report = explain(jax.grad(loss, 1), *args)
-    refused = [op for op in report.ops if op.cuda_reason is not None]
-    assert {op.op for op in refused} == {"jaxmoe_tgmm"}
-    assert all("factors of a gradient must all be bf16" in op.cuda_reason for op in refused)
-
-
 @pytest.mark.parametrize(
     "wrap, where",
     (

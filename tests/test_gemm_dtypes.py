@@ -112,8 +112,12 @@ def test_cuda_has_no_product_of_integers():
     message = "lhs and rhs must not both be integers on CUDA; give one of them in bf16 or f16"
     with pytest.raises(NotImplementedError, match=message):
         lower_for_cuda(jnp.int8, jnp.int8)
-    with pytest.raises(NotImplementedError, match="lhs and rhs must all be bf16 or all be f16"):
-        lower_for_cuda(jnp.bfloat16, jnp.float32)
+
+
+@pytest.mark.parametrize(("lhs", "rhs"), [("float32", "int8"), ("bfloat16", "float16")])
+def test_cuda_multiplies_what_is_float32_together_in_parts(lhs, rhs):
+    text = lower_for_cuda(lhs, rhs)
+    assert "jaxmoe_grouped_gemm_v1" in text and "1x32x192xbf16" in text
 
 
 @pytest.mark.parametrize(("lhs", "rhs"), [("bfloat16", "int8"), ("int8", "float16")])

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmoe._formats import Format
-from jaxmoe._gemm import cuda
+from jaxmoe._gemm import cuda, split
 from jaxmoe._gemm.gate_up import activate, of_moving
 from jaxmoe._gemm.op import Product, fold_batch, gmm
 from jaxmoe._gemm.tiles import WHOLE_BLOCKS, GemmConfig, gmm_config, odd_blocks, with_float_output
@@ -133,6 +133,10 @@ def _reason(a: Product, *, activation: Activation, **params: Any) -> str | None:
     )
 
 
+def _apart(a: Product, *, format: Format, **_params: Any) -> Any:
+    return _activated if not format.quantized and split.is_split(a.x, a.w) else None
+
+
 activated_p = _primitive.define(
     "jaxmoe_activated_gmm",
     operands=Product,
@@ -147,5 +151,6 @@ activated_p = _primitive.define(
         attrs=_attrs,
         scratch=lambda _a, *, dtype, keeps_z, **_: cuda.scratch(None if keeps_z else dtype),
         reason=_reason,
+        apart=_apart,
     ),
 )

@@ -128,16 +128,6 @@ def result_reason(dtype: Any, out_dtype: Any, lhs: Any) -> str | None:
     return _checks.message("grouped_gemm", rule, lhs=lhs)
 
 
-def mixed_reason(x: Any, other: Any) -> str:
-    """Says why CUDA cannot multiply factors of two dtypes, which only a gradient has."""
-    rule = (
-        "the factors of a gradient must all be bf16 or all be f16 on CUDA, not one of them f32 as "
-        "where the product was float32 (preferred_element_type, or a second derivative); such "
-        "gradients run on CPU, and on GPUs where the CUDA extension is not loaded"
-    )
-    return _checks.message("grouped_gemm", rule, lhs=x, rhs=other)
-
-
 def gmm_reason(a: Any, *, format: Format, dtype: Any, out_dtype: Any, **_params: Any) -> str | None:
     """Why the kernels cannot run this product, or None."""
     op = "grouped_gemm"
@@ -148,8 +138,6 @@ def gmm_reason(a: Any, *, format: Format, dtype: Any, out_dtype: Any, **_params:
         w = jax.ShapeDtypeStruct(format.weight_shape(w.shape), w.dtype)
         reason = kernel_reason(op, format, dtype, lhs=x)
         name, itemsize = "rhs.values", jnp.dtype(dtype).itemsize
-    elif x.dtype != w.dtype:  # never so in a public call, only in a transpose
-        return mixed_reason(x, w)
     else:
         of_bias = {} if a.bias is None else {"bias": one(a.bias)}
         reason = dtype_reason(op, **{"lhs": x, "rhs": w} | of_bias)
@@ -169,8 +157,6 @@ def tgmm_reason(avals: Any, *, out_dtype: Any, **_params: Any) -> str | None:
     op = "grouped_gemm"
     # Messages show shapes as the caller of grouped_gemm knows them, without batch axis.
     x, dy = (jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for a in (avals.x, avals.dy))
-    if x.dtype != dy.dtype:
-        return mixed_reason(x, dy)
     reason = dtype_reason(op, x=x, dy=dy)
     if reason is None and out_dtype not in (x.dtype, jnp.float32):
         rule = f"the gradient of rhs must be {_checks.dtype_name(x.dtype)} or f32 on CUDA"

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmoe._formats import Tokens
-from jaxmoe._gemm import cuda
+from jaxmoe._gemm import cuda, split
 from jaxmoe._gemm.multiply import multiply
 from jaxmoe._gemm.tiles import GemmConfig
 from jaxmoe._jax import primitive as _primitive
@@ -136,5 +136,6 @@ gate_up_p = _primitive.define(
         attrs=_attrs,
         scratch=lambda _avals, **_: cuda.scratch(),
         reason=_reason,
+        apart=lambda a, **_: _gate_up if split.is_split(a.x, a.w) else None,
     ),
 )

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmoe._formats import PLAIN, Format
-from jaxmoe._gemm import cuda, sharding, xla
+from jaxmoe._gemm import cuda, sharding, split, xla
 from jaxmoe._gemm.dequantized import dequantized
 from jaxmoe._gemm.tiles import gmm_config, tgmm_cluster
 from jaxmoe._jax import checks as _checks
@@ -347,6 +347,7 @@ gmm_p = _primitive.define(
         attrs=_gmm_attrs,
         scratch=lambda _a, *, dtype, **_: cuda.scratch(dtype),
         reason=cuda.gmm_reason,
+        apart=lambda a, *, format, **_: split.gmm_of_parts(gmm, a.x, a.w, format),
     ),
     rule=sharding.gmm_rule(lambda *arrays, **params: gmm_p(*arrays, **params)),
     composed=lambda *, format, **_: format.composed,
@@ -364,6 +365,7 @@ tgmm = _primitive.define(
         attrs=lambda avals, **_: {"cluster": tgmm_cluster(avals.x.shape[2])},
         scratch=lambda _avals, **_: cuda.scratch(),
         reason=cuda.tgmm_reason,
+        apart=lambda a, **_: split.tgmm_of_parts(tgmm, a.x, a.dy),
         absent={"init": (4, "out_dtype")},
         aliases=lambda avals, **_: {} if avals.init is None else {"init": 0},
     ),

@@ -33,6 +33,10 @@ def _no_aliases(_avals: Any, **_params: Any) -> dict[str, int]:
     return {}
 
 
+def _not_apart(_avals: Sequence[Any], **_params: Any) -> Callable[..., Any] | None:
+    return None
+
+
 def _no_reason(_avals: Sequence[Any], **_params: Any) -> str | None:
     return None
 
@@ -50,6 +54,8 @@ class CudaTarget:
         as NotImplementedError.
       fallback: (avals, **params) -> why CUDA runs the pure JAX function for these arguments, or
         None. For what the kernel does not know and XLA does well enough.
+      apart: (avals, **params) -> a function of other ops that CUDA runs in place of a call for
+        these arguments, with the operands of the pure JAX one; or None.
       operands: names of the operands that the call takes, in order; None for all. A name that the
         op does not have is an operand that is always absent.
       absent: operand that may be None: rank and dtype of the empty array that stands for it, the
@@ -69,6 +75,7 @@ class CudaTarget:
     scratch: Callable[..., list[Spec]] = _no_scratch
     reason: Callable[..., str | None] = _no_reason
     fallback: Callable[..., str | None] = _no_reason
+    apart: Callable[..., Callable[..., Any] | None] = _not_apart
     operands: tuple[str, ...] | None = None
     absent: Mapping[str, tuple[int, Any]] = dataclasses.field(default_factory=dict)
     public: Callable[..., tuple[int, ...]] | None = None
@@ -140,13 +147,18 @@ def lower_cuda(op: "Op", xla_rule: Any, ctx: Any, /, *operands: Any, **params: A
         return xla_rule(ctx, *operands, **params)
     if op.cuda.xla_splits and _partitioned(ctx):
         return xla_rule(ctx, *operands, **params)
-    avals = op.named(ctx.avals_in, params["absent"])
+    absent = params["absent"]
+    avals = op.named(ctx.avals_in, absent)
+    apart = op.cuda.apart(avals, **own)
+    if apart is not None:
+        parts = mlir.lower_fun(lambda *there: apart(*op.named(there, absent), **own))
+        return lower_xla(parts, ctx, *operands)
     if op.cuda.fallback(avals, **own) is not None:
         return xla_rule(ctx, *operands, **params)
     reason = op.cuda.reason(avals, **own) or _targets.device_reason()
     if reason is not None:
         raise NotImplementedError(reason)
-    return _ffi_call(op.cuda, ctx, avals, op.named(operands, params["absent"]), own)
+    return _ffi_call(op.cuda, ctx, avals, op.named(operands, absent), own)
 
 
 def _ffi_call(cuda: CudaTarget, ctx: Any, avals: Any, operands: Any, params: Any) -> list[Any]:

@@ -62,7 +62,8 @@ def _xla(*arrays: Any, layer: Layer) -> tuple[jax.Array, ...]:
 def _composed(*, absent: tuple[str, ...], layer: Layer) -> bool:
     apart = "b_up" not in absent or "up_scales" not in absent
     no_call = layer.format.rounding_in_call(absent) is None
-    return no_call or apart or not layer.activation.fused
+    of_parts = layer.dtype == jnp.float32 and not layer.format.quantized  # each of its products
+    return no_call or apart or of_parts or not layer.activation.fused
 
 
 def _rounding(a: Operands, layer: Layer) -> Choice:

@@ -1,0 +1,135 @@
+"""Grouped products of float32 factors on kernels that multiply bf16: sums of products of parts.
+
+A float32 number is a sum of bf16 numbers, a = a0 + a1 + .., of which each has the next eight bits.
+The products of parts with i + j < count are summed in float32: three for count = 2, with an error
+of some 2^-16 |x| |w| each, and six for count = 3, with one of float32's own size.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxmoe._formats import Format
+
+BF16 = jnp.dtype(jnp.bfloat16)
+_COLUMNS = 8  # of k: rows of bf16 are multiples of 16 bytes
+_HIGHEST = (jax.lax.Precision.HIGHEST, "highest", "float32")
+
+
+def is_split(x: Any, w: Any) -> bool:
+    """Whether CUDA multiplies these factors in parts: they are floats, one of them float32."""
+    dtypes = {jnp.dtype(a.dtype).name for a in (x, w)}
+    return "float32" in dtypes and dtypes <= {"float32", "bfloat16", "float16"}
+
+
+def of_precision(precision: Any) -> int:
+    """The number of parts that a factor has."""
+    given = precision if isinstance(precision, tuple) else (precision,)
+    return 3 if any(p in _HIGHEST for p in given) else 2
+
+
+def parts(a: jax.Array, count: int) -> list[jax.Array]:
+    """The bf16 parts of an array, the largest first; one if it is bf16.
+
+    What is not finite, or not in bf16, is the first part alone.
+    """
+    if a.dtype == BF16:
+        return [a]
+    rest, found = a.astype(jnp.float32), []
+    for _ in range(count):
+        # NOTE: not a pair of casts, which XLA takes for nothing.
+        part = jax.lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7)
+        found.append(part.astype(BF16))
+        rest = jnp.where(jnp.isfinite(part), rest - part, 0.0)
+    return found
+
+
+def pairs(x: jax.Array, w: jax.Array, count: int) -> list[tuple[jax.Array, jax.Array]]:
+    """The parts that are multiplied with each other, the smallest products first."""
+    xs, ws = parts(x, count), parts(w, count)
+    found = [(i, j) for i in range(len(xs)) for j in range(len(ws)) if i + j < count]
+    return [(xs[i], ws[j]) for i, j in sorted(found, key=lambda ij: -sum(ij))]
+
+
+def side_by_side(
+    x: jax.Array, w: jax.Array, bias: jax.Array | None, *, k_axis: int, count: int
+) -> tuple[jax.Array, jax.Array]:
+    """Factors in bf16 whose product is x @ w + bias: parts, one after the other along k.
+
+    Args:
+      x: [B, T, K].
+      w: [W, E, K, N], or [W, E, N, K].
+      bias: [W, E, N], whose parts are k of their own beside ones in x, or None.
+      k_axis: of w.
+      count: of parts.
+    """
+    chosen = pairs(x, w, count)
+    xs, ws = [x for x, _ in chosen], [w for _, w in chosen]
+    if bias is not None:
+        rows = [jnp.expand_dims(part, k_axis) for part in parts(bias, 3)]
+        xs.append(jnp.ones((*x.shape[:2], len(rows)), BF16))
+        ws += rows
+    size = sum(part.shape[2] for part in xs)
+    missing = -size % _COLUMNS
+    return _joined(xs, 2, missing), _joined(ws, k_axis, missing)
+
+
+def gmm_of_parts(gmm: Callable[..., Any], x: Any, w: Any, format: Format) -> Any:
+    """Returns the function that computes `gmm` of these factors in parts, or None."""
+    if format.quantized or format.master or not is_split(x, w):
+        return None
+
+    def of_parts(
+        x: jax.Array,
+        w: jax.Array,
+        starts: jax.Array,
+        sizes: jax.Array,
+        bias: jax.Array | None,
+        *_scales: None,
+        weight_layout: str,
+        out_dtype: Any,
+        precision: Any,
+        **_of_this: Any,
+    ) -> tuple[jax.Array]:
+        k_axis, count = 2 if weight_layout == "kn" else 3, of_precision(precision)
+        factors = side_by_side(x, w, bias, k_axis=k_axis, count=count)
+        (out,) = gmm(*factors, starts, sizes, weight_layout=weight_layout, out_dtype=jnp.float32)
+        return (out.astype(out_dtype),)
+
+    return of_parts
+
+
+def tgmm_of_parts(tgmm: Callable[..., Any], x: Any, dy: Any) -> Any:
+    """Returns the function that computes `tgmm` of these factors in parts, or None."""
+    if not is_split(x, dy):
+        return None
+
+    def of_parts(
+        x: jax.Array,
+        dy: jax.Array,
+        starts: jax.Array,
+        sizes: jax.Array,
+        init: jax.Array | None,
+        *,
+        weight_shape: tuple[int, int],
+        out_dtype: Any,
+        precision: Any,
+    ) -> tuple[jax.Array]:
+        params: dict[str, Any] = {"weight_shape": weight_shape, "precision": None}
+        total = None if init is None else init.astype(jnp.float32)
+        for factors in pairs(x, dy, of_precision(precision)):
+            (total,) = tgmm(
+                *factors, starts, sizes, total, out_dtype=jnp.dtype("float32"), **params
+            )
+        assert total is not None
+        return (total.astype(out_dtype),)
+
+    return of_parts
+
+
+def _joined(arrays: Sequence[jax.Array], axis: int, missing: int) -> jax.Array:
+    whole = jnp.concatenate(arrays, axis=axis)
+    pad = [(0, missing if i == axis else 0) for i in range(whole.ndim)]
+    return jnp.pad(whole, pad) if missing else whole
