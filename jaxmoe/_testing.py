@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmoe._formats import QUANTIZED
-from jaxmoe.activation import Activation, Swiglu, resolve
+from jaxmoe.activation import Activation, SoftcapSwiglu, Swiglu, SwigluStep, resolve
 from jaxmoe.quantize import quantize
 
 # Formats that tokens are quantized in too, and those of weights alone.
@@ -21,6 +21,7 @@ FP8 = tuple(name for name, format in QUANTIZED.items() if format.quantizes_token
 PACKED = tuple(name for name in QUANTIZED if name not in FP8)
 
 GPT_OSS = Swiglu(alpha=1.702, beta=1.0, limit=7.0)
+RARE = SwigluStep(0.5), SoftcapSwiglu(0.5, 1.5)  # bounds that numbers of order 1 reach
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,6 +18,9 @@ SIGMOID, ERF, RELU, RELU2, IDENTITY, STEP, SOFTCAP = range(len(CODES["activation
 
 GATE_UP_ORDERS = CODES["gate_up"]
 
+# Least and largest cap of SOFTCAP: quotients by those between lose no digit as float32 numbers.
+_CAPS = 1e-6, 1e6
+
 
 @dataclasses.dataclass(frozen=True)
 class Activation:
@@ -29,7 +32,7 @@ class Activation:
     limit and beta only with a gated SIGMOID, as the kernels have them,
 
     with f by `kind`: SIGMOID g * sigmoid(g * (c1 + c3 * g^2)); ERF g * Phi(g); RELU max(g, 0);
-    RELU2 max(g, 0)^2; IDENTITY g. Two more are gated only:
+    RELU2 max(g, 0)^2; IDENTITY g. Two more need a gate:
 
     STEP       y = min(g * sigmoid(g), limit) * clip(u, -limit, limit)
     SOFTCAP    y = c1 * tanh(g / c1) * sigmoid(g) * c3 * tanh(u / c3)
@@ -40,13 +43,13 @@ class Activation:
       name: what the user wrote.
       gated: whether the first product has two halves, gate and up.
       kind: which formula f is.
-      c1, c3: constants of SIGMOID and SOFTCAP. SiLU is (1, 0); GELU's tanh form is
+      c1, c3: constants of SIGMOID, caps of SOFTCAP. SiLU is (1, 0); GELU's tanh form is
         (2a, 2a * 0.044715) with a = sqrt(2 / pi), because (1 + tanh(z)) / 2 = sigmoid(2z).
-      limit: clamp of gate (from above) and up (both sides); infinity for none.
+      limit: clamp of gate, or of its SiLU, (from above) and up (both sides); infinity for none.
       beta: added to up.
 
     Raises:
-      ValueError: no such kind, or constants that are not finite.
+      ValueError: no such kind, or constants out of range.
       NotImplementedError: limit or beta where no kernel has them, or STEP or SOFTCAP without gate.
 
     Example:
@@ -71,6 +74,8 @@ class Activation:
         if not (math.isfinite(self.c1) and math.isfinite(self.c3) and math.isfinite(self.beta)):
             rule = f"c1={self.c1}, c3={self.c3}, beta={self.beta} must be finite"
             raise ValueError(_checks.message("Activation", rule))
+        if not self.limit > 0:
+            raise ValueError(_checks.message("Activation", f"limit={self.limit} must be positive"))
         clamps = self.gated and self.kind in (SIGMOID, STEP)
         adds = self.gated and self.kind == SIGMOID
         if (self.limit != math.inf and not clamps) or (self.beta != 0 and not adds):
@@ -82,8 +87,9 @@ class Activation:
         if self.kind in (STEP, SOFTCAP) and not self.gated:
             rule = f"kind={CODES['activation'][self.kind]} needs gated=True"
             raise NotImplementedError(_checks.message("Activation", rule))
-        if self.kind == SOFTCAP and not (self.c1 > 0 and self.c3 > 0):
-            rule = f"c1={self.c1} and c3={self.c3}, the caps, must be positive"
+        low, high = _CAPS
+        if self.kind == SOFTCAP and not (low <= self.c1 <= high and low <= self.c3 <= high):
+            rule = f"c1={self.c1} and c3={self.c3}, the caps, must be from {low:g} to {high:g}"
             raise ValueError(_checks.message("Activation", rule))
 
     def __call__(self, gate: jax.Array, up: jax.Array | None = None) -> jax.Array:
@@ -149,6 +155,9 @@ def _numbers(name: str, values: dict[str, Any]) -> None:
             raise ValueError(_checks.message(name, f"{argument}={value} must be finite"))
         if argument not in ("alpha", "beta") and not value > 0:
             raise ValueError(_checks.message(name, f"{argument}={value} must be positive"))
+        if argument.endswith("_cap") and not _CAPS[0] <= value <= _CAPS[1]:
+            rule = f"{argument}={value} must be from {_CAPS[0]:g} to {_CAPS[1]:g}"
+            raise ValueError(_checks.message(name, rule))
 
 
 class Swiglu(Activation):
@@ -198,7 +207,8 @@ class SwigluStep(Activation):
     Raises:
       TypeError, ValueError: the limit is not a Python number, or not positive.
 
-    Source: Step-3.5 and 3.7, some of whose layers have a limit of 7 or 16.
+    Source: Step-3.5 and 3.7 of StepFun (`swiglu_limits`): 7 for the experts of two layers, 16 for
+      their shared expert. vLLM's SwigluStepAndMul and FlashInfer's SwigluStep.
 
     Example:
       >>> import jaxmoe
@@ -219,13 +229,13 @@ class SoftcapSwiglu(Activation):
     y = gate_cap * tanh(gate / gate_cap) * sigmoid(gate) * up_cap * tanh(up / up_cap)
 
     Args:
-      gate_cap, up_cap: bounds, positive and finite.
+      gate_cap, up_cap: bounds, from 1e-6 to 1e6.
 
     Raises:
       TypeError, ValueError: a bound is not a Python number, or out of range.
 
-    Source: Inkling 2 (`mlp_gate_softcap`, `mlp_up_softcap`); SiTU of Kimi-K3 in FlashInfer is
-      SoftcapSwiglu(4, 25).
+    Source: Inkling 2 (`mlp_gate_softcap`, `mlp_up_softcap`), and SiTU of Kimi-K3
+      (`activation_situ_beta`, `activation_situ_linear_beta`), which is SoftcapSwiglu(4, 25).
 
     Example:
       >>> import jaxmoe

@@ -55,10 +55,11 @@ class Experts:
       x_scale: [] float32, static scale of x, for fp8_tensor weights and for token_format "nvfp4" or
         "e4m3". By default each call makes the scale of all of x, or of each token in "e4m3".
       h_scale: [] or [E] float32, static scale of the activation's result.
-      activation: a name ("swiglu", "geglu", "relu2", ...), a `jaxmoe.Swiglu`, or a function of your
-        own: fn(gate, up), or fn(z) without gate, float32 [..., I] -> [..., I], each element for
-        itself. Kernels run both products then, and XLA the function between them. Static: the same
-        function is the same program, a new lambda each time is not.
+      activation: a name ("swiglu", "geglu", "relu2", ...), a `jaxmoe.Swiglu`, `jaxmoe.SwigluStep`
+        or `jaxmoe.SoftcapSwiglu`, or a function of your own: fn(gate, up), or fn(z) without gate,
+        float32 [..., I] -> [..., I], each element for itself. Kernels run both products then, and
+        XLA the function between them. Static: the same function is the same program, a new lambda
+        each time is not.
       order: order of the outputs of `gate_up`: "gate_up" (gate first), "up_gate" or "interleaved"
         (gate even, up odd). Static.
       layout: "kn" for the shapes above, "nk" with the last two axes swapped, or a pair of these for

@@ -88,15 +88,77 @@ def test_a_step_clamps_after_silu():
     np.testing.assert_allclose(SwigluStep(math.inf)(g, u), Swiglu()(g, u), rtol=1e-6)
 
 
-def test_soft_caps_bound_factors_and_not_the_sigmoid():
-    """Small arguments keep all their digits; large ones end at the caps."""
-    activation = SoftcapSwiglu(4.0, 25.0)
-    small = jnp.array([1e-30, -1e-6, 3e-3])
-    want = np.asarray(small, np.float64) / (1 + np.exp(-np.asarray(small, np.float64)))
-    np.testing.assert_allclose(activation(small, jnp.ones(3)), want, rtol=1e-3)
-    y = activation(jnp.array([1e20, jnp.inf, -1e20]), jnp.array([-1e20, jnp.inf, 1.0]))
-    np.testing.assert_array_equal(y, [-100.0, 100.0, 0.0])
-    assert activation == SoftcapSwiglu(4, np.float32(25)) != SoftcapSwiglu(4, 24)
+def test_equal_constants_are_one_activation():
+    assert SoftcapSwiglu(4.0, 25.0) == SoftcapSwiglu(4, np.float32(25)) != SoftcapSwiglu(4, 24)
+    assert SwigluStep(7) == SwigluStep(np.float32(7)) != SwigluStep(8)
+    assert hash(SwigluStep(7)) == hash(SwigluStep(7.0))
+
+
+def step_in_float64(limit):
+    return lambda g, u: np.minimum(g / (1 + np.exp(-g)), limit) * np.clip(u, -limit, limit)
+
+
+def softcap_in_float64(a, b):
+    return lambda g, u: a * np.tanh(g / a) / (1 + np.exp(-g)) * b * np.tanh(u / b)
+
+
+IN_FLOAT64 = {
+    SwigluStep(7.0): step_in_float64(7.0),
+    SwigluStep(0.3): step_in_float64(0.3),
+    SoftcapSwiglu(4.0, 25.0): softcap_in_float64(4.0, 25.0),
+    SoftcapSwiglu(1.5, 0.2): softcap_in_float64(1.5, 0.2),
+    SoftcapSwiglu(1e6, 1e-6): softcap_in_float64(1e6, 1e-6),
+}
+
+
+@pytest.mark.parametrize("activation", IN_FLOAT64, ids=str)
+def test_every_digit_of_every_size(activation):
+    """A relative error below 1e-6, of arguments for which 1 - exp would cancel too."""
+    sizes = np.concatenate([np.logspace(-12, 38, 101), np.linspace(0.01, 15, 300)])
+    values = np.concatenate([[0.0], sizes, -sizes]).astype(np.float32)
+    g, u = np.meshgrid(values, values)
+    with np.errstate(over="ignore"):
+        want = IN_FLOAT64[activation](g.astype(np.float64), u.astype(np.float64))
+    # The least product of two sizes is 1e-24; below 1e-30 there is what exp(-g) has left of g.
+    np.testing.assert_allclose(jax.jit(activation)(g, u), want, rtol=1e-6, atol=1e-30)
+
+
+INF, NAN = math.inf, math.nan
+
+
+@pytest.mark.parametrize(
+    ("activation", "ups", "of_infinity", "of_minus_infinity"),
+    [
+        (SwigluStep(0.5), {1.0: 0.5, INF: 0.5, -INF: -0.5, NAN: NAN}, 0.5, NAN),  # as silu has it
+        (SoftcapSwiglu(4.0, 2.0), {1e20: 2.0, INF: 2.0, -INF: -2.0, NAN: NAN}, 4.0, 0.0),
+    ],
+    ids=("step", "softcap"),
+)
+def test_infinity_and_nan(activation, ups, of_infinity, of_minus_infinity):
+    for up, factor in ups.items():
+        y = activation(jnp.array([INF, -INF, NAN]), jnp.full(3, up))
+        want = np.array([of_infinity, of_minus_infinity, NAN]) * factor
+        np.testing.assert_array_equal(y, want)
+
+
+def test_gradients_beyond_the_bounds_are_zero():
+    """Of what a clamp or tanh holds at its bound, and no NaN from what it holds back."""
+    for activation in (SwigluStep(0.5), SoftcapSwiglu(4.0, 2.0)):
+        gradient = jax.grad(lambda g, u, act=activation: act(g, u).sum(), (0, 1))
+        huge = jnp.array([40.0, 1e20, 3e38])
+        for sign in (1, -1):
+            of_gate, of_up = gradient(huge, sign * huge)
+            np.testing.assert_array_equal(of_gate, np.zeros(3))
+            np.testing.assert_array_equal(of_up, np.zeros(3))
+
+
+def test_gradient_of_a_soft_cap():
+    """In closed form: (1 - t^2) s + c t s (1 - s) with t = tanh(g / c) and s = sigmoid(g)."""
+    g, c, u = np.linspace(-9, 9, 61), 4.0, 0.7
+    t, s = np.tanh(g / c), 1 / (1 + np.exp(-g))
+    want = ((1 - t * t) * s + c * t * s * (1 - s)) * 25 * np.tanh(u / 25)
+    got = jax.vmap(jax.grad(SoftcapSwiglu(c, 25)), (0, None))(jnp.float32(g), jnp.float32(u))
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
 def test_plain_swiglu_is_the_named_one():
@@ -241,6 +303,12 @@ def test_resolve_takes_names_and_instances():
         (lambda: SoftcapSwiglu(0, 1), ValueError, r"SoftcapSwiglu: gate_cap=0 must be positive"),
         (lambda: SoftcapSwiglu(1, math.inf), ValueError, r"up_cap=inf must be finite"),
         (
+            lambda: SoftcapSwiglu(1e39, 1),
+            ValueError,
+            r"gate_cap=1e\+39 must be from 1e-06 to ",
+        ),
+        (lambda: SoftcapSwiglu(1, 1e-7), ValueError, r"up_cap=1e-07 must be from 1e-06 to 1e\+06"),
+        (
             lambda: jax.jit(lambda a: Swiglu(alpha=a)(a, a))(jnp.ones(())),
             TypeError,
             r"alpha must be a Python number known at trace time\. Got alpha: f32\[\]",
@@ -260,7 +328,12 @@ def test_refusals(call, error, message):
         ({"kind": 1, "limit": 7.0}, NotImplementedError, "limit=7.0 and beta=0.0 are there for"),
         ({"kind": 4, "beta": 1.0}, NotImplementedError, "limit=inf and beta=1.0 are there for"),
         ({"kind": STEP, "beta": 1.0}, NotImplementedError, "limit=inf and beta=1.0 are there"),
-        ({"kind": SOFTCAP, "c1": 1.0, "c3": 0.0}, ValueError, "c3=0.0, the caps, must be positive"),
+        ({"kind": SOFTCAP, "c1": 1.0, "c3": 0.0}, ValueError, "c3=0.0, the caps, must be from"),
+        ({"kind": SOFTCAP, "c1": 2e6, "c3": 1.0}, ValueError, "c1=2000000.0 and c3=1.0, the caps,"),
+        ({"kind": SOFTCAP, "limit": 7.0}, NotImplementedError, "limit=7.0 and beta=0.0 are there"),
+        ({"kind": SOFTCAP, "gated": False}, NotImplementedError, "kind=softcap needs gated=True"),
+        ({"kind": SIGMOID, "limit": np.nan}, ValueError, "limit=nan must be positive"),
+        ({"kind": STEP, "limit": -7.0}, ValueError, "limit=-7.0 must be positive"),
         ({"kind": STEP, "gated": False}, NotImplementedError, "kind=step needs gated=True"),
     ),
 )

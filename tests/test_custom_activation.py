@@ -12,7 +12,8 @@ import pytest
 import jaxmoe
 from jaxmoe import Experts, GemmConfig, Routing, quantize, reference
 from jaxmoe._testing import assert_close, assert_equal
-from tests.lowered import calls, cuda_text
+from jaxmoe.activation import resolve
+from tests.lowered import NO_ACTIVATION, calls, cuda_text
 
 T, K, E, H, INTER = 9, 2, 4, 128, 64
 
@@ -22,13 +23,17 @@ def swiglu(gate, up):
 
 
 def step(gate, up):
-    """Step-3.7's: the clamp after silu."""
-    return jnp.minimum(jax.nn.silu(gate), 7.0) * jnp.clip(up, -7.0, 7.0)
+    """SwigluStep(0.5): the clamp after silu."""
+    return jnp.minimum(jax.nn.silu(gate), 0.5) * jnp.clip(up, -0.5, 0.5)
 
 
 def capped(gate, up):
-    """Inkling 2's: tanh caps gate and up."""
-    return jax.nn.silu(3 * jnp.tanh(gate / 3)) * (3 * jnp.tanh(up / 3))
+    """SoftcapSwiglu(3, 1): tanh caps gate and up, but not what the sigmoid reads."""
+    return 3 * jnp.tanh(gate / 3) * jax.nn.sigmoid(gate) * jnp.tanh(up)
+
+
+# Functions that have a name, or a class of their own.
+NAMED = {swiglu: "swiglu", step: jaxmoe.SwigluStep(0.5), capped: jaxmoe.SoftcapSwiglu(3, 1)}
 
 
 def shifted(g):
@@ -70,10 +75,11 @@ def test_the_layer_is_the_definition(fn):
 
 
 @pytest.mark.parametrize("order", ("gate_up", "up_gate", "interleaved"))
-def test_a_function_that_has_a_name_gives_its_results(order):
+@pytest.mark.parametrize("fn", NAMED)
+def test_a_function_that_has_a_name_gives_its_results(fn, order):
     """Gradients too, in bf16, where what is rounded counts."""
-    x, routing, experts = inputs(swiglu, jnp.bfloat16)
-    named = dataclasses.replace(experts, activation="swiglu", order=order)
+    x, routing, experts = inputs(fn, jnp.bfloat16)
+    named = dataclasses.replace(experts, activation=NAMED[fn], order=order)
     own = dataclasses.replace(experts, order=order)
 
     @jax.jit
@@ -147,14 +153,25 @@ def test_on_cuda_both_products_are_kernels(format):
     assert {"jaxmoe_plan_v1", "jaxmoe_finalize_v1"} <= set(targets)
 
 
-def test_on_cuda_a_training_step_has_no_kernel_that_activates():
-    x, routing, experts = inputs(step, jnp.bfloat16)
+@pytest.mark.parametrize("fn", NAMED)
+def test_on_cuda_kernels_compute_what_has_a_name(fn):
+    """In the layer's own call, and in the first product of a training step."""
+    x, routing, experts = inputs(fn, jnp.bfloat16)
+    named = dataclasses.replace(experts, activation=NAMED[fn])
 
     def loss(x, experts):
         return jaxmoe.moe_mlp(x, routing, experts).astype(jnp.float32).sum()
 
-    targets = {call[0] for call in calls(cuda_text(jax.grad(loss, (0, 1)), x, experts))}
-    assert "jaxmoe_gate_up_v1" not in targets and "jaxmoe_grouped_gemm_v1" in targets
+    def kinds(target, fn, *args):
+        found = [attrs for name, attrs, *_ in calls(cuda_text(fn, *args)) if name == target]
+        return [attrs["activation"]["kind"] for attrs in found]
+
+    train, none = jax.value_and_grad(loss, (0, 1)), NO_ACTIVATION["kind"]
+    kind = f"{resolve(NAMED[fn]).kind}:i64"
+    assert kinds("jaxmoe_moe_mlp_v1", jaxmoe.moe_mlp, x, routing, named) == [kind]
+    assert set(kinds("jaxmoe_grouped_gemm_v1", train, x, named)) == {kind, none}
+    assert kinds("jaxmoe_moe_mlp_v1", jaxmoe.moe_mlp, x, routing, experts) == []
+    assert set(kinds("jaxmoe_grouped_gemm_v1", train, x, experts)) == {none}
 
 
 def test_one_function_is_one_program():

@@ -13,6 +13,7 @@ from jaxmoe._jax import targets as _targets
 from jaxmoe._testing import FP8 as FORMATS
 from jaxmoe._testing import (
     GPT_OSS,
+    RARE,
     Layer,
     assert_close,
     assert_equal,
@@ -154,7 +155,7 @@ def test_static_scales(num_tokens, shape):
 
 
 @pytest.mark.parametrize("gate_up", ("gate_up", "up_gate", "interleaved"))
-@pytest.mark.parametrize("activation", ("swiglu", "geglu", "geglu_tanh", GPT_OSS), ids=str)
+@pytest.mark.parametrize("activation", ("swiglu", "geglu", "geglu_tanh", GPT_OSS, *RARE), ids=str)
 def test_gated_activations(activation, gate_up):
     layer = Layer("", "", 64, 80, 4, 2, activation, gate_up, True)
     for format in FORMATS:

@@ -8,15 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe import GemmConfig, SoftcapSwiglu, Swiglu, SwigluStep, _gemm
+from jaxmoe import GemmConfig, Swiglu, _gemm
 from jaxmoe._gemm.gate_up import gate_up_p
 from jaxmoe._gemm.tiles import ONLY_PROMOTED, TILES
-from jaxmoe._testing import assert_close, assert_equal, normal, poison
+from jaxmoe._testing import RARE, assert_close, assert_equal, normal, poison
 from jaxmoe.activation import ACTIVATIONS, GATE_UP_ORDERS
 
 pytestmark = pytest.mark.gpu
 
-FORMS = Swiglu(1.702, 1.0, 1.5), SwigluStep(0.5), SoftcapSwiglu(0.5, 1.5)
+FORMS = Swiglu(1.702, 1.0, 1.5), *RARE
 ACTS = (*ACTIVATIONS.values(), *FORMS)
 ORDERED = [(a, o) for a in ACTS for o in (GATE_UP_ORDERS if a.gated else GATE_UP_ORDERS[:1])]
 HIDDEN, INTER, E = 136, 200, 5  # columns that end inside every tile
@@ -114,6 +114,31 @@ def test_garbage_groups_and_indices_stay_in_bounds(tile):
         a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
         assert np.isfinite(a).all() and a[500:].any() and not a[37:500].any()
         assert_equal(np.delete(a, np.s_[8:12], 0), np.delete(b, np.s_[8:12], 0))
+
+
+INF = np.inf
+VALUES = (0.0, 1e-30, -1e-6, 0.01, -0.3, 0.6, -2.0, 5.0, -30.0, 3e38, -3e38, INF, -INF, np.nan)
+
+
+@pytest.mark.parametrize("order", GATE_UP_ORDERS)
+@pytest.mark.parametrize("act", FORMS, ids=str)
+@pytest.mark.parametrize("tile", ((128, 8), (256, 128)), ids=str)
+def test_numbers_of_every_size(tile, act, order):
+    """Gates and ups are biases: products of weights that are 0 leave them as they are."""
+    gate, up = (np.resize(v, INTER).astype(np.float32) for v in np.meshgrid(VALUES, VALUES))
+    parts = (up, gate) if order == "up_gate" else (gate, up)
+    bias = np.stack(parts, axis=1 if order == "interleaved" else 0).reshape(-1)
+    bias = jnp.asarray(np.stack([bias] * E), jnp.bfloat16)
+    starts, sizes = groups(SIZES, 520)
+    x, w = jnp.zeros((520, HIDDEN), jnp.bfloat16), jnp.zeros((E, HIDDEN, 2 * INTER), jnp.bfloat16)
+    given = {"activation": act, "gate_up": order, "weight_layout": "kn"}
+    run = jax.jit(functools.partial(gate_up_p, config=GemmConfig(*tile), **given))
+    h, z = run(x, None, None, w, bias, starts, sizes)
+    rounded = (jnp.asarray(a, jnp.bfloat16).astype(jnp.float32) for a in (gate, up))
+    want = np.asarray(on_cpu(act, tuple(rounded), jnp.float32))
+    assert_equal(z[: SIZES.sum()], jnp.broadcast_to(bias[0], (SIZES.sum(), 2 * INTER)))
+    for row in np.asarray(h[: SIZES.sum()], np.float32)[[0, -1]]:
+        np.testing.assert_allclose(row, want, rtol=2.0**-8, atol=1e-36)
 
 
 def test_nan_stays_in_its_row():

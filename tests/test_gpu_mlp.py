@@ -13,6 +13,7 @@ from jaxmoe._jax import targets as _targets
 from jaxmoe._testing import (
     GPT_OSS,
     MODELS,
+    RARE,
     SMALL,
     Layer,
     assert_close,
@@ -91,7 +92,7 @@ def test_paired_tiles_of_few_rows(gather):
 
 
 @pytest.mark.parametrize("gate_up", ("gate_up", "up_gate", "interleaved"))
-@pytest.mark.parametrize("activation", ("swiglu", "geglu", "geglu_tanh", GPT_OSS), ids=str)
+@pytest.mark.parametrize("activation", ("swiglu", "geglu", "geglu_tanh", GPT_OSS, *RARE), ids=str)
 def test_gated_activations(activation, gate_up):
     layer = Layer("", "", 64, 64, 4, 2, activation, gate_up, True)
     inputs = layer_inputs(layer, 33, "uniform", np.random.default_rng(1), jnp.bfloat16)

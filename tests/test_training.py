@@ -13,7 +13,13 @@ from jaxmoe import explain, finalize, plan, reference
 from jaxmoe._jax import targets as _targets
 from jaxmoe._mlp.by_row import row_weights
 from jaxmoe._testing import SMALL, Layer, assert_close, assert_equal, layer_inputs, normal
-from jaxmoe.activation import ACTIVATIONS, GATE_UP_ORDERS, split_gate_up
+from jaxmoe.activation import (
+    ACTIVATIONS,
+    GATE_UP_ORDERS,
+    SoftcapSwiglu,
+    SwigluStep,
+    split_gate_up,
+)
 from tests.layers import moe_mlp
 from tests.lowered import cuda_text
 from tests.test_lowering import layer_structs
@@ -23,6 +29,7 @@ from tests.test_transforms import equations, ops
 INTEGERS = ("expert_ids", "expert_map")
 FEW = Layer("few", "compiles quickly", 16, 8, 3, 2)
 SCALED = dataclasses.replace(FEW, top_k=1)
+EVERY = {**ACTIVATIONS, "step": SwigluStep(0.5), "softcap": SoftcapSwiglu(1.0, 0.5)}
 CLOSE = {"rtol": 2e-4, "atol": 2e-5}  # f32 in another order, as in test_transforms.py
 
 
@@ -99,7 +106,7 @@ def dense_gradients():
     x, w1, w2 = (rng.standard_normal(shape) for shape in ((4, 8), (8, 16), (8, 8)))
     weights = rng.uniform(0.2, 0.8, (4, 1))
     arrays = {"x": x, "weights": weights, "w_gate_up": w1[None] / 3, "w_down": w2[None] / 3}
-    layers = [(name, "gate_up") for name in ACTIVATIONS]
+    layers = [(name, "gate_up") for name in EVERY]
     layers += [("swiglu", order) for order in GATE_UP_ORDERS[1:]]
 
     def all_of_them(arrays):
@@ -108,7 +115,7 @@ def dense_gradients():
             h = act(*split_gate_up(z, order)) if act.gated else act(z)
             return jnp.sum(jnp.sin(a["weights"] * (h @ a["w_down"][0])))
 
-        return {of: jax.grad(loss)(arrays, ACTIVATIONS[of[0]], of[1]) for of in layers}
+        return {of: jax.grad(loss)(arrays, EVERY[of[0]], of[1]) for of in layers}
 
     with jax.enable_x64(True):
         want = jax.jit(all_of_them)(jax.tree.map(jnp.asarray, arrays))
@@ -121,11 +128,11 @@ def test_gradients_of_every_activation():
     inputs = {n: jnp.asarray(a, jnp.float32) for n, a in arrays.items()}
     ids = jnp.zeros((4, 1), jnp.int32)
     for (name, order), want in every.items():
-        own = 16 if ACTIVATIONS[name].gated else 8
+        own = 16 if EVERY[name].gated else 8
 
         def loss(a, name=name, order=order, own=own):
             a = a | {"w_gate_up": a["w_gate_up"][:, :, :own], "expert_ids": ids}
-            return jnp.sum(jnp.sin(run(a, activation=name, gate_up=order)))
+            return jnp.sum(jnp.sin(run(a, activation=EVERY[name], gate_up=order)))
 
         got = jax.grad(loss)(inputs)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **CLOSE), got, want)

@@ -55,7 +55,10 @@ inline void CheckEnums(int64_t format,
                        Operands* take) {
   take->Range("format", format, 0, std::size(kFormats) - 1);
   take->Range("gate_up", gate_up, 0, kNumOf<GateUp> - 1);
-  take->Range("activation kind", activation.kind, 0, kNumOf<ActivationParams::Kind> - 1);
+  // The formulas after identity need a gate, and kernels without one do not have them.
+  const int64_t last =
+      activation.gated != 0 ? kNumOf<ActivationParams::Kind> - 1 : ActivationParams::kIdentity;
+  take->Range("activation kind", activation.kind, 0, last);
 }
 
 // Quantized weights are stored with what they contract last.

@@ -95,8 +95,19 @@ struct SiluForm {
   }
 };
 
+// All of them. kGated: with the formulas that need a gate, code that other kernels would never run.
+template <bool kGated>
 struct OtherForm {
   static __device__ __forceinline__ float Apply(const ActivationParams& p, float gate, float up) {
+    if constexpr (kGated) {
+      if (p.kind == ActivationParams::kStep) {
+        return MinPropagateNan(gate * Sigmoid(gate), p.limit) *
+               MaxPropagateNan(MinPropagateNan(up, p.limit), -p.limit);
+      }
+      if (p.kind == ActivationParams::kSoftcap) {
+        return Softcap(gate, p.c1) * Sigmoid(gate) * Softcap(up, p.c3);
+      }
+    }
     switch (p.kind) {
       case ActivationParams::kSigmoid:
         // c3 = 0 must not meet an infinite gate.
@@ -110,11 +121,6 @@ struct OtherForm {
         const float r = MaxPropagateNan(gate, 0.0f);
         return r * r * up;
       }
-      case ActivationParams::kStep:
-        return MinPropagateNan(gate * Sigmoid(gate), p.limit) *
-               MaxPropagateNan(MinPropagateNan(up, p.limit), -p.limit);
-      case ActivationParams::kSoftcap:
-        return Softcap(gate, p.c1) * Sigmoid(gate) * Softcap(up, p.c3);
       default:
         return gate * up;
     }

@@ -343,8 +343,9 @@ class Epilogue {
     const float* gate = sums + (interleaved ? 2 * feature : feature);
     const float* up = gate + (interleaved ? 1 : 64);
     const int next = interleaved ? 2 : 1;
-    const float y0 = OtherForm::Apply(args_.activation, gate[0], T::kGated ? up[0] : 1.0f);
-    const float y1 = OtherForm::Apply(args_.activation, gate[next], T::kGated ? up[next] : 1.0f);
+    using Form = OtherForm<T::kGated>;
+    const float y0 = Form::Apply(args_.activation, gate[0], T::kGated ? up[0] : 1.0f);
+    const float y1 = Form::Apply(args_.activation, gate[next], T::kGated ? up[next] : 1.0f);
     return Out().Pack2(y0, y1);
   }
 

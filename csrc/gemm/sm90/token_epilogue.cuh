@@ -42,9 +42,9 @@ class TokenMajorEpilogue {
       } else if (identity) {
         StoreFloat(acc);
       } else if (T::kGated && args_.interleaved) {
-        StoreAll<Mode::kInterleaved, OtherForm, false>(acc);
+        StoreAll<Mode::kInterleaved, OtherForm<T::kGated>, false>(acc);
       } else {
-        StoreAll<T::kGated ? Mode::kHalves : Mode::kSingle, OtherForm, false>(acc);
+        StoreAll<T::kGated ? Mode::kHalves : Mode::kSingle, OtherForm<T::kGated>, false>(acc);
       }
       Sync();  // scales and biases are free for the next tile
     }
