@@ -8,6 +8,7 @@ from typing import Any as _Any
 from . import _tables as _tables
 from . import checkpoints as checkpoints
 from . import expert_parallel as expert_parallel
+from . import fsdp as fsdp
 from ._explain import explain as explain
 from ._export import export_checks as export_checks
 from ._gemm.tiles import GemmConfig as GemmConfig

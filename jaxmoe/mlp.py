@@ -38,6 +38,7 @@ def moe_mlp(
     batch_invariant: bool = False,
     recompute: str | None = None,
     accum: str | None = None,
+    gather_weights: str | tuple[str, ...] | None = None,
     config: tuple[GemmConfig | None, GemmConfig | None] | None = None,
 ) -> jax.Array:
     """Runs each token through its experts and adds up the results.
@@ -69,6 +70,9 @@ def moe_mlp(
       accum: for quantized experts. "fast" adds up all of k inside the tensor core, which keeps
         about 14 bits; "promoted" adds up parts of 128 in float32. By default "promoted" for
         products over more than 2048 elements, and always where blocks of k have scales.
+      gather_weights: mesh axes over which weights that are stored in parts are gathered before the
+        layer runs (FSDP), in their own format; tokens are divided over them. By default those that
+        `jaxmoe.fsdp.choose_gather` finds to move fewer bytes, () for none. See docs/sharding.md.
       config: tiles of the two CUDA products; chosen from the shapes by default, and for a symbolic
         T (`jax.export`) those for many tokens, which are right for any.
 
@@ -76,8 +80,8 @@ def moe_mlp(
       [T, H] in the dtype of `x`.
 
     Raises:
-      TypeError, ValueError: an argument of the wrong kind, dtype, rank or shape, or an unknown
-        name.
+      TypeError, ValueError: an argument of the wrong kind, dtype, rank or shape, an unknown name,
+        or an axis that the mesh does not have or T does not divide over.
       NotImplementedError: (on CUDA) a dtype or row length without a kernel; a derivative with
         respect to what is quantized.
 
@@ -90,7 +94,7 @@ def moe_mlp(
       activation too, is the first product rounded to the dtype of `x`. Derivatives through
       quantized experts are those of the layer with the dequantized ones, in the dtype of `x`.
     Sharding: E, I, H and T may be split over Auto and Explicit mesh axes, in any combination;
-      weights are never gathered. docs/sharding.md has the collectives of each. I without exchange
+      docs/sharding.md has the collectives of each. I without exchange
       needs order="interleaved", or gate and up in two arrays. Parts of a sum over devices are
       rounded to the dtype of `x`; so is the first product where H is split or gates are exchanged.
       Inside `jax.shard_map` it is one device's layer. Residuals of the gradient are named
@@ -118,6 +122,7 @@ def moe_mlp(
         batch_invariant=batch_invariant,
         recompute=recompute,
         accum=accum,
+        gather_weights=gather_weights,
         config=config,
     )
     return out[0]
@@ -188,6 +193,7 @@ def expert_rows(
         batch_invariant=batch_invariant,
         recompute=recompute,
         accum=accum,
+        gather_weights=None,
         config=config,
     )
     return ExpertRows(rows, weights, slot_to_row)
@@ -206,6 +212,7 @@ def _layer(
     batch_invariant: Any,
     recompute: Any,
     accum: Any,
+    gather_weights: Any,
     config: Any,
 ) -> tuple[Any, ...]:
     """Checks the arguments of the public functions and computes y, or rows, weights and slots."""
@@ -234,6 +241,7 @@ def _layer(
             rule = f"recompute must be None with weights in {format.name}, which has no gradient"
             raise ValueError(_checks.message(op, rule, recompute=recompute))
     layer = static_of(op, x, experts, format, local, accum, config, finalize)
+    layer = layer.replace(gather=checks.check_gather_weights(op, gather_weights, x, experts))
     scales = checks.check_scales(op, x, format, experts, experts.num_experts)
     if batch_invariant:
         checks.check_batch_invariant_scales(op, x, format, scales)

@@ -149,7 +149,7 @@ def layer(arrays, gate_up):
     x, ids, weights, w1, w2 = (
         a.pop(n) for n in ("x", "expert_ids", "weights", "w_gate_up", "w_down")
     )
-    return moe_mlp(x, Routing(ids, weights), w1, w2, gate_up=gate_up, **a)
+    return moe_mlp(x, Routing(ids, weights), w1, w2, gate_up=gate_up, gather_weights=(), **a)
 
 
 def gradients(arrays, gate_up, fixed=()):

@@ -5,11 +5,13 @@ rules are right there. `PLAIN` is for the parts that XLA's partitioner asks for,
 such types: what is the same on all devices says so by the op it goes through.
 """
 
+import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from jaxmoe._jax.mesh import Axes, own
+from jaxmoe._jax.mesh import Axes, Dims, own
 
 
 def _gather(a: jax.Array, axes: Axes, dim: int) -> jax.Array:
@@ -22,6 +24,29 @@ class _Collectives:
     def gather(self, a: jax.Array, axes: Axes, dim: int = 0) -> jax.Array:
         """All parts along `dim`. In the backward pass the devices' cotangents are added up."""
         return _gather(a, axes, dim)
+
+    def fetch(self, a: jax.Array, dims: Dims, narrow: Any = None) -> jax.Array:
+        """All parts along each dimension, rounded to the dtype `narrow` before they move.
+
+        In the backward pass cotangents, which are not rounded, are added up and scattered.
+
+        NOTE: FP8 numbers, which have no derivative, move as bytes: not every backend has
+        collectives of them, and XLA then moves them in a wider dtype.
+        """
+        if not any(dims):
+            return a
+
+        def whole(a: jax.Array) -> jax.Array:
+            return functools.reduce(lambda a, of: _gather(a, of[1], of[0]), enumerate(dims), a)
+
+        if a.dtype.itemsize == 1:
+            moved = whole(jax.lax.bitcast_convert_type(a, jnp.uint8))
+            return jax.lax.bitcast_convert_type(moved, a.dtype)
+        if narrow is None or narrow == a.dtype:
+            return whole(a)
+        rounded = jax.custom_jvp(lambda a: whole(a.astype(narrow)).astype(a.dtype))
+        rounded.defjvp(lambda primals, tangents: (rounded(*primals), whole(*tangents)))
+        return rounded(a)
 
     def scatter(self, a: jax.Array, axes: Axes) -> jax.Array:
         """This device's rows of the sum."""

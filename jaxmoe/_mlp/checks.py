@@ -1,10 +1,12 @@
 """Argument checks of the layer."""
 
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType
 
 from jaxmoe._formats import Format, static_scales
 from jaxmoe._formats import checks as _formats_checks
@@ -16,6 +18,8 @@ from jaxmoe._gemm.tiles import (
     WHOLE_BLOCKS,
 )
 from jaxmoe._jax import checks as _checks
+from jaxmoe._jax import mesh as _mesh
+from jaxmoe._mlp import fetch as _fetch
 from jaxmoe._mlp.configs import no_layer_kernel
 from jaxmoe._mlp.operands import Layer
 from jaxmoe.experts import Experts, check_parts, format_of
@@ -251,3 +255,30 @@ def check_batch_invariant_scales(
                 "is made of all tokens without it"
             )
             raise ValueError(_checks.message(op, rule, **{f"experts.{name}": scale}))
+
+
+def check_gather_weights(op: str, axes: Any, x: Any, experts: Experts) -> tuple[str, ...] | None:
+    """Checks the mesh axes over which weights are gathered, as far as the mesh is known."""
+    if axes is None:
+        return None
+    names = (axes,) if isinstance(axes, str) else axes
+    if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
+        rule = "gather_weights must be the name of a mesh axis, a tuple of names, or None"
+        raise TypeError(_checks.message(op, rule, gather_weights=axes))
+    if len(set(names)) < len(names):
+        raise ValueError(_checks.message(op, f"gather_weights={names!r} must name an axis once"))
+    arrays = jax.tree.leaves((x, experts))
+    mesh = _mesh.mesh_of([jax.typeof(a) for a in arrays])
+    if mesh.empty:  # known when XLA divides the program, or there is one device
+        return names
+    shape, manual = dict(mesh.shape), _mesh.of_kind(mesh, AxisType.Manual)
+    for name in names:
+        _fetch.check_axis(name, shape, x)
+        if name in manual:
+            rule = (
+                f"gather_weights={name!r} must be an Auto or Explicit axis, and inside this "
+                "jax.shard_map it is Manual: jax.lax.all_gather the weights before the call"
+            )
+            raise ValueError(_checks.message(op, rule, x=x))
+    _fetch.check_tokens(names, math.prod(shape[name] for name in names), x)
+    return names

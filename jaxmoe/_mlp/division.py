@@ -21,6 +21,7 @@ class Division(NamedTuple):
       halves: i splits the columns of w_gate_up as they are stored, gates before ups or the other
         way round, so that the two of a pair are on different devices.
       pairs: w_gate_up is whole, in that order, and each device takes its pairs out of it.
+      fetched: those over which weights are gathered, which split tokens alone from there on.
     """
 
     e: Axes
@@ -32,6 +33,7 @@ class Division(NamedTuple):
     gather: Axes
     halves: bool
     pairs: bool
+    fetched: Axes = ()
 
     @property
     def apart(self) -> bool:
@@ -55,13 +57,15 @@ def dims(avals: Any, *, layer: Layer) -> str:
     stored = {"kn": ("h n", "i d"), "nk": ("n h", "d i")}
     first, second = stored[layer.layouts[0]][0], stored[layer.layouts[1]][1]
     same = "e" if a.w_gate_up.shape[0] == a.w_down.shape[0] else "f"
+    # H of the weights is not that of the result where it is gathered.
+    out = "y" if layer.gather else "d"
     joined = a.w_up is None  # or what is joined of two arrays has columns of its own
     of_first = layer.format.weight_scales.replace("q", "r")
     # Blocks of the two weights are different ones, and so are the columns of joined scales.
     of_up = of_first if joined or a.up_scales is not None else of_first.replace("n", "w")
     second_scales = (
         layer.format.weight_scales.replace("e", same)
-        .replace("n", "d")
+        .replace("n", out)
         .replace("p", "s")
         .replace("q", "u")
     )
@@ -69,7 +73,7 @@ def dims(avals: Any, *, layer: Layer) -> str:
         x="t c",
         expert_ids="t k",
         w_gate_up=f"e {first}",
-        w_down=f"{same} {second}",
+        w_down=f"{same} {second.replace('d', out)}",
         x_scales=layer.format.token_scales or "",
         weights="t k",
         gate_up_scales=of_up if a.gate_up_scales is None or a.gate_up_scales.ndim > 1 else "e",
@@ -78,7 +82,7 @@ def dims(avals: Any, *, layer: Layer) -> str:
         down_scales=second_scales,
         b_gate_up="e n" if joined or a.b_up is not None else "e w",
         b_up="e n",
-        b_down=f"{same} d",
+        b_down=f"{same} {out}",
         expert_map="m",
         residual="t d",
         x_scale="v",
@@ -87,10 +91,11 @@ def dims(avals: Any, *, layer: Layer) -> str:
     return f"{', '.join(letters)} -> {'t d' if layer.finalize else 'o d, t k'}"
 
 
-def divide(call: Call, layer: Layer) -> Division:
+def divide(call: Call, layer: Layer, fetched: Axes = ()) -> Division:
     """Chooses the axes of each dimension; those of the weights come before those of the tokens.
 
-    H and I are divided between the blocks of the format.
+    H and I are divided between the blocks of the format. Weights are not split over `fetched`; the
+    tokens are.
     """
     avals, given, format = call.avals, call.given, layer.format
     w1, w2, of2 = avals.w_gate_up, avals.w_down, given.w_down
@@ -112,12 +117,14 @@ def divide(call: Call, layer: Layer) -> Division:
     i_in = i_in or (() if set(i) & set(h_out) else call.pick(columns, i))
     of_weights = () if given.weights is None else given.weights[0]
     choices = (given.x[0], given.expert_ids[0], of_weights)
-    tokens = call.pick(avals.x.shape[0], *choices, taken=h_out)
+    had = next((axes for axes in choices if axes), ())
+    wanted = (*had, *(axis for axis in fetched if axis not in had))
+    tokens = call.pick(avals.x.shape[0], wanted, taken=h_out)
     gather = tuple(a for a in tokens if a in e + i + i_in + h_in)
     apart = call.count(i) > 1 and layer.activation.gated and layer.gate_up != "interleaved"
     apart = apart and avals.w_up is None
     halves, pairs = apart and stored, apart and not stored
-    return Division(e, i, i_in, h_in, h_out, tokens, gather, halves, pairs)
+    return Division(e, i, i_in, h_in, h_out, tokens, gather, halves, pairs, fetched)
 
 
 def places(d: Division, avals: Any, layer: Layer) -> Operands:

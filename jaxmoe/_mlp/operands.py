@@ -68,6 +68,7 @@ class Layer:
       num_experts, num_local_experts, expert_offset: see `jaxmoe.plan`.
       promoted: whether each product promotes its sums, None where the format has no choice.
       config: tiles of the two CUDA products, None for those that the shapes choose.
+      gather: mesh axes over which weights are gathered, None to choose by bytes.
       finalize: whether the result is y [T, H], or rows [R, H] and slot_to_row [T, K].
       first: the field of `jaxmoe.Experts` that w_gate_up was given as, for messages.
     """
@@ -82,6 +83,7 @@ class Layer:
     expert_offset: int
     promoted: tuple[bool, bool] | None = None
     config: tuple[Any, Any] | None = None
+    gather: tuple[str, ...] | None = None
     finalize: bool = True
     first: str = "gate_up"
 

@@ -1,11 +1,11 @@
-"""How the expert layer is divided over the axes of a mesh; weights stay where they are.
+"""How the expert layer is divided over the axes of a mesh.
 
 weights split on E      each device runs its experts, and results are added up
 ... on I                each device has columns of the first weight and rows of w_down, added up
 first weight split on H parts of the first product are added up, then the layer goes on
 w_down split on H       each device has columns of the result
 tokens split            each device runs its tokens; over axes that split weights too, tokens are
-                        gathered first and results scattered
+                        gathered first and results scattered, or the weights are (_mlp/fetch.py)
 
 Scales lie with their values, and an axis is divided between blocks only. A scale made of numbers
 that lie on several devices is the largest of theirs, so that the values are those of one device.
@@ -23,8 +23,9 @@ from jaxmoe._formats import Tokens
 from jaxmoe._gemm.sharding import own_groups
 from jaxmoe._jax.collectives import PLAIN as PLAIN_COLLECTIVES
 from jaxmoe._jax.collectives import TYPED
-from jaxmoe._jax.mesh import Axes, once, own
+from jaxmoe._jax.mesh import Axes, Dims, once, own
 from jaxmoe._jax.sharding import Call, Rule, Split, refuse_tokens
+from jaxmoe._mlp import fetch
 from jaxmoe._mlp.division import Division, dims, divide, places
 from jaxmoe._mlp.operands import Layer, Operands, join
 from jaxmoe._mlp.own import join_pairs, own_experts, own_map, own_pairs
@@ -42,8 +43,8 @@ def rule(op: LayerOp) -> Rule:
         call = of_operands(call)
         if not layer.finalize:
             return _split_rows(the_rule, call, layer)
-        division = divide(call, layer)
-        ins = places(division, call.avals, layer)
+        division = fetch.divided(call, layer)
+        ins = fetch.places_of(call, division, layer)
         part = layer_part(call, division, op, layer)
         return Split(ins, ((division.tokens, division.h_out),), part)
 
@@ -121,6 +122,7 @@ class Device:
       collectives: how devices exchange something, with the right derivative.
       num_weights: experts of the whole first weight.
       shared: the axes over which a scale of the activations is one.
+      stored: the axes over which weights are gathered, of each dimension, by name.
     """
 
     d: Division
@@ -129,6 +131,7 @@ class Device:
     collectives: Any
     num_weights: int
     shared: Axes
+    stored: dict[str, Dims]
 
     @classmethod
     def of(cls, call: Call, d: Division, layer: Layer) -> "Device":
@@ -141,7 +144,8 @@ class Device:
             shared += d.i
         collectives = TYPED if call.explicit else PLAIN_COLLECTIVES
         num_weights = call.avals.w_gate_up.shape[0]
-        return cls(d, layer, call.count, collectives, num_weights, shared)
+        stored = fetch.stored(call, d, layer)
+        return cls(d, layer, call.count, collectives, num_weights, shared, stored)
 
     def operands(self, a: Operands, all_experts: bool = False) -> Operands:
         """The operands of this device's layer; with `all_experts` its plan is that of all."""
@@ -235,28 +239,41 @@ class Device:
 
     def _own_weights(self, a: Operands) -> Operands:
         """This device's parts of weights, scales and biases: those of its local layer."""
-        d, c, count, layer = self.d, self.collectives, self.count, self.layer
+        d, count, layer = self.d, self.count, self.layer
         in_pairs = d.i if d.pairs else ()
         joined_apart = d.i if a.w_up is not None else ()
         pair_bias = in_pairs or (joined_apart if a.b_up is None else ())
         pair_scales = in_pairs or (joined_apart if a.up_scales is None else ())
-        spread = lambda w, axes: None if w is None else c.spread(w, axes)  # noqa: E731
-        w1, w_up = spread(a.w_gate_up, d.kept + in_pairs), spread(a.w_up, d.kept)
-        w2 = spread(a.w_down, d.kept)
-        b1 = spread(a.b_gate_up, d.kept + pair_bias + d.h_in)
-        b_up = spread(a.b_up, d.kept + d.h_in)
-        b2 = spread(a.b_down, d.kept + d.i_in)
+        differ = {  # axes over which devices have parts of the cotangent
+            "w_gate_up": d.kept + in_pairs,
+            "w_up": d.kept,
+            "w_down": d.kept,
+            "b_gate_up": d.kept + pair_bias + d.h_in,
+            "b_up": d.kept + d.h_in,
+            "b_down": d.kept + d.i_in,
+        }
+        a = a._replace(**{n: self._fetched(n, getattr(a, n), differ.get(n)) for n in fetch.FETCHED})
+        b1 = own_pairs(a.b_gate_up, 1, pair_bias, count)
         columns = 2 if layer.layouts[0] == "kn" else 1
         a = a._replace(
-            w_gate_up=own_pairs(w1, columns, in_pairs, count),
-            w_up=w_up,
-            w_down=w2,
+            w_gate_up=own_pairs(a.w_gate_up, columns, in_pairs, count),
             gate_up_scales=self._own_scales(a.gate_up_scales, pair_scales),
-            b_gate_up=once(own_pairs(b1, 1, pair_bias, count), d.h_in),
-            b_up=once(b_up, d.h_in),
-            b_down=once(b2, d.i_in),
+            b_gate_up=once(b1, d.h_in),
+            b_up=once(a.b_up, d.h_in),
+            b_down=once(a.b_down, d.i_in),
         )
         return join(a, layer)
+
+    def _fetched(self, name: str, a: Any, differ: Axes | None) -> Any:
+        """A weight, or what belongs to it, with the parts that other devices have."""
+        if a is None:
+            return None
+        parts = self.stored.get(name, ())
+        gathered = {axis for axes in parts for axis in axes}
+        if differ is not None:
+            a = self.collectives.spread(a, tuple(axis for axis in differ if axis not in gathered))
+        narrow = self.layer.dtype if self.layer.format.master and differ else None
+        return self.collectives.fetch(a, parts, narrow)
 
     def _own_scales(self, scales: jax.Array | None, axes: Axes) -> jax.Array | None:
         """This device's scales of the first weight; those of a tensor are of all its columns."""

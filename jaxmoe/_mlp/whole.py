@@ -21,7 +21,7 @@ from jaxmoe._gemm.gate_up import of_moving
 from jaxmoe._jax import mesh as _mesh
 from jaxmoe._jax import primitive as _primitive
 from jaxmoe._jax import sharding as _sharding
-from jaxmoe._mlp import sharding
+from jaxmoe._mlp import fetch, sharding
 from jaxmoe._mlp.operands import Layer, Operands
 
 VARIABLES = ("x", "weights", "w_gate_up", "w_up", "w_down", "b_gate_up", "b_up", "b_down")
@@ -107,12 +107,16 @@ def _rule(op: LayerOp) -> _sharding.Rule:
 
     def split(call: _sharding.Call, *, wrt: tuple[str, ...], layer: Layer) -> _sharding.Split:
         whole = sharding.of_operands(call)
-        division = sharding.divide(whole, layer)
-        ins = sharding.places(division, whole.avals, layer)
+        division = fetch.divided(whole, layer)
+        ins = fetch.places_of(whole, division, layer)
         part = sharding.layer_part(whole, division, op, layer)
 
         def backward(*args: Any) -> tuple[Any, ...]:
             a, dy = Operands(*args[:_COUNT]), args[_COUNT]
+            # NOTE: or XLA may keep gathered weights from the forward pass, taking equal gathers for
+            # one. It may start these before dy is there.
+            stored = {n: getattr(a, n) for n in fetch.stored(whole, division, layer)}
+            a = a._replace(**jax.lax.optimization_barrier(stored))
             of_names = _of_names(lambda a, _: part(*a), a, wrt, layer)
             _, pull = jax.vjp(of_names, *_values(a, wrt))
             return pull(dy)
