@@ -91,6 +91,7 @@ def test_paired_tiles_of_few_rows(gather):
         check(inputs, config)
 
 
+@pytest.mark.sanitizer
 @pytest.mark.parametrize("gate_up", ("gate_up", "up_gate", "interleaved"))
 @pytest.mark.parametrize("activation", ("swiglu", "geglu", "geglu_tanh", GPT_OSS, *RARE), ids=str)
 def test_gated_activations(activation, gate_up):
