@@ -31,23 +31,31 @@ class TokenMajorEpilogue {
     const bool silu = p.kind == ActivationParams::kSigmoid && p.c3 == 0.0f;
     const bool identity = !T::kGated && p.kind == ActivationParams::kIdentity;
     const bool usual = T::kGated ? silu : identity && !args_.out_f32;
-    const bool sums_are_values = args_.scales.by_step && args_.bias == nullptr;
-    if (usual && sums_are_values) {
-      StoreUsual<true>(acc);
-    } else {
+    // There are no scales and biases but those that the k loop applied.
+    const bool sums_are_values = usual && args_.scales.by_step && args_.bias == nullptr;
+    if (!sums_are_values) {
       Publish(info, share);
       Sync();
-      if (usual) {
-        StoreUsual<false>(acc);
-      } else if (identity) {
-        StoreFloat(acc);
-      } else if (T::kGated && args_.interleaved) {
-        StoreAll<Mode::kInterleaved, OtherForm<T::kGated>, false>(acc);
-      } else {
-        StoreAll<T::kGated ? Mode::kHalves : Mode::kSingle, OtherForm<T::kGated>, false>(acc);
-      }
-      Sync();  // scales and biases are free for the next tile
     }
+    if (identity && !usual) {
+      StoreFloat(acc);
+    } else {
+#pragma unroll
+      for (int block = 0; block < 2; ++block) {
+        const int t0 = 64 * block + kRows * warp_;
+        if (64 * block >= site_.rows) break;
+        uint32_t out[kOctets][2];
+        if (sums_are_values) {
+          ApplyUsual<true>(acc[block], t0, out);
+        } else if (usual) {
+          ApplyUsual<false>(acc[block], t0, out);
+        } else {
+          ApplyAny(acc[block], t0, out);
+        }
+        Store(out, t0);
+      }
+    }
+    if (!sums_are_values) Sync();  // scales and biases are free for the next tile
     if (kShared && by_groups()) SyncPair();
   }
 
@@ -89,7 +97,7 @@ class TokenMajorEpilogue {
   }
 
   // Values of token lane / 4 + 8 * half of a block, in column 8 * group + 2 * (lane % 4) and the
-  // next. kSums: there are no scales and biases but those that the k loop applied.
+  // next. kSums: the sums as they are.
   template <bool kSums>
   __device__ __forceinline__ float2
   Values(const float (&acc)[64], float token_scale, int group, int half) const {
@@ -100,54 +108,137 @@ class TokenMajorEpilogue {
     return make_float2(fmaf(a[0], token_scale * c.x, c.y), fmaf(a[1], token_scale * c.z, c.w));
   }
 
+  // Four of a thread's eight numbers of octet g of the output, see Pack, and what they are of.
+  struct Quad {
+    float gate[4];
+    float up[4];
+  };
+
+  template <Mode kMode, bool kSums>
+  __device__ __forceinline__ Quad ValuesOf(const float (&acc)[64],
+                                           const float (&scale)[2],
+                                           int g) const {
+    Quad quad;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if constexpr (kMode == Mode::kInterleaved) {  // columns are gate and up of one feature
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float2 v = Values<kSums>(acc, scale[half], 2 * g + i, half);
+          quad.gate[2 * i + half] = v.x;
+          quad.up[2 * i + half] = v.y;
+        }
+      } else {
+        const float2 gate = Values<kSums>(acc, scale[i], g, i);
+        float2 up = make_float2(1.0f, 1.0f);
+        if constexpr (kMode == Mode::kHalves) up = Values<kSums>(acc, scale[i], g + kOctets, i);
+        quad.gate[2 * i] = gate.x;
+        quad.gate[2 * i + 1] = gate.y;
+        quad.up[2 * i] = up.x;
+        quad.up[2 * i + 1] = up.y;
+      }
+    }
+    return quad;
+  }
+
+  // Scales of a thread's two tokens of the 16 from t0 on, where they have been published.
+  __device__ __forceinline__ void TokenScales(int t0, float (&scale)[2]) const {
+    scale[0] = token_scales_[t0 + lane_ / 4];
+    scale[1] = token_scales_[t0 + lane_ / 4 + 8];
+  }
+
   // The activations of nearly all layers: silu, or none.
   template <bool kSums>
-  __device__ __forceinline__ void StoreUsual(const Accumulators<T>& acc) const {
+  __device__ __forceinline__ void ApplyUsual(const float (&acc)[64],
+                                             int t0,
+                                             uint32_t (&out)[kOctets][2]) const {
     if constexpr (!T::kGated) {
-      StoreAll<Mode::kSingle, IdentityForm, kSums>(acc);
+      ApplyTo<Mode::kSingle, IdentityForm, kSums>(acc, t0, out);
     } else if (args_.interleaved) {
-      StoreAll<Mode::kInterleaved, SiluForm, kSums>(acc);
+      ApplyTo<Mode::kInterleaved, SiluForm, kSums>(acc, t0, out);
     } else {
-      StoreAll<Mode::kHalves, SiluForm, kSums>(acc);
+      ApplyTo<Mode::kHalves, SiluForm, kSums>(acc, t0, out);
     }
   }
 
   template <Mode kMode, class Form, bool kSums>
-  __device__ __forceinline__ void StoreAll(const Accumulators<T>& acc) const {
+  __device__ __forceinline__ void ApplyTo(const float (&acc)[64],
+                                          int t0,
+                                          uint32_t (&out)[kOctets][2]) const {
+    float scale[2] = {1.0f, 1.0f};
+    if constexpr (!kSums) TokenScales(t0, scale);
 #pragma unroll
-    for (int block = 0; block < 2; ++block) {
-      if (64 * block < site_.rows) {
-        StoreBlock<kMode, Form, kSums>(acc[block], 64 * block + kRows * warp_);
+    for (int g = 0; g < kOctets; ++g) {
+      Quad quad = ValuesOf<kMode, kSums>(acc, scale, g);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        quad.gate[i] = Form::Apply(args_.activation, quad.gate[i], quad.up[i]);
       }
+      Pack<kMode>(quad.gate, out[g]);
+    }
+  }
+
+  // Any activation, in a loop over numbers in shared memory: unrolled over the accumulators like
+  // silu, the others were most of the kernel.
+  __device__ __forceinline__ void ApplyAny(const float (&acc)[64],
+                                           int t0,
+                                           uint32_t (&out)[kOctets][2]) const {
+    constexpr int kAtOnce = 2;  // octets
+    static_assert(kAtOnce * 8 * 32 * 4 <= kRows * T::kStagingPitch, "a warp's staging holds them");
+    float* const mine = reinterpret_cast<float*>(staging_) + lane_;  // every 32nd from here on
+    const bool interleaved = T::kGated && args_.interleaved;
+    float scale[2];
+    TokenScales(t0, scale);
+#pragma unroll
+    for (int first = 0; first < kOctets; first += kAtOnce) {
+#pragma unroll
+      for (int g = 0; g < kAtOnce; ++g) {
+        constexpr Mode kApart = T::kGated ? Mode::kHalves : Mode::kSingle;
+        Quad quad;
+        if (interleaved) {
+          if constexpr (T::kGated)
+            quad = ValuesOf<Mode::kInterleaved, false>(acc, scale, first + g);
+        } else {
+          quad = ValuesOf<kApart, false>(acc, scale, first + g);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          mine[(8 * g + 2 * i) * 32] = quad.gate[i];
+          mine[(8 * g + 2 * i + 1) * 32] = quad.up[i];
+        }
+      }
+#pragma unroll 1
+      for (float* at = mine; at < mine + kAtOnce * 8 * 32; at += 2 * 32) {
+        at[0] = OtherForm<T::kGated>::Apply(args_.activation, at[0], at[32]);
+      }
+#pragma unroll
+      for (int g = 0; g < kAtOnce; ++g) {
+        float y[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) y[i] = mine[(8 * g + 2 * i) * 32];
+        if (interleaved) {
+          Pack<Mode::kInterleaved>(y, out[first + g]);
+        } else {
+          Pack<Mode::kHalves>(y, out[first + g]);
+        }
+      }
+    }
+  }
+
+  // Rounds a thread's four numbers of an octet to its two features of its two tokens.
+  template <Mode kMode>
+  __device__ __forceinline__ void Pack(const float (&y)[4], uint32_t (&out)[2]) const {
+    const uint32_t pairs[2] = {Out().Pack2(y[0], y[1]), Out().Pack2(y[2], y[3])};
+    if constexpr (kMode == Mode::kInterleaved) {
+      Exchange(pairs, out);
+    } else {
+      out[0] = pairs[0];
+      out[1] = pairs[1];
     }
   }
 
   // Stores the 16 tokens from t0 on.
-  template <Mode kMode, class Form, bool kSums>
-  __device__ __forceinline__ void StoreBlock(const float (&acc)[64], int t0) const {
-    uint32_t out[kOctets][2];
-    float scale[2] = {1.0f, 1.0f};
-    if constexpr (!kSums) {
-      scale[0] = token_scales_[t0 + lane_ / 4];
-      scale[1] = token_scales_[t0 + lane_ / 4 + 8];
-    }
-#pragma unroll
-    for (int g = 0; g < kOctets; ++g) {
-      if constexpr (kMode == Mode::kInterleaved) {
-        Interleaved<Form, kSums>(acc, scale, g, out[g]);
-      } else {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const float2 gate = Values<kSums>(acc, scale[half], g, half);
-          float2 up = make_float2(1.0f, 1.0f);
-          if constexpr (kMode == Mode::kHalves) {
-            up = Values<kSums>(acc, scale[half], g + kOctets, half);
-          }
-          out[g][half] = Out().Pack2(Form::Apply(args_.activation, gate.x, up.x),
-                                     Form::Apply(args_.activation, gate.y, up.y));
-        }
-      }
-    }
+  __device__ __forceinline__ void Store(const uint32_t (&out)[kOctets][2], int t0) const {
     if (by_groups()) {
       float inverse[2];
       GroupScales(out, t0, inverse);
@@ -169,20 +260,8 @@ class TokenMajorEpilogue {
   // A thread's two columns are gate and up of one feature. Two groups of columns give every thread
   // two features of different groups, packed with both tokens; shuffles bring neighbouring features
   // together.
-  template <class Form, bool kSums>
-  __device__ __forceinline__ void Interleaved(const float (&acc)[64],
-                                              const float (&scale)[2],
-                                              int g,
-                                              uint32_t (&out)[2]) const {
+  __device__ __forceinline__ void Exchange(const uint32_t (&tokens)[2], uint32_t (&out)[2]) const {
     constexpr unsigned kAll = 0xffffffffu;
-    uint32_t tokens[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float2 v0 = Values<kSums>(acc, scale[0], 2 * g + i, 0);
-      const float2 v1 = Values<kSums>(acc, scale[1], 2 * g + i, 1);
-      tokens[i] = Out().Pack2(Form::Apply(args_.activation, v0.x, v0.y),
-                              Form::Apply(args_.activation, v1.x, v1.y));
-    }
     uint32_t feature[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {

@@ -1,9 +1,0 @@
-// Kernel instances: bf16, weights [E, N, K].
-#include "csrc/gemm/sm90/formats/plain.cuh"
-#include "csrc/gemm/sm90/variants.cuh"
-
-namespace jaxmoe {
-
-VariantTable Bf16NkVariants() { return MakeVariants<Plain<__nv_bfloat16>, WeightLayout::kNK>(); }
-
-}  // namespace jaxmoe

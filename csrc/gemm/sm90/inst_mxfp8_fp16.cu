@@ -1,9 +1,0 @@
-// Kernel instances: mxfp8, tokens of fp16.
-#include "csrc/gemm/sm90/formats/mxfp8.cuh"
-#include "csrc/gemm/sm90/variants.cuh"
-
-namespace jaxmoe {
-
-VariantTable Mxfp8Fp16Variants() { return MakeVariants<Mxfp8<__half>, WeightLayout::kNK>(); }
-
-}  // namespace jaxmoe
