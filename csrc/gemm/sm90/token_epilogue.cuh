@@ -223,6 +223,7 @@ class TokenMajorEpilogue {
         }
       }
     }
+    __syncwarp();  // every lane has read its numbers, where rows are staged next
   }
 
   // Rounds a thread's four numbers of an octet to its two features of its two tokens.
