@@ -128,6 +128,15 @@ def without(logits: jax.Array, valid: jax.Array) -> jax.Array:
     return jnp.where(valid[:, None], logits, jnp.nan)
 
 
+def constant_padding(logits: jax.Array, num_valid: jax.Array) -> jax.Array:
+    """Keeps derivatives out of padding, where those of an infinite logit are NaN.
+
+    A choice between equals: XLA drops it.
+    """
+    valid = first_tokens(logits.shape[0], num_valid)
+    return jnp.where(valid[:, None], logits, jax.lax.stop_gradient(logits))
+
+
 def loss_scores(logits: jax.Array, score: str) -> jax.Array:
     """Scores [T, E] as losses take them: probabilities of logits, and 0 for a NaN logit."""
     x = logits.astype(jnp.float32)

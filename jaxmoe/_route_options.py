@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxmoe._jax import checks as _checks
 from jaxmoe._jax import sizes as _sizes
-from jaxmoe._route import Rule, without
+from jaxmoe._route import Rule, constant_padding, without
 from jaxmoe.routing_methods import RoutingMethod, method_of
 
 _EPSILON = 1e-20
@@ -106,6 +106,9 @@ def check_options(
         _check_mask(op, logits, mask, num_valid_tokens)
         mask = jnp.asarray(mask)
         logits = without(logits, mask)
+    num_valid = _num_valid(op, logits, num_valid_tokens)
+    if num_valid is not None:
+        logits = constant_padding(logits, num_valid)
     if type(return_scores) is not bool:
         rule = "return_scores must be a bool"
         raise TypeError(_checks.message(op, rule, return_scores=return_scores))
@@ -117,7 +120,7 @@ def check_options(
         scale=scale,
         expert_scale=None if expert_scale is None else jnp.asarray(expert_scale, jnp.float32),
         num_shared_experts=num_shared_experts,
-        num_valid=_num_valid(op, logits, num_valid_tokens),
+        num_valid=num_valid,
         mask=mask,
         expert_ids=None if expert_ids is None else _forced_ids(op, logits, top_k, expert_ids),
         return_scores=return_scores,

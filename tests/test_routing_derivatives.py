@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
-from jaxmoe import route
+from jaxmoe import route, route_and_plan
 from tests import routing_oracle as oracle
 from tests.routing_oracle import VARIANTS, case
 
@@ -125,3 +125,25 @@ def test_padding_and_invalid_experts_have_no_gradient():
     assert np.isfinite(grad).all() and not grad[3:].any()
     touched = {(t, e) for t in range(3) for e in ids[t] if 0 <= e < 16}
     assert {tuple(map(int, at)) for at in np.argwhere(grad)} == touched
+
+
+@pytest.mark.parametrize("op", [route, route_and_plan], ids=lambda op: op.__name__)
+@pytest.mark.parametrize("name", ["softmax", "softmax_sum", "renormalize", "deepseek_v2"])
+def test_infinities_in_padding_have_no_gradient(name, op):
+    """Buffers of serving programs hold anything there: 0 times an infinite logit's slope is NaN."""
+    logits, options = oracle.draw(5, 6, 16, VARIANTS[name])
+    logits[4], logits[5, :3] = np.inf, np.inf
+    arrays, options, factor = _setting(logits, options)
+
+    @jax.jit
+    def grad(x):
+        def loss(x):
+            routing = op(**arrays | {"logits": x}, num_valid_tokens=4, **options)
+            weights = (routing if op is route else routing[0]).weights
+            return (weights * factor).sum()
+
+        return jax.grad(loss)(x)
+
+    got = grad(logits)
+    assert np.isfinite(got).all() and not got[4:].any()
+    np.testing.assert_array_equal(got[:4], grad(np.where(np.isinf(logits), 0, logits))[:4])
