@@ -45,6 +45,7 @@ CASES = (
     (16, Layer("up_gate", "", 400, 320, 9, 3, "geglu", "up_gate", True)),
     (100, Layer("ungated", "", 272, 336, 9, 2, "relu2", bias=True)),
     (700, Layer("many", "", 256, 192, 9, 2)),
+    (60, Layer("other", "", 272, 336, 9, 2, "gelu", bias=True)),
     (40, Layer("pairs", "", 272, 192, 9, 2, "geglu", "interleaved", True)),
 )
 

@@ -59,6 +59,7 @@ EPILOGUES = (
     Layer("clamped", "", 72, 136, 9, 2, GPT_OSS, "interleaved", True),
     Layer("up_gate", "", 72, 72, 9, 2, "geglu", "up_gate", True),
     Layer("ungated", "", 72, 136, 9, 2, "relu2", bias=True),
+    Layer("other", "", 72, 136, 9, 2, "gelu", bias=True),
 )
 
 

@@ -95,6 +95,13 @@ struct SiluForm {
   }
 };
 
+struct Relu2Form {
+  static __device__ __forceinline__ float Apply(const ActivationParams&, float gate, float) {
+    const float r = MaxPropagateNan(gate, 0.0f);
+    return r * r;
+  }
+};
+
 // All of them. kGated: with the formulas that need a gate, code that other kernels would never run.
 template <bool kGated>
 struct OtherForm {
@@ -117,10 +124,8 @@ struct OtherForm {
         return 0.5f * gate * Erfc(gate * -0.70710678118654752f) * up;
       case ActivationParams::kRelu:
         return MaxPropagateNan(gate, 0.0f) * up;
-      case ActivationParams::kRelu2: {
-        const float r = MaxPropagateNan(gate, 0.0f);
-        return r * r * up;
-      }
+      case ActivationParams::kRelu2:
+        return Relu2Form::Apply(p, gate, up) * up;
       default:
         return gate * up;
     }

@@ -92,6 +92,8 @@ class Epilogue {
         args_.interleaved ? StageAll<StageMode::kInterleaved>(acc)
                           : StageAll<StageMode::kHalves>(acc);
       }
+    } else if (!T::kGated && p.kind == ActivationParams::kRelu2) {
+      if constexpr (!T::kGated) StageAll<StageMode::kRelu2>(acc);
     } else if (T::kGated || p.kind != ActivationParams::kIdentity) {
       ApplyAny(acc);
     } else if (!args_.out_f32) {
@@ -102,7 +104,7 @@ class Epilogue {
   }
 
  private:
-  enum class StageMode { kHalves, kInterleaved, kSingle };
+  enum class StageMode { kHalves, kInterleaved, kSingle, kRelu2 };
 
   // Division of a staged chunk among the threads that copy it out: each takes 8 features of a
   // token.
@@ -218,8 +220,8 @@ class Epilogue {
                                 Out().Pack2(v2, v3));
   }
 
-  // Applies silu, if gated, to eight tokens, accumulators 4 * group and following, and stages them
-  // in rows 8 * j and following.
+  // Applies silu, if gated, or what the mode says to eight tokens, accumulators 4 * group and
+  // following, and stages them in rows 8 * j and following.
   template <StageMode kMode>
   __device__ __forceinline__ void StageColumns(Accumulators<T>& acc, int group, int j) {
     const ActivationParams& p = args_.activation;
@@ -252,6 +254,11 @@ class Epilogue {
                           SiluForm::Apply(p, y.y, up.y),
                           SiluForm::Apply(p, y.z, up.z),
                           SiluForm::Apply(p, y.w, up.w));
+        } else if constexpr (kMode == StageMode::kRelu2) {
+          y = make_float4(Relu2Form::Apply(p, y.x, 1.0f),
+                          Relu2Form::Apply(p, y.y, 1.0f),
+                          Relu2Form::Apply(p, y.z, 1.0f),
+                          Relu2Form::Apply(p, y.w, 1.0f));
         }
         StageBlock(block, j, y.x, y.y, y.z, y.w);
       }

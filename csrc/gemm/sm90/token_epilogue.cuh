@@ -30,7 +30,8 @@ class TokenMajorEpilogue {
     const ActivationParams& p = args_.activation;
     const bool silu = p.kind == ActivationParams::kSigmoid && p.c3 == 0.0f;
     const bool identity = !T::kGated && p.kind == ActivationParams::kIdentity;
-    const bool usual = T::kGated ? silu : identity && !args_.out_f32;
+    const bool relu2 = !T::kGated && p.kind == ActivationParams::kRelu2;
+    const bool usual = T::kGated ? silu : relu2 || (identity && !args_.out_f32);
     // There are no scales and biases but those that the k loop applied.
     const bool sums_are_values = usual && args_.scales.by_step && args_.bias == nullptr;
     if (!sums_are_values) {
@@ -147,13 +148,17 @@ class TokenMajorEpilogue {
     scale[1] = token_scales_[t0 + lane_ / 4 + 8];
   }
 
-  // The activations of nearly all layers: silu, or none.
+  // The activations of nearly all layers: silu, squared relu without a gate, or none.
   template <bool kSums>
   __device__ __forceinline__ void ApplyUsual(const float (&acc)[64],
                                              int t0,
                                              uint32_t (&out)[kOctets][2]) const {
     if constexpr (!T::kGated) {
-      ApplyTo<Mode::kSingle, IdentityForm, kSums>(acc, t0, out);
+      if (args_.activation.kind == ActivationParams::kRelu2) {
+        ApplyTo<Mode::kSingle, Relu2Form, kSums>(acc, t0, out);
+      } else {
+        ApplyTo<Mode::kSingle, IdentityForm, kSums>(acc, t0, out);
+      }
     } else if (args_.interleaved) {
       ApplyTo<Mode::kInterleaved, SiluForm, kSums>(acc, t0, out);
     } else {
