@@ -53,7 +53,8 @@ def check(inputs, config=None, **kwargs):
     return out
 
 
-# Each epilogue of the gate-up product: both halves' orders, interleaved, ungated.
+# Each epilogue of the gate-up product: both halves' orders, interleaved, ungated, and of activations
+# without code of their own.
 EPILOGUES = (
     Layer("swiglu", "", 72, 200, 9, 2),
     Layer("clamped", "", 72, 136, 9, 2, GPT_OSS, "interleaved", True),

@@ -217,7 +217,7 @@ std::vector<TileConfig> InstantiatedTiles(WeightLayout layout) {
     tile.token_tile = variant.token_tile;
     tile.cluster = variant.cluster;
     tile.split_k = variant.split_k;
-    if (variant.gated) tiles.push_back(tile);  // each has a variant that is not gated too
+    tiles.push_back(tile);
   }
   return tiles;
 }

@@ -56,9 +56,11 @@ struct MoeGemmArgs {
   int n_out;  // output features
   int num_k_steps;
   int num_w_tiles;
-  int raster;     // weight tiles per panel, >= 1
-  int gate_base;  // first weight row of the gate half (halves layout)
-  int up_base;
+  int raster;  // weight tiles per panel, >= 1
+  // Two 64-row blocks of a tile make a pair. With gate and up in halves, one is of each half.
+  int pair_rows;      // weight rows from a pair's first block to the next pair's
+  int block_base[2];  // weight rows of the first pair's blocks
+  bool gated;
   bool interleaved;  // gate and up alternate by row
   bool gather;
   bool out_f32;
@@ -76,10 +78,11 @@ struct MoeGemmArgs {
   int64_t x_rows;        // rows of X that row_index may name; others are zeros
 };
 
-// Both products of a layer, see sm90/layer_kernel.cuh.
+// Both products of a layer, see sm90/products.cuh.
 struct MoeLayerArgs {
   MoeGemmArgs products[2];  // gate-up and down, with as many rows in the same groups
-  int* stored;              // [rows]: at a token tile's first row, gate-up tiles stored; zero first
+  // [rows]: at a token tile's first row, gate-up tiles stored; zero first. Null: products[0] alone.
+  int* stored;
 };
 
 // One instantiated kernel. `launch` sets attributes and launches on `grid` CTAs.
@@ -88,7 +91,6 @@ struct Variant {
   WeightLayout layout;
   Packing packing;
   bool promoted;
-  bool gated;
   int weight_tile;
   int token_tile;
   int ctas_per_sm;
@@ -101,7 +103,7 @@ struct Variant {
   bool stores_sums;   // MoeGemmArgs::z
   bool scales_rows;   // scales of rows of X beside packed weights
   cudaError_t (*launch)(const MoeGemmArgs&, int grid, bool pdl, cudaStream_t);
-  // The kernel that goes on with the down product, or null.
+  // The same kernel going on with the down product, or null.
   cudaError_t (*launch_layer)(const MoeLayerArgs&, int grid, bool pdl, cudaStream_t);
 };
 
@@ -110,7 +112,7 @@ struct VariantTable {
   int size;
 };
 
-// One table per translation unit (inst_*.cu); dispatch.cc searches them all.
+// The tables of sm90/inst_*.cu; dispatch.cc searches them all.
 VariantTable Bf16KnVariants();
 VariantTable Bf16NkVariants();
 VariantTable Fp16KnVariants();

@@ -36,9 +36,9 @@ const Variant* FindVariant(const MoeGemmProblem& p, const TileConfig& tile) {
     for (int i = 0; i < table.size; ++i) {
       const Variant& v = table.rows[i];
       if (v.packing == p.packed.packing && v.dtype == p.dtype && v.layout == p.layout &&
-          v.promoted == p.scales.promoted && v.gated == p.gated &&
-          v.weight_tile == tile.weight_tile && v.token_tile == tile.token_tile &&
-          v.cluster == tile.cluster && v.split_k == tile.split_k) {
+          v.promoted == p.scales.promoted && v.weight_tile == tile.weight_tile &&
+          v.token_tile == tile.token_tile && v.cluster == tile.cluster &&
+          v.split_k == tile.split_k) {
         return &v;
       }
     }
@@ -212,9 +212,11 @@ const char* MakeArgs(const MoeGemmProblem& p,
   }
   args.num_w_tiles = static_cast<int>(CeilDiv(p.n, tile.weight_tile));
   args.raster = tile.raster <= 0 ? args.num_w_tiles : std::min(tile.raster, args.num_w_tiles);
-  args.gate_base = p.gate_up == GateUp::kUpGate ? args.n_out : 0;
-  args.up_base = p.gate_up == GateUp::kUpGate ? 0 : args.n_out;
-  args.interleaved = p.gate_up == GateUp::kInterleaved;
+  args.gated = p.gated;
+  args.interleaved = p.gated && !halves;
+  args.pair_rows = halves ? 64 : 128;
+  args.block_base[0] = halves && p.gate_up == GateUp::kUpGate ? args.n_out : 0;
+  args.block_base[1] = !halves ? 64 : p.gate_up == GateUp::kUpGate ? 0 : args.n_out;
   args.gather = tile.gather;
   args.out_f32 = p.out_f32;
   args.early_groups = p.early_groups;
@@ -328,7 +330,7 @@ std::vector<KernelInfo> Kernels() {
       tile.split_k = v.split_k;
       const bool computes_layer = v.launch_layer != nullptr;
       kernels.push_back(
-          {v.packing, v.dtype, v.layout, v.promoted, v.gated, tile, v.ctas_per_sm, computes_layer});
+          {v.packing, v.dtype, v.layout, v.promoted, tile, v.ctas_per_sm, computes_layer});
     }
   }
   return kernels;

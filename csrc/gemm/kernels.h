@@ -12,7 +12,6 @@ struct KernelInfo {
   DType dtype;  // of the weights
   WeightLayout layout;
   bool promoted;
-  bool gated;
   TileConfig tile;
   int ctas_per_sm;
   bool computes_layer;  // there is a kernel that goes on with the down product

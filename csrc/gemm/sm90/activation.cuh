@@ -88,6 +88,10 @@ __device__ __forceinline__ float Erfc(float x) {
   return x >= 0.0f ? tail : 2.0f - tail;
 }
 
+__device__ __forceinline__ bool IsSilu(const ActivationParams& p) {
+  return p.kind == ActivationParams::kSigmoid && p.c3 == 0.0f;
+}
+
 // g * sigmoid(c1 g) * (u + beta) after clamping: silu and (clamped) swiglu.
 struct SiluForm {
   static __device__ __forceinline__ float Apply(const ActivationParams& p, float gate, float up) {
@@ -102,20 +106,15 @@ struct Relu2Form {
   }
 };
 
-// All of them. kGated: with the formulas that need a gate, code that other kernels would never run.
-template <bool kGated>
+// All of them.
 struct OtherForm {
   static __device__ __forceinline__ float Apply(const ActivationParams& p, float gate, float up) {
-    if constexpr (kGated) {
-      if (p.kind == ActivationParams::kStep) {
+    switch (p.kind) {
+      case ActivationParams::kStep:
         return MinPropagateNan(gate * Sigmoid(gate), p.limit) *
                MaxPropagateNan(MinPropagateNan(up, p.limit), -p.limit);
-      }
-      if (p.kind == ActivationParams::kSoftcap) {
+      case ActivationParams::kSoftcap:
         return Softcap(gate, p.c1) * Sigmoid(gate) * Softcap(up, p.c3);
-      }
-    }
-    switch (p.kind) {
       case ActivationParams::kSigmoid:
         // c3 = 0 must not meet an infinite gate.
         return SigmoidTimes(p, gate, p.c3 == 0.0f ? p.c1 : fmaf(p.c3 * gate, gate, p.c1), up);

@@ -87,30 +87,29 @@ class Epilogue {
       if (args_.z != nullptr) StoreSums(acc);
     }
     const ActivationParams& p = args_.activation;
-    if (T::kGated && p.kind == ActivationParams::kSigmoid && p.c3 == 0.0f) {
-      if constexpr (T::kGated) {
-        args_.interleaved ? StageAll<StageMode::kInterleaved>(acc)
-                          : StageAll<StageMode::kHalves>(acc);
-      }
-    } else if (!T::kGated && p.kind == ActivationParams::kRelu2) {
-      if constexpr (!T::kGated) StageAll<StageMode::kRelu2>(acc);
-    } else if (T::kGated || p.kind != ActivationParams::kIdentity) {
+    if (args_.gated && IsSilu(p)) {
+      args_.interleaved ? StageAll<StageMode::kInterleaved, SiluForm>(acc)
+                        : StageAll<StageMode::kHalves, SiluForm>(acc);
+    } else if (!args_.gated && p.kind == ActivationParams::kRelu2) {
+      StageAll<StageMode::kSingle, Relu2Form>(acc);
+    } else if (!args_.gated && p.kind == ActivationParams::kIdentity && !args_.out_f32) {
+      StageAll<StageMode::kSingle, IdentityForm>(acc);
+    } else {
       ApplyAny(acc);
-    } else if (!args_.out_f32) {
-      if constexpr (!T::kGated) StageAll<StageMode::kSingle>(acc);
-    } else if constexpr (T::kStoresFloat && !T::kGated) {
-      StoreFloat(acc);
     }
   }
 
  private:
-  enum class StageMode { kHalves, kInterleaved, kSingle, kRelu2 };
+  enum class StageMode { kHalves, kInterleaved, kSingle };
+
+  // Staged tokens: of gated products with 64 output features, of others with all 128.
+  template <StageMode kMode>
+  using ChunkOf = typename T::template Staging<kMode != StageMode::kSingle>;
 
   // Division of a staged chunk among the threads that copy it out: each takes 8 features of a
   // token.
-  static constexpr int kChunksPerRow = T::kOutFeatures / 8;
-  static constexpr int kRowsPerPass = 128 / kChunksPerRow;
-  static constexpr int kPasses = (T::kChunkTokens + kRowsPerPass - 1) / kRowsPerPass;
+  template <class Chunk>
+  static constexpr int kPieces = Chunk::kOutFeatures / 8;  // of a row
 
   // Accumulator e of an 8-column group: row lane/4 + 8 * (e / 2), column 2 * (lane % 4) + e % 2.
   __device__ __forceinline__ void LoadBias() {
@@ -161,69 +160,67 @@ class Epilogue {
 
   __device__ __forceinline__ void Sync() const { ptx::NamedBarrierSync(1 + site_.consumer, 128); }
 
-  template <StageMode kMode>
+  template <StageMode kMode, class Form>
   __device__ __forceinline__ void StageAll(Accumulators<T>& acc) {
+    using Chunk = ChunkOf<kMode>;
 #pragma unroll
-    for (int t0 = 0; t0 < T::kWarpgroupTokens; t0 += T::kChunkTokens) {
+    for (int t0 = 0; t0 < T::kWarpgroupTokens; t0 += Chunk::kChunkTokens) {
       if (t0 < site_.rows) {
         if (t0 > 0) Sync();  // the chunk before has been copied out
 #pragma unroll
-        for (int j = 0; j < T::kChunkTokens / 8; ++j) {
-          StageColumns<kMode>(acc, t0 / 8 + j, j);
+        for (int j = 0; j < Chunk::kChunkTokens / 8; ++j) {
+          StageColumns<kMode, Form>(acc, t0 / 8 + j, j);
         }
         Sync();
-        CopyOut(t0);
+        CopyOut<Chunk>(t0);
       }
     }
     if (T::kTokenScaled || site_.rows > 0) Sync();  // staging and scales are free for the next tile
   }
 
-  // Stores z, the sums before the activation, in the weight's own order of columns. A pass stages
-  // as many 64-row blocks as the output has blocks of 64 features.
+  // Stores z, the sums before the activation, in the weight's own order of columns.
   __device__ __forceinline__ void StoreSums(const Accumulators<T>& acc) const {
-    constexpr int kBlocks = T::kOutFeatures / 64;
+    using Chunk = ChunkOf<StageMode::kSingle>;
+    const int piece = site_.thread % kPieces<Chunk>;
+    const int of_block = 8 * (piece % 8);
+    const int column = (piece < 8 ? site_.weight_row0 : site_.weight_row1) + of_block;
+    const bool exists = args_.gated && !args_.interleaved ? site_.feature + of_block < args_.n_out
+                                                          : column < args_.n;
+    uint16_t* const z = static_cast<uint16_t*>(args_.z) + column;
 #pragma unroll
-    for (int t0 = 0; t0 < T::kWarpgroupTokens; t0 += T::kChunkTokens) {
+    for (int t0 = 0; t0 < T::kWarpgroupTokens; t0 += Chunk::kChunkTokens) {
       if (t0 >= site_.rows) break;
 #pragma unroll
-      for (int first = 0; first < 2; first += kBlocks) {
+      for (int j = 0; j < Chunk::kChunkTokens / 8; ++j) {
 #pragma unroll
-        for (int j = 0; j < T::kChunkTokens / 8; ++j) {
-#pragma unroll
-          for (int b = 0; b < kBlocks; ++b) {
-            const float4 v = Values(acc, first + b, t0 / 8 + j);
-            StageBlock(b, j, v.x, v.y, v.z, v.w);
-          }
+        for (int block = 0; block < 2; ++block) {
+          const float4 v = Values(acc, block, t0 / 8 + j);
+          StageBlock<Chunk>(block, j, v.x, v.y, v.z, v.w);
         }
-        Sync();
-        const int chunk = site_.thread % kChunksPerRow;
-        const int column = (first == 0 ? site_.weight_row0 : site_.weight_row1) + 8 * chunk;
-        const bool exists = T::kGated && !args_.interleaved
-                                ? site_.feature + 8 * chunk < args_.n_out
-                                : column < args_.n;
-        uint16_t* const z = static_cast<uint16_t*>(args_.z) + column;
-        ForEachStaged(t0, exists, [&](int row, const uint4& v) {
-          *reinterpret_cast<uint4*>(z + row * static_cast<int64_t>(args_.n)) = v;
-        });
-        Sync();  // the staging buffer is free again
       }
+      Sync();
+      ForEachStaged<Chunk>(t0, exists, [&](int row, const uint4& v) {
+        *reinterpret_cast<uint4*>(z + row * static_cast<int64_t>(args_.n)) = v;
+      });
+      Sync();  // the staging buffer is free again
     }
   }
 
   // Rounds and stages eight tokens of a 64-row weight block.
+  template <class Chunk>
   __device__ __forceinline__ void StageBlock(
       int block, int j, float v0, float v1, float v2, float v3) const {
     const int token = 8 * j + lane_ % 8;
     const int feature = block * 64 + warp_ * 16 + (lane_ / 8 % 2) * 8;
-    ptx::StoreMatrix2Transposed(staging_ + token * T::kStagingPitch + feature * 2,
-                                Out().Pack2(v0, v1),
-                                Out().Pack2(v2, v3));
+    ptx::StoreMatrix2Transposed(
+        staging_ + token * Chunk::kPitch + feature * 2, Out().Pack2(v0, v1), Out().Pack2(v2, v3));
   }
 
-  // Applies silu, if gated, or what the mode says to eight tokens, accumulators 4 * group and
-  // following, and stages them in rows 8 * j and following.
-  template <StageMode kMode>
+  // Applies an activation to eight tokens, accumulators 4 * group and following, and stages them in
+  // rows 8 * j and following.
+  template <StageMode kMode, class Form>
   __device__ __forceinline__ void StageColumns(Accumulators<T>& acc, int group, int j) {
+    using Chunk = ChunkOf<kMode>;
     const ActivationParams& p = args_.activation;
     if constexpr (kMode == StageMode::kInterleaved) {
       // Gate and up of a feature are neighbouring rows, so neighbouring lanes / 4. Lanes on even
@@ -237,10 +234,10 @@ class Epilogue {
         const float v0 = Get(block0, e);
         const float v1 = Get(block1, e);
         const float other = __shfl_xor_sync(0xffffffffu, odd ? v0 : v1, 4);
-        const float y = SiluForm::Apply(p, odd ? other : v0, odd ? v1 : other);
+        const float y = Form::Apply(p, odd ? other : v0, odd ? v1 : other);
         const int feature = (odd ? 32 : 0) + (warp_ * 16 + (e / 2) * 8 + row) / 2;
         const int token = 8 * j + 2 * (lane_ % 4) + e % 2;
-        *reinterpret_cast<uint16_t*>(staging_ + token * T::kStagingPitch + feature * 2) =
+        *reinterpret_cast<uint16_t*>(staging_ + token * Chunk::kPitch + feature * 2) =
             static_cast<uint16_t>(Out().Pack2(y, 0.0f));
       }
     } else {
@@ -248,19 +245,13 @@ class Epilogue {
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block) {
         float4 y = Values(acc, block, group);
-        if constexpr (kMode == StageMode::kHalves) {
-          const float4 up = Values(acc, 1, group);
-          y = make_float4(SiluForm::Apply(p, y.x, up.x),
-                          SiluForm::Apply(p, y.y, up.y),
-                          SiluForm::Apply(p, y.z, up.z),
-                          SiluForm::Apply(p, y.w, up.w));
-        } else if constexpr (kMode == StageMode::kRelu2) {
-          y = make_float4(Relu2Form::Apply(p, y.x, 1.0f),
-                          Relu2Form::Apply(p, y.y, 1.0f),
-                          Relu2Form::Apply(p, y.z, 1.0f),
-                          Relu2Form::Apply(p, y.w, 1.0f));
-        }
-        StageBlock(block, j, y.x, y.y, y.z, y.w);
+        float4 up = make_float4(1.0f, 1.0f, 1.0f, 1.0f);
+        if constexpr (kMode == StageMode::kHalves) up = Values(acc, 1, group);
+        y = make_float4(Form::Apply(p, y.x, up.x),
+                        Form::Apply(p, y.y, up.y),
+                        Form::Apply(p, y.z, up.z),
+                        Form::Apply(p, y.w, up.w));
+        StageBlock<Chunk>(block, j, y.x, y.y, y.z, y.w);
       }
     }
   }
@@ -271,9 +262,10 @@ class Epilogue {
 
   // Rows past the group belong to the next expert and are not stored; neither are features past
   // n_out (a multiple of 8, so 16-byte chunks are all in or all out).
+  template <class Chunk>
   __device__ __forceinline__ void CopyOut(int t0) const {
-    const int feature = site_.feature + 8 * (site_.thread % kChunksPerRow);
-    ForEachStaged(t0, feature < args_.n_out, [&](int row, const uint4& v) {
+    const int feature = site_.feature + 8 * (site_.thread % kPieces<Chunk>);
+    ForEachStaged<Chunk>(t0, feature < args_.n_out, [&](int row, const uint4& v) {
       const int64_t at = row * static_cast<int64_t>(args_.n_out) + feature;
       if constexpr (T::kQuantizesOut) {
         if (args_.scales.out != nullptr) {
@@ -287,39 +279,44 @@ class Epilogue {
   }
 
   // Calls use(row, 16 bytes) for this thread's columns, if they exist, of the chunk's rows.
-  template <class Use>
+  template <class Chunk, class Use>
   __device__ __forceinline__ void ForEachStaged(int t0, bool exists, const Use& use) const {
+    constexpr int kRowsPerPass = 128 / kPieces<Chunk>;
     if (!exists) return;
 #pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass) {
-      const int token = pass * kRowsPerPass + site_.thread / kChunksPerRow;
-      if (token < T::kChunkTokens && t0 + token < site_.rows) {
+    for (int first = 0; first < Chunk::kChunkTokens; first += kRowsPerPass) {
+      const int token = first + site_.thread / kPieces<Chunk>;
+      if (token < Chunk::kChunkTokens && t0 + token < site_.rows) {
         use(site_.row + t0 + token,
-            *reinterpret_cast<const uint4*>(staging_ + token * T::kStagingPitch +
-                                            16 * (site_.thread % kChunksPerRow)));
+            *reinterpret_cast<const uint4*>(staging_ + token * Chunk::kPitch +
+                                            16 * (site_.thread % kPieces<Chunk>)));
       }
     }
   }
 
-  // Any activation, in one piece of code: unrolled over the accumulators like silu, the others were
-  // most of what a kernel takes to compile. Sums are staged as they are, [token][weight row].
+  // Any activation, and float32 output, in one piece of code: unrolled over the accumulators like
+  // silu, it was most of what a kernel takes to compile. Sums are staged as they are,
+  // [token][weight row]. Accumulators are registers, so every pass has staging code of its own.
   __device__ __forceinline__ void ApplyAny(const Accumulators<T>& acc) const {
     constexpr int kTokens = T::kStagingBytes >= 16 * T::kSumPitch ? 16 : 8;  // of a pass
-    constexpr int kPairs = T::kOutFeatures / 2;
-    // Passes are unrolled: accumulators that are alive around a loop are spilled.
-#pragma unroll
+    const int features = args_.gated ? 64 : 128;
+    // Kernels with a warpgroup that gathers would spill accumulators that are alive around a loop.
+    constexpr bool kUnrolls = T::kProducers == 2;
+#pragma unroll(kUnrolls ? T::kWarpgroupTokens / kTokens : 1)
     for (int t0 = 0; t0 < T::kWarpgroupTokens; t0 += kTokens) {
       if (t0 >= site_.rows) break;
       if (t0 > 0) Sync();  // the sums before have been read
 #pragma unroll
-      for (int first = 0; first < kTokens; first += 8) StageFloat(acc, (t0 + first) / 8, first);
+      for (int t = 0; t < T::kWarpgroupTokens; t += 8) {
+        if (t / kTokens * kTokens == t0) StageFloat(acc, t / 8, t % kTokens);
+      }
       Sync();
 #pragma unroll 1
-      for (int i = site_.thread; i < kTokens * kPairs; i += 128) {
-        const int token = i / kPairs;
-        const int feature = 2 * (i % kPairs);
+      for (int i = site_.thread; i < kTokens * features; i += 128) {
+        const int token = args_.gated ? i / 64 : i / 128;
+        const int feature = i & (features - 1);
         if (t0 + token < site_.rows && site_.feature + feature < args_.n_out) {
-          StorePair(site_.row + t0 + token, feature, ApplyPair(StagedSums(token), feature));
+          StoreOne(site_.row + t0 + token, feature, ApplyOne(StagedSums(token), feature));
         }
       }
     }
@@ -344,51 +341,28 @@ class Epilogue {
     }
   }
 
-  // Two output features of a token, of its sums.
-  __device__ __forceinline__ uint32_t ApplyPair(const float* sums, int feature) const {
-    const bool interleaved = T::kGated && args_.interleaved;
-    const float* gate = sums + (interleaved ? 2 * feature : feature);
-    const float* up = gate + (interleaved ? 1 : 64);
-    const int next = interleaved ? 2 : 1;
-    using Form = OtherForm<T::kGated>;
-    const float y0 = Form::Apply(args_.activation, gate[0], T::kGated ? up[0] : 1.0f);
-    const float y1 = Form::Apply(args_.activation, gate[next], T::kGated ? up[next] : 1.0f);
-    return Out().Pack2(y0, y1);
+  // An output feature of a token, of its sums.
+  __device__ __forceinline__ float ApplyOne(const float* sums, int feature) const {
+    const float* gate = sums + (args_.interleaved ? 2 * feature : feature);
+    const float up = args_.gated ? gate[args_.interleaved ? 1 : 64] : 1.0f;
+    return OtherForm::Apply(args_.activation, gate[0], up);
   }
 
-  __device__ __forceinline__ void StorePair(int row, int feature, uint32_t v) const {
+  __device__ __forceinline__ void StoreOne(int row, int feature, float y) const {
     const int64_t at = row * static_cast<int64_t>(args_.n_out) + site_.feature + feature;
+    if (args_.out_f32) {
+      static_cast<float*>(args_.out)[at] = y;
+      return;
+    }
+    const uint32_t v = Out().Pack2(y, 0.0f);
     if constexpr (T::kQuantizesOut) {
       if (args_.scales.out != nullptr) {
         const uint2 bytes = Out().Quantize(make_uint4(v, 0, 0, 0), scales_.out_inverse());
-        *reinterpret_cast<uint16_t*>(static_cast<uint8_t*>(args_.out) + at) =
-            static_cast<uint16_t>(bytes.x);
+        static_cast<uint8_t*>(args_.out)[at] = static_cast<uint8_t>(bytes.x);
         return;
       }
     }
-    *reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(args_.out) + at) = v;
-  }
-
-  // float32 output skips the staging: 8 lanes write 32 contiguous bytes, whole sectors.
-  __device__ __forceinline__ void StoreFloat(Accumulators<T>& acc) const {
-    float* out = static_cast<float*>(args_.out);
-#pragma unroll
-    for (int block = 0; block < 2; ++block) {
-#pragma unroll
-      for (int group = 0; group < T::kWarpgroupTokens / 8; ++group) {
-        const float4 values = Values(acc, block, group);
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const int token = group * 8 + 2 * (lane_ % 4) + e % 2;
-          const int feature = site_.feature + block * 64 + warp_ * 16 + (e / 2) * 8 + lane_ / 4;
-          if (token < site_.rows && feature < args_.n_out) {
-            const int64_t row = site_.row + token;
-            out[row * args_.n_out + feature] = Get(values, e);
-          }
-        }
-      }
-    }
-    if constexpr (T::kTokenScaled) Sync();  // the token scales have been read
+    static_cast<uint16_t*>(args_.out)[at] = static_cast<uint16_t>(v);
   }
 
   const MoeGemmArgs& args_;

@@ -39,8 +39,8 @@ __device__ __forceinline__ EpilogueSite SiteOf(const MoeGemmArgs& args,
   site.weight = info.weight;
   site.row = info.row + share.first_token;
   site.rows = share.rows;
-  site.feature = info.w_tile * (T::kGated ? T::kWeightTile / 2 : T::kWeightTile) +
-                 (share.first_block / 2) * T::kOutFeatures;
+  const int pair = info.w_tile * (T::kWeightTile / 128) + share.first_block / 2;
+  site.feature = pair * (args.gated ? 64 : 128);
   site.weight_row0 = WeightRow<T>(args, info.w_tile, share.first_block);
   site.weight_row1 = WeightRow<T>(args, info.w_tile, share.first_block + 1);
   site.consumer = consumer;
@@ -49,26 +49,29 @@ __device__ __forceinline__ EpilogueSite SiteOf(const MoeGemmArgs& args,
 }
 
 template <class T>
-__device__ __forceinline__ void RunConsumer(const MoeGemmArgs& args,
+__device__ __forceinline__ void RunConsumer(const ArgsOf<T>& kernel_args,
                                             const SharedStorage<T>& smem,
                                             int consumer) {
+  const MoeGemmArgs& first = First(kernel_args);
   const int thread = threadIdx.x % 128;
   const int lane = thread % 32;
-  const StepRange steps = StepsOf<T>(args.num_k_steps);
   uint32_t slices_parity = 0;
   int token_of_row = -1;
   if constexpr (T::kTokenScaled) {
     GridDependencyWait();  // scales of X are the previous kernel's output
-    if constexpr (T::kDecode) token_of_row = TileScales<T>::TokenOfRow(args, lane);
+    if constexpr (T::kDecode) token_of_row = TileScales<T>::TokenOfRow(first, lane);
   }
   constexpr bool kRowScales = TakesRowScales<T>();
-  if (kRowScales && args.scales.x != nullptr) GridDependencyWait();
+  if (kRowScales && first.scales.x != nullptr) GridDependencyWait();
   using Scales = std::conditional_t<T::kScaled,
                                     std::conditional_t<kRowScales, RowScales<T>, TileScales<T>>,
                                     NoScales>;
   PipelineState<T::kStages> stage;
-  ForEachTile(smem, lane, [&](const TileInfo& info, const auto& slot) {
-    const WarpgroupShare share = Share<T>(info.rows, consumer, args.gather);
+  ForEachTile(smem, lane, [&](const TileInfo& tile, const auto& slot) {
+    const MoeGemmArgs& args = ProductOf(kernel_args, tile);
+    const TileInfo info = InProduct(kernel_args, tile);
+    const StepRange steps = StepsOf<T>(args.num_k_steps);
+    const WarpgroupShare share = Share<T>(info.rows, consumer, first.gather);
     Accumulators<T> acc;
     [[maybe_unused]] Scales scales;
     StepScales step_scales{};
@@ -79,7 +82,8 @@ __device__ __forceinline__ void RunConsumer(const MoeGemmArgs& args,
       scales.Fetch(args, info, share, token_of_row, thread);
     }
     if constexpr (kRowScales && !T::kLateScales) scales.FetchRows(args, info, share, lane);
-    RunMainloop<T>(args, smem, steps.last - steps.first, share, thread, step_scales, stage, acc);
+    // How weights are packed is the same in both products.
+    RunMainloop<T>(first, smem, steps.last - steps.first, share, thread, step_scales, stage, acc);
     slot.Release();
     if constexpr (T::kSplitK > 1) {
       const bool sum_is_here = ReduceSlices<T>(smem, thread, slices_parity, acc);
@@ -89,7 +93,7 @@ __device__ __forceinline__ void RunConsumer(const MoeGemmArgs& args,
 
     const EpilogueSite site = SiteOf<T>(args, info, share, consumer, thread);
     if constexpr (T::kTokensOnM) {
-      TokenMajorEpilogue<T>(args, smem, site).Run(info, share, acc);
+      RunTokenMajorEpilogue<T>(args, smem, site, info, share, acc);
     } else {
       if constexpr (T::kScaled && T::kLateScales) {
         scales.Fetch(args, info, share, token_of_row, thread);
@@ -97,6 +101,26 @@ __device__ __forceinline__ void RunConsumer(const MoeGemmArgs& args,
       if constexpr (kRowScales && T::kLateScales) scales.FetchRows(args, info, share, lane);
       Epilogue<T, Scales>(args, smem, site, scales).Run(acc);
     }
+    if (GoesOn(kernel_args) && !IsSecond(kernel_args, tile)) {
+      __syncwarp();
+      if (lane == 0) ptx::BarrierArrive(smem.stored(slot.index()));
+    }
+  });
+}
+
+// Counts tiles of the gate-up product when they are stored. A warp of its own, as the fence before
+// an addition takes a microsecond.
+template <class T>
+__device__ __forceinline__ void RunStoredCounter(const MoeLayerArgs& args,
+                                                 const SharedStorage<T>& smem,
+                                                 int lane) {
+  const bool sum_is_here = T::kSplitK == 1 || ptx::ClusterRank() == 0;
+  ForEachTile(smem, lane, [&](const TileInfo& info, const auto& slot) {
+    if (!info.second() && sum_is_here) {
+      ptx::BarrierWait(smem.stored(slot.index()), slot.parity());
+      if (lane == 0) ptx::AddRelease(args.stored + info.row);
+    }
+    slot.Release();
   });
 }
 
@@ -112,6 +136,7 @@ __device__ __forceinline__ void InitBarriers(const SharedStorage<T>& smem,
   ptx::BarrierInit(smem.partial_full(), 1);
   ptx::BarrierInit(smem.partial_empty(), 4);  // the warps of the CTA that adds up
   for (int s = 0; s < T::kRing; ++s) {
+    ptx::BarrierInit(smem.stored(s), 4 * T::kConsumers);
     ptx::BarrierInit(smem.ring_full(s), 1);
     ptx::BarrierInit(smem.ring_empty(s), T::kCluster * (loaders + 4 * T::kConsumers));
   }
@@ -120,24 +145,28 @@ __device__ __forceinline__ void InitBarriers(const SharedStorage<T>& smem,
 
 template <class T>
 __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
-    MoeGemmKernel(const __grid_constant__ MoeGemmArgs args) {
+    MoeGemmKernel(const __grid_constant__ ArgsOf<T> kernel_args) {
+  static_assert(!T::kGoesOn || (T::kConsumers == 1 && T::kMulticast == 1));
+  static_assert(sizeof(kernel_args) <= 4096);
   extern __shared__ __align__(1024) uint8_t raw_smem[];
   const SharedStorage<T> smem(raw_smem);
+  const MoeGemmArgs& args = First(kernel_args);
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // known to be the same
   const int lane = threadIdx.x % 32;
 
   if (warp == 0 && lane == 0) {
     if constexpr (!T::kPacked) {
       ptx::PrefetchTensorMap(&args.w_map);
-      if (T::kGated && args.up_origin != 0) ptx::PrefetchTensorMap(&args.w_up_map);
+      if (args.up_origin != 0) ptx::PrefetchTensorMap(&args.w_up_map);
     }
     ptx::PrefetchTensorMap(&args.x_map);
     constexpr int kWarpgroup = 128;
     const bool by_threads = args.gather && T::kGatherByThreads;
     const bool step_scales = T::kPromoted && args.scales.by_step;
     const int full_arrivals = 1 + (by_threads ? kWarpgroup : 0) + (step_scales ? 32 : 0);
-    // The weight thread, the warps that load X, its scales.
-    InitBarriers(smem, full_arrivals, 1 + (by_threads ? 4 : 1) + (step_scales ? 1 : 0));
+    // The weight thread, the warps that load X, its scales, the warp that counts stored tiles.
+    const int warp3 = step_scales || GoesOn(kernel_args) ? 1 : 0;
+    InitBarriers(smem, full_arrivals, 1 + (by_threads ? 4 : 1) + warp3);
   }
   if (T::kPromoted && !args.scales.by_step) {
     for (int i = threadIdx.x; i < T::kStages * T::kStepScaleBytes / 4; i += T::kThreads) {
@@ -155,12 +184,12 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
     }
     if (warp == 0) {
       if (T::kCluster == 1 || ptx::ClusterRank() == 0) {
-        if (!args.early_groups) GridDependencyWait();
-        RunScheduler<T>(args, smem, lane);
+        if (GoesOn(kernel_args) || !args.early_groups) GridDependencyWait();
+        RunScheduler<T>(kernel_args, smem, lane);
       }
     } else if (warp == 1) {
       if (lane == 0) {
-        RunWeightProducer<T>(args, smem);
+        RunWeightProducer<T>(kernel_args, smem);
       }
     } else {
       if (warp == 3) {
@@ -171,9 +200,12 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
         if constexpr (T::kPromoted) {
           if (args.scales.by_step) RunScaleProducer<T>(args, smem, lane);
         }
+        if constexpr (T::kGoesOn) {
+          if (GoesOn(kernel_args)) RunStoredCounter<T>(kernel_args, smem, lane);
+        }
       }
       if (warp == 2 && !(T::kGatherByThreads && args.gather)) {
-        RunTokenProducer<T>(args, smem, lane);
+        RunTokenProducer<T>(kernel_args, smem, lane);
       }
     }
   } else if (warp < 4 * T::kProducers) {
@@ -187,7 +219,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
     if constexpr (T::kReconfigureRegisters) {
       cutlass::arch::warpgroup_reg_alloc<T::kConsumerRegisters>();
     }
-    RunConsumer<T>(args, smem, warp / 4 - T::kProducers);
+    RunConsumer<T>(kernel_args, smem, warp / 4 - T::kProducers);
   }
   // Other CTAs may still write to this one's shared memory or arrive at its barriers.
   if constexpr (T::kCluster > 1) ptx::ClusterSync();

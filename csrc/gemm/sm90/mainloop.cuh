@@ -157,7 +157,7 @@ __device__ __forceinline__ bool ReduceSlices(const SharedStorage<T>& smem,
     ptx::BarrierArriveExpectTx(smem.partial_full(), (T::kSplitK - 1) * T::kPartialBytes);
   }
   ptx::BarrierWait(smem.partial_full(), parity);
-#pragma unroll
+#pragma unroll 1
   for (int part = 0; part < T::kSplitK - 1; ++part) {
 #pragma unroll
     for (int block = 0; block < 2; ++block) {

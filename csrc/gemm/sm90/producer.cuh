@@ -6,34 +6,26 @@
 #pragma once
 
 #include "csrc/common/launch.h"
+#include "csrc/gemm/sm90/products.cuh"
 #include "csrc/gemm/sm90/tile.cuh"
 #include "csrc/kernels/slot_plan.cuh"
 
 namespace jaxmoe {
 
-// True if 64-row block `block` of a tile holds up rows. If gate and up rows alternate, every block
-// holds both, and the two kinds of blocks are treated alike.
-template <class T>
-__device__ __forceinline__ constexpr bool IsUpBlock(int block) {
-  return T::kGated && block % 2 != 0;
-}
+// True if 64-row block `block` of a tile holds up rows, where they are apart from gate rows.
+// Elsewhere the two kinds of blocks are treated alike.
+__device__ __forceinline__ constexpr bool IsUpBlock(int block) { return block % 2 != 0; }
 
 // Index of weight row `row`, in block `block`, in the array that holds it: w or w_up.
-template <class T>
 __device__ __forceinline__ int RowInArray(const MoeGemmArgs& args, int row, int block) {
-  return IsUpBlock<T>(block) ? row - args.up_origin : row;
+  return IsUpBlock(block) ? row - args.up_origin : row;
 }
 
 // First weight row of 64-row block `block` of weight tile `w_tile`.
 template <class T>
 __device__ __forceinline__ int WeightRow(const MoeGemmArgs& args, int w_tile, int block) {
-  if constexpr (T::kGated) {
-    if (!args.interleaved) {
-      const int feature = w_tile * (T::kWeightTile / 2) + (block / 2) * 64;
-      return feature + (IsUpBlock<T>(block) ? args.up_base : args.gate_base);
-    }
-  }
-  return w_tile * T::kWeightTile + block * 64;
+  const int pair = w_tile * (T::kWeightTile / 128) + block / 2;
+  return pair * args.pair_rows + args.block_base[block % 2];
 }
 
 // Number of boxes that cover a tile's rows, at least one. A tile without rows (the second CTA of a
@@ -80,7 +72,7 @@ __device__ __forceinline__ void LoadPlainTile(const MoeGemmArgs& args,
   int row[kBlocks];
 #pragma unroll
   for (int b = 0; b < kBlocks; ++b) {
-    row[b] = RowInArray<T>(args, WeightRow<T>(args, info.w_tile, first_block + b), b);
+    row[b] = RowInArray(args, WeightRow<T>(args, info.w_tile, first_block + b), b);
   }
 
   for (int step = steps.first; step < steps.last; ++step) {
@@ -96,7 +88,7 @@ __device__ __forceinline__ void LoadPlainTile(const MoeGemmArgs& args,
     uint8_t* dst = smem.weights(stage.index) + first_block * T::kBlockBytes;
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
-      const CUtensorMap* const map = IsUpBlock<T>(b) ? up_map : &args.w_map;
+      const CUtensorMap* const map = IsUpBlock(b) ? up_map : &args.w_map;
       const int c0 = kKMajor ? k : row[b];
       const int c1 = kKMajor ? row[b] : k;
       if constexpr (T::kMulticast > 1) {
@@ -120,14 +112,14 @@ __device__ __forceinline__ void LoadPackedTile(const MoeGemmArgs& args,
                                                uint64_t policy,
                                                PipelineState<T::kStages>& stage) {
   const PackedArgs& packed = args.packed;
-  const int last_row = T::kGated ? args.n - args.up_origin : args.n;
+  const int last_row = args.n - args.up_origin;
   const StepRange steps = StepsOf<T>(args.num_k_steps);
   uint32_t bytes = BulkTokenBytes<T>(args, info.rows);
   const uint8_t* block[T::kWeightBlocks];  // null past the last row, where nothing is stored
 #pragma unroll
   for (int b = 0; b < T::kWeightBlocks; ++b) {
-    const int row = RowInArray<T>(args, WeightRow<T>(args, info.w_tile, b), b);
-    const uint8_t* w = IsUpBlock<T>(b) && args.up_origin != 0 ? packed.w_up : packed.w;
+    const int row = RowInArray(args, WeightRow<T>(args, info.w_tile, b), b);
+    const uint8_t* w = IsUpBlock(b) && args.up_origin != 0 ? packed.w_up : packed.w;
     const bool exists = row < last_row;
     block[b] =
         !exists ? nullptr : w + info.weight * packed.weight_bytes + row / 64 * packed.block_bytes;
@@ -177,11 +169,11 @@ __device__ __forceinline__ void LoadWeightTile(const MoeGemmArgs& args,
 
 // The whole life of the thread that loads weights.
 template <class T>
-__device__ void RunWeightProducer(const MoeGemmArgs& args, const SharedStorage<T>& smem) {
-  const uint64_t policy = WeightPolicy(args);
+__device__ void RunWeightProducer(const ArgsOf<T>& args, const SharedStorage<T>& smem) {
+  const uint64_t policy = WeightPolicy(First(args));
   PipelineState<T::kStages> stage;
   ForEachTile(smem, [&](const TileInfo& info, const auto& slot) {
-    LoadWeightTile<T>(args, smem, info, policy, stage);
+    LoadWeightTile<T>(ProductOf(args, info), smem, InProduct(args, info), policy, stage);
     slot.Release();
   });
 }
@@ -254,14 +246,32 @@ __device__ __forceinline__ void LoadTokenTile(const MoeGemmArgs& args,
   }
 }
 
+// Waits until the gate-up product has stored the rows that a tile of the down product reads.
+__device__ __forceinline__ void WaitForRows(const MoeGemmArgs&, const TileInfo&, int) {}
+__device__ __forceinline__ void WaitForRows(const MoeLayerArgs& args,
+                                            const TileInfo& info,
+                                            int lane) {
+  if (lane == 0) {
+    while (ptx::LoadAcquire(args.stored + info.row) < args.products[0].num_w_tiles) {
+    }
+  }
+  __syncwarp();
+  ptx::FenceProxyAsyncGlobal();
+}
+
 // The whole life of the warp that loads X.
 template <class T>
-__device__ void RunTokenProducer(const MoeGemmArgs& args, const SharedStorage<T>& smem, int lane) {
+__device__ void RunTokenProducer(const ArgsOf<T>& args, const SharedStorage<T>& smem, int lane) {
   GridDependencyWait();  // X is the previous kernel's output
-  const TokenSource<T> from(args, lane);
+  const TokenSource<T> source(First(args), lane);
   PipelineState<T::kStages> stage;
   ForEachTile(smem, lane, [&](const TileInfo& info, const auto& slot) {
-    LoadTokenTile<T>(args, smem, info, from, lane, stage);
+    TokenSource<T> from = source;
+    if (IsSecond(args, info)) {
+      WaitForRows(args, info, lane);
+      from.one_row_boxes = from.planned = false;  // rows are in order
+    }
+    LoadTokenTile<T>(ProductOf(args, info), smem, InProduct(args, info), from, lane, stage);
     slot.Release();
   });
 }

@@ -30,11 +30,11 @@ __device__ __forceinline__ float TokenScale(const MoeGemmArgs& args,
 
 // Index of the scale of row `row`, in block `block`, among those of its weight. Rows past the last
 // one have its scale. kRows neighbouring weight rows share a scale.
-template <class T, int kRows = 1>
+template <int kRows = 1>
 __device__ __forceinline__ int WeightScaleAt(const MoeGemmArgs& args, int row, int block) {
-  const int last = (T::kGated ? args.n - args.up_origin : args.n) - 1;
-  const int up = IsUpBlock<T>(block) ? args.scales.w_up : 0;
-  return min(RowInArray<T>(args, row, block), last) / kRows * args.scales.w_row_stride + up;
+  const int last = args.n - args.up_origin - 1;
+  const int up = IsUpBlock(block) ? args.scales.w_up : 0;
+  return min(RowInArray(args, row, block), last) / kRows * args.scales.w_row_stride + up;
 }
 
 // Scale of weight row `row`, in block `block`; 1 if the k loop already applied it.
@@ -45,7 +45,7 @@ __device__ __forceinline__ float WeightScale(const MoeGemmArgs& args,
                                              int block) {
   const ScaleArgs& s = args.scales;
   if (s.by_step) return 1.0f;
-  const float scale = s.w[weight * s.w_stride + WeightScaleAt<T>(args, row, block)];
+  const float scale = s.w[weight * s.w_stride + WeightScaleAt(args, row, block)];
   if constexpr (T::kPacked) return scale * T::Decoder::kFactor;
   return scale;
 }
@@ -64,8 +64,6 @@ class TileScales {
  public:
   static constexpr bool kOfRows = false;
 
-  // U: the tile as the product has it that these scales are of, of the two of a layer kernel.
-  template <class U = T>
   __device__ void Fetch(const MoeGemmArgs& args,
                         const TileInfo& info,
                         const WarpgroupShare& share,
@@ -73,11 +71,11 @@ class TileScales {
                         int thread) {
 #pragma unroll
     for (int block = 0; block < 2; ++block) {
-      const int first = WeightRow<U>(args, info.w_tile, share.first_block + block);
+      const int first = WeightRow<T>(args, info.w_tile, share.first_block + block);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = first + thread / 32 * 16 + half * 8 + thread % 32 / 4;
-        weight_[block][half] = WeightScale<U>(args, info.weight, row, block);
+        weight_[block][half] = WeightScale<T>(args, info.weight, row, block);
       }
     }
     if constexpr (T::kTokenScaled) {
@@ -169,7 +167,7 @@ __device__ __forceinline__ StepScales FetchStepScales(const MoeGemmArgs& args,
 #pragma unroll
   for (int block = 0; block < 2; ++block) {
     const int row = WeightRow<T>(args, info.w_tile, share.first_block + block) + thread / 32 * 16;
-    scales.weight[block] = w + WeightScaleAt<T, 128>(args, row, block);
+    scales.weight[block] = w + WeightScaleAt<128>(args, row, block);
   }
   return scales;
 }
@@ -200,7 +198,7 @@ __device__ __forceinline__ void CopyStepScales(const MoeGemmArgs& args,
   const bool has_block = T::kTokensOnM && lane < T::kWeightBlocks;
   const float* weight = args.scales.w + info.weight * args.scales.w_stride;
   if (has_block) {
-    weight += WeightScaleAt<T, 128>(args, WeightRow<T>(args, info.w_tile, lane), lane);
+    weight += WeightScaleAt<128>(args, WeightRow<T>(args, info.w_tile, lane), lane);
   }
   for (int step = steps.first; step < steps.last; ++step) {
     ptx::BarrierWait(smem.empty(stage.index), stage.parity ^ 1);

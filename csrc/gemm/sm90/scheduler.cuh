@@ -12,6 +12,7 @@
 #pragma once
 
 #include "csrc/common/groups.cuh"
+#include "csrc/gemm/sm90/products.cuh"
 #include "csrc/gemm/sm90/tile.cuh"
 #include "csrc/kernels/slot_plan.cuh"
 
@@ -130,25 +131,44 @@ class TileScheduler {
   int inclusive_ = 0;
 };
 
+// Draws the next tile, as a warp; the first lane gets it.
+__device__ __forceinline__ int DrawTile(const MoeGemmArgs& args, int lane) {
+  return lane == 0 ? atomicAdd(args.tile_counter, 1) : 0;
+}
+
 // Runs the scheduler warp. A cluster has one, in its first CTA, which writes to the rings of all
 // CTAs.
 template <class T>
-__device__ void RunScheduler(const MoeGemmArgs& args, const SharedStorage<T>& smem, int lane) {
-  TileScheduler<T> scheduler(args, lane);
+__device__ void RunScheduler(const ArgsOf<T>& args, const SharedStorage<T>& smem, int lane) {
+  constexpr unsigned kAll = 0xffffffffu;
+  const MoeGemmArgs& first = First(args);
+  const bool goes_on = GoesOn(args);
+  // With one product the first tile of each cluster is given.
+  const int given = goes_on ? 0 : gridDim.x / T::kCluster;
+  int drawn = goes_on ? DrawTile(first, lane) : 0;  // on its way while groups are read
+  TileScheduler<T> scheduler(first, lane);
   PipelineState<T::kRing> slot;
-  int tile = blockIdx.x / T::kCluster;
+  bool second = false;
+  int before = 0;  // tiles of the product before
+  int tile = goes_on ? __shfl_sync(kAll, drawn, 0) : blockIdx.x / T::kCluster;
   while (true) {
-    const TileInfo info = scheduler.Find(tile, min(lane, T::kCluster - 1));
+    TileInfo info = scheduler.Find(tile - before, min(lane, T::kCluster - 1));
+    if (goes_on && info.end() && !second) {
+      second = true;
+      before = scheduler.num_tiles();
+      scheduler.Restart(Second(args));
+      continue;
+    }
+    if (second) info.w_tile = ~info.w_tile;
     PublishTile(smem, slot, info, lane);
     slot.Advance();
     if (info.end()) return;
-    if (args.plans) {  // no kernel ran before that could have cleared the counter
-      tile += gridDim.x / T::kCluster;
+    if (first.plans && !goes_on) {  // no kernel ran before that could have cleared the counter
+      tile += given;
       continue;
     }
-    int drawn = 0;
-    if (lane == 0) drawn = atomicAdd(args.tile_counter, 1);
-    tile = gridDim.x / T::kCluster + __shfl_sync(0xffffffffu, drawn, 0);
+    drawn = DrawTile(first, lane);
+    tile = given + __shfl_sync(kAll, drawn, 0);
   }
 }
 

@@ -32,9 +32,21 @@ constexpr int BlockStripBytes() {
 
 constexpr int Largest(int a, int b, int c) { return a > b ? (a > c ? a : c) : b > c ? b : c; }
 
+// Tokens whose output features one warpgroup stages in shared memory at once. Rows are padded by 16
+// bytes so that the 8 rows of a stmatrix fall into different banks.
+template <bool kGated, int kTokens, bool kTokensOnM>
+struct StagedChunk {
+  static constexpr int kOutFeatures = kGated ? 64 : 128;  // of one warpgroup
+  static constexpr int kFeatures = kTokensOnM ? 64 : kOutFeatures;
+  static constexpr int kMaxTokens = kFeatures == 64 && kTokens % 64 == 0 ? 64 : 32;
+  static constexpr int kChunkTokens = kTokens < kMaxTokens ? kTokens : kMaxTokens;
+  static_assert(kTokens % kChunkTokens == 0, "chunks cover the tile exactly");
+  static constexpr int kPitch = kFeatures * 2 + 16;
+  static constexpr int kBytes = kChunkTokens * kPitch;
+};
+
 template <class Format,
           cute::SM90::GMMA::Major kMajor_,
-          bool kGated_,
           int kWeightTile_,
           int kTokenTile_,
           int kStages_,
@@ -47,17 +59,6 @@ struct Tile {
   using Token = typename Format::Token;
   using Out = typename Format::Out;
   using Decoder = Format;  // of packed weights
-  // The tile of the down product beside this one, see layer_kernel.cuh.
-  using Down = Tile<Format,
-                    kMajor_,
-                    false,
-                    kWeightTile_,
-                    kTokenTile_,
-                    kStages_,
-                    kSplit_,
-                    kCtasPerSm_,
-                    kMulticast_,
-                    kSplitK_>;
   static constexpr bool kPacked = Format::kPacking != Packing::kNone;
   static constexpr Packing kPacking = Format::kPacking;
   static constexpr bool kScaled = Format::kScaling != Scaling::kNone;
@@ -65,7 +66,6 @@ struct Tile {
   static constexpr bool kPromoted = Format::kScaling == Scaling::kStep;
   static constexpr bool kQuantizesOut = Format::kQuantizesOut;
   static constexpr cute::SM90::GMMA::Major kMajor = kMajor_;
-  static constexpr bool kGated = kGated_;
   static constexpr int kWeightTile = kWeightTile_;
   static constexpr int kTokenTile = kTokenTile_;
   static constexpr int kStages = kStages_;
@@ -139,29 +139,17 @@ struct Tile {
   static constexpr int kProducers = kGatherByThreads ? 2 : 1;  // warpgroups
   static constexpr int kThreads = 128 * (kProducers + kConsumers);
 
-  // The epilogue goes through shared memory a chunk of tokens at a time. Rows are padded by 16
-  // bytes so that the 8 rows of a stmatrix fall into different banks.
-  static constexpr int kOutFeatures = kGated ? 64 : 128;  // of one warpgroup
-  static constexpr int kStagedFeatures = kTokensOnM ? 64 : kOutFeatures;
-  static constexpr int kMaxChunk = kStagedFeatures == 64 && kWarpgroupTokens % 64 == 0 ? 64 : 32;
-  static constexpr int kChunkTokens = kWarpgroupTokens < kMaxChunk ? kWarpgroupTokens : kMaxChunk;
-  static_assert(kWarpgroupTokens % kChunkTokens == 0, "chunks cover the tile exactly");
-  static constexpr int kStagingPitch = kStagedFeatures * 2 + 16;
+  // The epilogue goes through shared memory a chunk of tokens at a time.
+  template <bool kGated>
+  using Staging = StagedChunk<kGated, kWarpgroupTokens, kTokensOnM>;
   // Sums of eight tokens fit as well, as float32: see Epilogue::ApplyAny.
   static constexpr int kSumPitch = kWarpgroupRows * 4 + 16;
-  static constexpr int kChunkBytes = kChunkTokens * kStagingPitch;
-  static constexpr int kOwnStagingBytes =
-      kTokensOnM || kChunkBytes > 8 * kSumPitch ? kChunkBytes : 8 * kSumPitch;
-  // There is one kernel for both products of a layer: shared memory has one map for both. Wider
-  // tiles of packed weights lose more to instructions that are not there than they win.
-  static constexpr bool kHasLayerKernel =
-      kDecode && !kTokenScaled && kTokenTile <= (kPacked ? 16 : 32);
-  static constexpr int kGatedChunk = kWarpgroupTokens < 64 ? kWarpgroupTokens : 64;
-  static constexpr int kDownChunk = kWarpgroupTokens < 32 ? kWarpgroupTokens : 32;
   static constexpr int kStagingBytes =
-      !kHasLayerKernel
-          ? kOwnStagingBytes
-          : Largest(8 * kSumPitch, kGatedChunk * (64 * 2 + 16), kDownChunk * (128 * 2 + 16));
+      Largest(Staging<true>::kBytes, Staging<false>::kBytes, kTokensOnM ? 0 : 8 * kSumPitch);
+
+  // There is one kernel for both products of a layer. Wider tiles of packed weights lose more to
+  // instructions that are not there than they win.
+  static constexpr bool kGoesOn = kDecode && !kTokenScaled && kTokenTile <= (kPacked ? 16 : 32);
 
   static constexpr int kRing = 2;  // tiles known ahead, see scheduler.cuh
 
@@ -188,8 +176,7 @@ struct Tile {
   // Tiles with whole groups of 128 features can quantize them. Gated, the two warpgroups have half
   // a group each and exchange the largest magnitude of every token: [warpgroup][token].
   static constexpr bool kQuantizesGroups = kTokensOnM && kSplit == Split::kWeights;
-  static constexpr int kGroupMaxBytes =
-      kQuantizesGroups && kGated ? kConsumers * kTokenTile * 4 : 0;
+  static constexpr int kGroupMaxBytes = kQuantizesGroups ? kConsumers * kTokenTile * 4 : 0;
 
   static constexpr int kStepScaleOffset = kTokenScaleOffset + kConsumers * kTokenScaleBytes;
   static constexpr int kColumnOffset = kStepScaleOffset + kStages * kStepScaleBytes;
@@ -251,7 +238,7 @@ struct SharedStorage {
   __device__ uint64_t* empty(int stage) const { return barriers() + T::kStages + stage; }
   __device__ uint64_t* ring_full(int slot) const { return barriers() + 2 * T::kStages + slot; }
   __device__ uint64_t* ring_empty(int slot) const { return ring_full(slot) + T::kRing; }
-  // That consumers have stored the tile of a slot, see layer_kernel.cuh.
+  // That consumers have stored the tile of a slot, see products.cuh.
   __device__ uint64_t* stored(int slot) const { return ring_full(2 * T::kRing + slot); }
   __device__ uint64_t* partial_full() const { return stored(T::kRing); }
   __device__ uint64_t* partial_empty() const { return partial_full() + 1; }

@@ -8,7 +8,7 @@
 
 namespace jaxmoe {
 
-template <class T>
+template <class T, bool kGated>
 class TokenMajorEpilogue {
  public:
   __device__ TokenMajorEpilogue(const MoeGemmArgs& args,
@@ -18,7 +18,7 @@ class TokenMajorEpilogue {
         site_(site),
         warp_(site.thread / 32),
         lane_(site.thread % 32),
-        staging_(smem.staging(site.consumer) + warp_ * kRows * T::kStagingPitch),
+        staging_(smem.staging(site.consumer) + warp_ * kRows * Chunk::kPitch),
         columns_(smem.columns(site.consumer)),
         token_scales_(smem.token_scales(site.consumer)),
         maxima_(smem.group_max(site.consumer)),
@@ -28,10 +28,9 @@ class TokenMajorEpilogue {
                                       const WarpgroupShare& share,
                                       const Accumulators<T>& acc) {
     const ActivationParams& p = args_.activation;
-    const bool silu = p.kind == ActivationParams::kSigmoid && p.c3 == 0.0f;
-    const bool identity = !T::kGated && p.kind == ActivationParams::kIdentity;
-    const bool relu2 = !T::kGated && p.kind == ActivationParams::kRelu2;
-    const bool usual = T::kGated ? silu : relu2 || (identity && !args_.out_f32);
+    const bool identity = !kGated && p.kind == ActivationParams::kIdentity;
+    const bool relu2 = !kGated && p.kind == ActivationParams::kRelu2;
+    const bool usual = kGated ? IsSilu(p) : relu2 || (identity && !args_.out_f32);
     // There are no scales and biases but those that the k loop applied.
     const bool sums_are_values = usual && args_.scales.by_step && args_.bias == nullptr;
     if (!sums_are_values) {
@@ -62,19 +61,20 @@ class TokenMajorEpilogue {
 
  private:
   enum class Mode { kHalves, kInterleaved, kSingle };
+  using Chunk = typename T::template Staging<kGated>;
 
   static_assert(T::kWarpgroupTokens == 128, "a thread publishes a token and a weight row");
-  static_assert(T::kChunkTokens == 64, "every warp stages 16 tokens");
-  static constexpr int kRows = 16;                        // of a block, of a warp
-  static constexpr int kOctets = T::kOutFeatures / 8;     // of 8 features
-  static constexpr int kStaged = T::kStagedFeatures / 8;  // groups that are staged at once
-  static constexpr int kScaleFeatures = 128;              // features that share a scale
-  static constexpr bool kShared = T::kOutFeatures < kScaleFeatures;  // by two warps
+  static_assert(Chunk::kChunkTokens == 64, "every warp stages 16 tokens");
+  static constexpr int kRows = 16;                         // of a block, of a warp
+  static constexpr int kOctets = Chunk::kOutFeatures / 8;  // of 8 features
+  static constexpr int kStaged = Chunk::kFeatures / 8;     // groups that are staged at once
+  static constexpr int kScaleFeatures = 128;               // features that share a scale
+  static constexpr bool kShared = Chunk::kOutFeatures < kScaleFeatures;  // by two warps
   static constexpr int kPasses = kRows * kStaged / 32;
   // Bytes of a quantized row that is staged, and copies of 16 bytes that it takes.
-  static constexpr int kBytesPitch = T::kOutFeatures + 16;
-  static constexpr int kByteChunks = T::kOutFeatures / 16;
-  static_assert(kBytesPitch <= T::kStagingPitch, "quantized rows fit the staging buffer");
+  static constexpr int kBytesPitch = Chunk::kOutFeatures + 16;
+  static constexpr int kByteChunks = Chunk::kOutFeatures / 16;
+  static_assert(kBytesPitch <= Chunk::kPitch, "quantized rows fit the staging buffer");
 
   __device__ __forceinline__ OutType<T> Out() const { return {args_.scales.half}; }
   __device__ __forceinline__ void Sync() const { ptx::NamedBarrierSync(1 + site_.consumer, 128); }
@@ -153,7 +153,7 @@ class TokenMajorEpilogue {
   __device__ __forceinline__ void ApplyUsual(const float (&acc)[64],
                                              int t0,
                                              uint32_t (&out)[kOctets][2]) const {
-    if constexpr (!T::kGated) {
+    if constexpr (!kGated) {
       if (args_.activation.kind == ActivationParams::kRelu2) {
         ApplyTo<Mode::kSingle, Relu2Form, kSums>(acc, t0, out);
       } else {
@@ -188,39 +188,41 @@ class TokenMajorEpilogue {
   __device__ __forceinline__ void ApplyAny(const float (&acc)[64],
                                            int t0,
                                            uint32_t (&out)[kOctets][2]) const {
-    constexpr int kAtOnce = 2;  // octets
-    static_assert(kAtOnce * 8 * 32 * 4 <= kRows * T::kStagingPitch, "a warp's staging holds them");
+    constexpr int kOperands = kGated ? 2 : 1;
+    constexpr int kAtOnce = 4 / kOperands;  // octets
+    constexpr int kWords = 4 * kOperands;   // of a thread, of an octet
+    static_assert(kAtOnce * kWords * 32 * 4 <= kRows * Chunk::kPitch, "a warp's staging has room");
     float* const mine = reinterpret_cast<float*>(staging_) + lane_;  // every 32nd from here on
-    const bool interleaved = T::kGated && args_.interleaved;
+    const bool interleaved = kGated && args_.interleaved;
     float scale[2];
     TokenScales(t0, scale);
 #pragma unroll
     for (int first = 0; first < kOctets; first += kAtOnce) {
 #pragma unroll
       for (int g = 0; g < kAtOnce; ++g) {
-        constexpr Mode kApart = T::kGated ? Mode::kHalves : Mode::kSingle;
+        constexpr Mode kApart = kGated ? Mode::kHalves : Mode::kSingle;
         Quad quad;
         if (interleaved) {
-          if constexpr (T::kGated)
-            quad = ValuesOf<Mode::kInterleaved, false>(acc, scale, first + g);
+          if constexpr (kGated) quad = ValuesOf<Mode::kInterleaved, false>(acc, scale, first + g);
         } else {
           quad = ValuesOf<kApart, false>(acc, scale, first + g);
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          mine[(8 * g + 2 * i) * 32] = quad.gate[i];
-          mine[(8 * g + 2 * i + 1) * 32] = quad.up[i];
+          float* const at = mine + (kWords * g + kOperands * i) * 32;
+          at[0] = quad.gate[i];
+          if constexpr (kGated) at[32] = quad.up[i];
         }
       }
 #pragma unroll 1
-      for (float* at = mine; at < mine + kAtOnce * 8 * 32; at += 2 * 32) {
-        at[0] = OtherForm<T::kGated>::Apply(args_.activation, at[0], at[32]);
+      for (float* at = mine; at < mine + kAtOnce * kWords * 32; at += kOperands * 32) {
+        at[0] = OtherForm::Apply(args_.activation, at[0], kGated ? at[32] : 1.0f);
       }
 #pragma unroll
       for (int g = 0; g < kAtOnce; ++g) {
         float y[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) y[i] = mine[(8 * g + 2 * i) * 32];
+        for (int i = 0; i < 4; ++i) y[i] = mine[(kWords * g + kOperands * i) * 32];
         if (interleaved) {
           Pack<Mode::kInterleaved>(y, out[first + g]);
         } else {
@@ -340,7 +342,7 @@ class TokenMajorEpilogue {
 
   // Stages kStaged groups of features of 16 tokens: [token][feature].
   __device__ __forceinline__ void Stage(const uint32_t (&out)[kOctets][2], int first) const {
-    uint8_t* const row = staging_ + (lane_ / 8 % 2 * 8 + lane_ % 8) * T::kStagingPitch;
+    uint8_t* const row = staging_ + (lane_ / 8 % 2 * 8 + lane_ % 8) * Chunk::kPitch;
 #pragma unroll
     for (int g = 0; g < kStaged; g += 2) {
       ptx::StoreMatrix4(row + (g + lane_ / 16) * 16,
@@ -363,7 +365,7 @@ class TokenMajorEpilogue {
       if (feature >= args_.n_out || t0 + token >= site_.rows) continue;
       *reinterpret_cast<uint4*>(out +
                                 (site_.row + t0 + token) * static_cast<int64_t>(args_.n_out)) =
-          *reinterpret_cast<const uint4*>(staging_ + token * T::kStagingPitch + 16 * chunk);
+          *reinterpret_cast<const uint4*>(staging_ + token * Chunk::kPitch + 16 * chunk);
     }
   }
 
@@ -428,5 +430,19 @@ class TokenMajorEpilogue {
   unsigned* const maxima_;
   unsigned* const other_maxima_;
 };
+
+template <class T>
+__device__ __forceinline__ void RunTokenMajorEpilogue(const MoeGemmArgs& args,
+                                                      const SharedStorage<T>& smem,
+                                                      const EpilogueSite& site,
+                                                      const TileInfo& info,
+                                                      const WarpgroupShare& share,
+                                                      const Accumulators<T>& acc) {
+  if (args.gated) {
+    TokenMajorEpilogue<T, true>(args, smem, site).Run(info, share, acc);
+  } else {
+    TokenMajorEpilogue<T, false>(args, smem, site).Run(info, share, acc);
+  }
+}
 
 }  // namespace jaxmoe

@@ -4,22 +4,31 @@
 #include <algorithm>
 
 #include "csrc/gemm/sm90/kernel.cuh"
-#include "csrc/gemm/sm90/layer_kernel.cuh"
 
 namespace jaxmoe {
 
-// Launches a persistent kernel on at most `grid` CTAs, none of which waits for another to end.
-template <class T, auto kKernel, class Args>
-cudaError_t LaunchPersistent(const Args& args, int grid, bool pdl, cudaStream_t stream) {
+// Launches the persistent kernel of a tile on at most `grid` CTAs, none of which waits for another
+// to end.
+template <class T>
+cudaError_t LaunchKernel(const ArgsOf<T>& args, int grid, bool pdl, cudaStream_t stream) {
   const dim3 block(T::kThreads);
   if constexpr (T::kCluster > 1) {
     int most = 0;
     JAXMOE_RETURN_IF_CUDA_ERROR(
-        GetMaxClusters<kKernel>(block, T::kCluster, T::kSharedBytes, &most));
+        GetMaxClusters<&MoeGemmKernel<T>>(block, T::kCluster, T::kSharedBytes, &most));
     grid = std::min(grid, most * T::kCluster);
   }
   return LaunchClusters(
-      kKernel, dim3(grid), block, T::kCluster, T::kSharedBytes, stream, pdl, args);
+      &MoeGemmKernel<T>, dim3(grid), block, T::kCluster, T::kSharedBytes, stream, pdl, args);
+}
+
+template <class T>
+cudaError_t LaunchProduct(const MoeGemmArgs& args, int grid, bool pdl, cudaStream_t stream) {
+  if constexpr (T::kGoesOn) {
+    return LaunchKernel<T>({{args, {}}, nullptr}, grid, pdl, stream);
+  } else {
+    return LaunchKernel<T>(args, grid, pdl, stream);
+  }
 }
 
 template <class T, WeightLayout kLayout>
@@ -29,7 +38,6 @@ Variant MakeVariant() {
   v.layout = kLayout;
   v.packing = T::kPacking;
   v.promoted = T::kPromoted;
-  v.gated = T::kGated;
   v.weight_tile = T::kWeightTile;
   v.token_tile = T::kTokenTile;
   v.ctas_per_sm = T::kCtasPerSm;
@@ -41,9 +49,9 @@ Variant MakeVariant() {
   v.stores_float = T::kStoresFloat;
   v.stores_sums = !T::kScaled;
   v.scales_rows = TakesRowScales<T>();
-  v.launch = &LaunchPersistent<T, &MoeGemmKernel<T>, MoeGemmArgs>;
-  if constexpr (T::kGated && T::kHasLayerKernel) {
-    v.launch_layer = &LaunchPersistent<T, &MoeLayerKernel<T>, MoeLayerArgs>;
+  v.launch = &LaunchProduct<T>;
+  if constexpr (T::kGoesOn) {
+    v.launch_layer = &LaunchKernel<T>;
   }
   return v;
 }
@@ -55,10 +63,8 @@ template <class Format, WeightLayout kLayout>
 VariantTable MakeVariants() {
   constexpr auto kMajor =
       kLayout == WeightLayout::kNK ? cute::SM90::GMMA::Major::K : cute::SM90::GMMA::Major::MN;
-#define JAXMOE_VARIANT(gated, ...) MakeVariant<Tile<Format, kMajor, gated, __VA_ARGS__>, kLayout>()
-#define JAXMOE_TILE(wt, tt, stages, split, ctas, cluster, split_k)            \
-  JAXMOE_VARIANT(true, wt, tt, stages, Split::split, ctas, cluster, split_k), \
-      JAXMOE_VARIANT(false, wt, tt, stages, Split::split, ctas, cluster, split_k)
+#define JAXMOE_TILE(wt, tt, stages, split, ...) \
+  MakeVariant<Tile<Format, kMajor, wt, tt, stages, Split::split, __VA_ARGS__>, kLayout>()
   if constexpr (Format::kScaling == Scaling::kStep) {
     static const Variant rows[] = {
         JAXMOE_TILE(128, 8, 6, kNone, 2, 1, 1),
@@ -94,7 +100,6 @@ VariantTable MakeVariants() {
     return {rows, static_cast<int>(std::size(rows))};
   }
 #undef JAXMOE_TILE
-#undef JAXMOE_VARIANT
 }
 
 }  // namespace jaxmoe
