@@ -75,7 +75,7 @@ def main() -> None:
     python = environment(ROOT / ".venv")
     print("installing the requirements into .venv", flush=True)
     pip_install(python, *test_requirements(), *project()["dependency-groups"]["lint"])
-    print("building the extension (five to seven minutes on two cores the first time)", flush=True)
+    print("building the extension (four to five minutes on two cores the first time)", flush=True)
     wheel = build_editable(ROOT / "build" / "editable")
     pip_install(python, "--no-deps", "--force-reinstall", str(wheel))
 

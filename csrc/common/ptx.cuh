@@ -370,6 +370,9 @@ __device__ __forceinline__ void LoadMatrix4(uint32_t row, uint32_t (&m)[4]) {
                : "memory");
 }
 
+// Hides how a value was computed, so that it is kept and not computed again.
+__device__ __forceinline__ void KeepInRegister(int& value) { asm volatile("" : "+r"(value)); }
+
 // Keeps registers that wgmma reads from being moved across its issue or its end.
 template <int kSize>
 __device__ __forceinline__ void FenceRegisters(uint32_t (&a)[kSize]) {

@@ -81,8 +81,7 @@ struct MoeGemmArgs {
 // Both products of a layer, see sm90/products.cuh.
 struct MoeLayerArgs {
   MoeGemmArgs products[2];  // gate-up and down, with as many rows in the same groups
-  // [rows]: at a token tile's first row, gate-up tiles stored; zero first. Null: products[0] alone.
-  int* stored;
+  int* stored;              // [rows]: at a token tile's first row, gate-up tiles stored; zero first
 };
 
 // One instantiated kernel. `launch` sets attributes and launches on `grid` CTAs.
@@ -103,7 +102,7 @@ struct Variant {
   bool stores_sums;   // MoeGemmArgs::z
   bool scales_rows;   // scales of rows of X beside packed weights
   cudaError_t (*launch)(const MoeGemmArgs&, int grid, bool pdl, cudaStream_t);
-  // The same kernel going on with the down product, or null.
+  // The kernel that goes on with the down product, or null.
   cudaError_t (*launch_layer)(const MoeLayerArgs&, int grid, bool pdl, cudaStream_t);
 };
 

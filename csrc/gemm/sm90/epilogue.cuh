@@ -87,12 +87,12 @@ class Epilogue {
       if (args_.z != nullptr) StoreSums(acc);
     }
     const ActivationParams& p = args_.activation;
-    if (args_.gated && IsSilu(p)) {
+    if (T::IsGated(args_) && IsSilu(p)) {
       args_.interleaved ? StageAll<StageMode::kInterleaved, SiluForm>(acc)
                         : StageAll<StageMode::kHalves, SiluForm>(acc);
-    } else if (!args_.gated && p.kind == ActivationParams::kRelu2) {
+    } else if (!T::IsGated(args_) && p.kind == ActivationParams::kRelu2) {
       StageAll<StageMode::kSingle, Relu2Form>(acc);
-    } else if (!args_.gated && p.kind == ActivationParams::kIdentity && !args_.out_f32) {
+    } else if (!T::IsGated(args_) && p.kind == ActivationParams::kIdentity && !args_.out_f32) {
       StageAll<StageMode::kSingle, IdentityForm>(acc);
     } else {
       ApplyAny(acc);
@@ -184,8 +184,9 @@ class Epilogue {
     const int piece = site_.thread % kPieces<Chunk>;
     const int of_block = 8 * (piece % 8);
     const int column = (piece < 8 ? site_.weight_row0 : site_.weight_row1) + of_block;
-    const bool exists = args_.gated && !args_.interleaved ? site_.feature + of_block < args_.n_out
-                                                          : column < args_.n;
+    const bool exists = T::IsGated(args_) && !args_.interleaved
+                            ? site_.feature + of_block < args_.n_out
+                            : column < args_.n;
     uint16_t* const z = static_cast<uint16_t*>(args_.z) + column;
 #pragma unroll
     for (int t0 = 0; t0 < T::kWarpgroupTokens; t0 += Chunk::kChunkTokens) {
@@ -299,9 +300,10 @@ class Epilogue {
   // [token][weight row]. Accumulators are registers, so every pass has staging code of its own.
   __device__ __forceinline__ void ApplyAny(const Accumulators<T>& acc) const {
     constexpr int kTokens = T::kStagingBytes >= 16 * T::kSumPitch ? 16 : 8;  // of a pass
-    const int features = args_.gated ? 64 : 128;
+    const int features = T::IsGated(args_) ? 64 : 128;
     // Kernels with a warpgroup that gathers would spill accumulators that are alive around a loop.
-    constexpr bool kUnrolls = T::kProducers == 2;
+    // Those of wide packed tiles would have more instructions in their k loops.
+    constexpr bool kUnrolls = T::kProducers == 2 || (T::kPacked && T::kWarpgroupTokens > 64);
 #pragma unroll(kUnrolls ? T::kWarpgroupTokens / kTokens : 1)
     for (int t0 = 0; t0 < T::kWarpgroupTokens; t0 += kTokens) {
       if (t0 >= site_.rows) break;
@@ -313,7 +315,7 @@ class Epilogue {
       Sync();
 #pragma unroll 1
       for (int i = site_.thread; i < kTokens * features; i += 128) {
-        const int token = args_.gated ? i / 64 : i / 128;
+        const int token = T::IsGated(args_) ? i / 64 : i / 128;
         const int feature = i & (features - 1);
         if (t0 + token < site_.rows && site_.feature + feature < args_.n_out) {
           StoreOne(site_.row + t0 + token, feature, ApplyOne(StagedSums(token), feature));
@@ -344,7 +346,7 @@ class Epilogue {
   // An output feature of a token, of its sums.
   __device__ __forceinline__ float ApplyOne(const float* sums, int feature) const {
     const float* gate = sums + (args_.interleaved ? 2 * feature : feature);
-    const float up = args_.gated ? gate[args_.interleaved ? 1 : 64] : 1.0f;
+    const float up = T::IsGated(args_) ? gate[args_.interleaved ? 1 : 64] : 1.0f;
     return OtherForm::Apply(args_.activation, gate[0], up);
   }
 

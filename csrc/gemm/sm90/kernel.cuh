@@ -40,7 +40,7 @@ __device__ __forceinline__ EpilogueSite SiteOf(const MoeGemmArgs& args,
   site.row = info.row + share.first_token;
   site.rows = share.rows;
   const int pair = info.w_tile * (T::kWeightTile / 128) + share.first_block / 2;
-  site.feature = pair * (args.gated ? 64 : 128);
+  site.feature = pair * (T::IsGated(args) ? 64 : 128);
   site.weight_row0 = WeightRow<T>(args, info.w_tile, share.first_block);
   site.weight_row1 = WeightRow<T>(args, info.w_tile, share.first_block + 1);
   site.consumer = consumer;
@@ -48,12 +48,14 @@ __device__ __forceinline__ EpilogueSite SiteOf(const MoeGemmArgs& args,
   return site;
 }
 
-template <class T>
-__device__ __forceinline__ void RunConsumer(const ArgsOf<T>& kernel_args,
+template <class T, class Args>
+__device__ __forceinline__ void RunConsumer(const Args& kernel_args,
                                             const SharedStorage<T>& smem,
                                             int consumer) {
   const MoeGemmArgs& first = First(kernel_args);
-  const int thread = threadIdx.x % 128;
+  int thread = threadIdx.x % 128;
+  // Else ptxas derives it and addresses from it anew in every k step, to save a register.
+  if constexpr (T::kWarpProducts || (T::kPromoted && T::kDecode)) ptx::KeepInRegister(thread);
   const int lane = thread % 32;
   uint32_t slices_parity = 0;
   int token_of_row = -1;
@@ -101,7 +103,7 @@ __device__ __forceinline__ void RunConsumer(const ArgsOf<T>& kernel_args,
       if constexpr (kRowScales && T::kLateScales) scales.FetchRows(args, info, share, lane);
       Epilogue<T, Scales>(args, smem, site, scales).Run(acc);
     }
-    if (GoesOn(kernel_args) && !IsSecond(kernel_args, tile)) {
+    if (kGoesOn<Args> && !IsSecond(kernel_args, tile)) {
       __syncwarp();
       if (lane == 0) ptx::BarrierArrive(smem.stored(slot.index()));
     }
@@ -143,10 +145,10 @@ __device__ __forceinline__ void InitBarriers(const SharedStorage<T>& smem,
   ptx::BarrierInitFence();
 }
 
-template <class T>
+template <class T, class Args>
 __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
-    MoeGemmKernel(const __grid_constant__ ArgsOf<T> kernel_args) {
-  static_assert(!T::kGoesOn || (T::kConsumers == 1 && T::kMulticast == 1));
+    MoeGemmKernel(const __grid_constant__ Args kernel_args) {
+  static_assert(!kGoesOn<Args> || (T::kConsumers == 1 && T::kMulticast == 1));
   static_assert(sizeof(kernel_args) <= 4096);
   extern __shared__ __align__(1024) uint8_t raw_smem[];
   const SharedStorage<T> smem(raw_smem);
@@ -165,7 +167,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
     const bool step_scales = T::kPromoted && args.scales.by_step;
     const int full_arrivals = 1 + (by_threads ? kWarpgroup : 0) + (step_scales ? 32 : 0);
     // The weight thread, the warps that load X, its scales, the warp that counts stored tiles.
-    const int warp3 = step_scales || GoesOn(kernel_args) ? 1 : 0;
+    const int warp3 = step_scales || kGoesOn<Args> ? 1 : 0;
     InitBarriers(smem, full_arrivals, 1 + (by_threads ? 4 : 1) + warp3);
   }
   if (T::kPromoted && !args.scales.by_step) {
@@ -184,7 +186,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
     }
     if (warp == 0) {
       if (T::kCluster == 1 || ptx::ClusterRank() == 0) {
-        if (GoesOn(kernel_args) || !args.early_groups) GridDependencyWait();
+        if (kGoesOn<Args> || !args.early_groups) GridDependencyWait();
         RunScheduler<T>(kernel_args, smem, lane);
       }
     } else if (warp == 1) {
@@ -200,9 +202,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
         if constexpr (T::kPromoted) {
           if (args.scales.by_step) RunScaleProducer<T>(args, smem, lane);
         }
-        if constexpr (T::kGoesOn) {
-          if (GoesOn(kernel_args)) RunStoredCounter<T>(kernel_args, smem, lane);
-        }
+        if constexpr (kGoesOn<Args>) RunStoredCounter<T>(kernel_args, smem, lane);
       }
       if (warp == 2 && !(T::kGatherByThreads && args.gather)) {
         RunTokenProducer<T>(kernel_args, smem, lane);

@@ -25,6 +25,7 @@ __device__ __forceinline__ int RowInArray(const MoeGemmArgs& args, int row, int 
 template <class T>
 __device__ __forceinline__ int WeightRow(const MoeGemmArgs& args, int w_tile, int block) {
   const int pair = w_tile * (T::kWeightTile / 128) + block / 2;
+  if constexpr (T::kProducts == Products::kUngated) return pair * 128 + block % 2 * 64;
   return pair * args.pair_rows + args.block_base[block % 2];
 }
 
@@ -168,8 +169,8 @@ __device__ __forceinline__ void LoadWeightTile(const MoeGemmArgs& args,
 }
 
 // The whole life of the thread that loads weights.
-template <class T>
-__device__ void RunWeightProducer(const ArgsOf<T>& args, const SharedStorage<T>& smem) {
+template <class T, class Args>
+__device__ void RunWeightProducer(const Args& args, const SharedStorage<T>& smem) {
   const uint64_t policy = WeightPolicy(First(args));
   PipelineState<T::kStages> stage;
   ForEachTile(smem, [&](const TileInfo& info, const auto& slot) {
@@ -260,8 +261,8 @@ __device__ __forceinline__ void WaitForRows(const MoeLayerArgs& args,
 }
 
 // The whole life of the warp that loads X.
-template <class T>
-__device__ void RunTokenProducer(const ArgsOf<T>& args, const SharedStorage<T>& smem, int lane) {
+template <class T, class Args>
+__device__ void RunTokenProducer(const Args& args, const SharedStorage<T>& smem, int lane) {
   GridDependencyWait();  // X is the previous kernel's output
   const TokenSource<T> source(First(args), lane);
   PipelineState<T::kStages> stage;

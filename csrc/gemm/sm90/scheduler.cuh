@@ -138,22 +138,21 @@ __device__ __forceinline__ int DrawTile(const MoeGemmArgs& args, int lane) {
 
 // Runs the scheduler warp. A cluster has one, in its first CTA, which writes to the rings of all
 // CTAs.
-template <class T>
-__device__ void RunScheduler(const ArgsOf<T>& args, const SharedStorage<T>& smem, int lane) {
+template <class T, class Args>
+__device__ void RunScheduler(const Args& args, const SharedStorage<T>& smem, int lane) {
   constexpr unsigned kAll = 0xffffffffu;
   const MoeGemmArgs& first = First(args);
-  const bool goes_on = GoesOn(args);
   // With one product the first tile of each cluster is given.
-  const int given = goes_on ? 0 : gridDim.x / T::kCluster;
-  int drawn = goes_on ? DrawTile(first, lane) : 0;  // on its way while groups are read
+  const int given = kGoesOn<Args> ? 0 : gridDim.x / T::kCluster;
+  int drawn = kGoesOn<Args> ? DrawTile(first, lane) : 0;  // on its way while groups are read
   TileScheduler<T> scheduler(first, lane);
   PipelineState<T::kRing> slot;
   bool second = false;
   int before = 0;  // tiles of the product before
-  int tile = goes_on ? __shfl_sync(kAll, drawn, 0) : blockIdx.x / T::kCluster;
+  int tile = kGoesOn<Args> ? __shfl_sync(kAll, drawn, 0) : blockIdx.x / T::kCluster;
   while (true) {
     TileInfo info = scheduler.Find(tile - before, min(lane, T::kCluster - 1));
-    if (goes_on && info.end() && !second) {
+    if (kGoesOn<Args> && info.end() && !second) {
       second = true;
       before = scheduler.num_tiles();
       scheduler.Restart(Second(args));
@@ -163,7 +162,8 @@ __device__ void RunScheduler(const ArgsOf<T>& args, const SharedStorage<T>& smem
     PublishTile(smem, slot, info, lane);
     slot.Advance();
     if (info.end()) return;
-    if (first.plans && !goes_on) {  // no kernel ran before that could have cleared the counter
+    if (first.plans &&
+        !kGoesOn<Args>) {  // no kernel ran before that could have cleared the counter
       tile += given;
       continue;
     }

@@ -17,6 +17,9 @@ enum class Split {
   kTokens,   // each takes half of the tile's tokens
 };
 
+// Products that a kernel computes.
+enum class Products { kAny, kGated, kUngated };
+
 // Bytes of a 64-row weight block in a pipeline step: values, and of packed weights scales.
 template <class Format, int kPlainBytes>
 constexpr int BlockValueBytes() {
@@ -53,12 +56,24 @@ template <class Format,
           Split kSplit_,
           int kCtasPerSm_,
           int kMulticast_,
-          int kSplitK_>
+          int kSplitK_,
+          Products kProducts_ = Products::kAny>
 struct Tile {
   using Weight = typename Format::Weight;
   using Token = typename Format::Token;
   using Out = typename Format::Out;
   using Decoder = Format;  // of packed weights
+  template <Products kOf>
+  using Only = Tile<Format,
+                    kMajor_,
+                    kWeightTile_,
+                    kTokenTile_,
+                    kStages_,
+                    kSplit_,
+                    kCtasPerSm_,
+                    kMulticast_,
+                    kSplitK_,
+                    kOf>;
   static constexpr bool kPacked = Format::kPacking != Packing::kNone;
   static constexpr Packing kPacking = Format::kPacking;
   static constexpr bool kScaled = Format::kScaling != Scaling::kNone;
@@ -79,6 +94,14 @@ struct Tile {
   static constexpr int kCluster = kMulticast * kSplitK;
   // Bound by reading weights, not by wgmma. Packed: each weight is read once, or decoding binds.
   static constexpr bool kDecode = kCtasPerSm >= 2;
+
+  // A kernel for gated products and one for others save a third of a microsecond each where weights
+  // bind. Elsewhere there is one for both, as each takes seconds to compile.
+  static constexpr Products kProducts = kProducts_;
+  static constexpr bool kSplitsByProduct = kDecode && !kPacked && kProducts == Products::kAny;
+  static __device__ __forceinline__ bool IsGated(const MoeGemmArgs& args) {
+    return kProducts == Products::kAny ? args.gated : kProducts == Products::kGated;
+  }
 
   // Packed weights times few tokens are multiplied by the warps themselves: wgmma would make four
   // of them wait for each other.
@@ -149,7 +172,8 @@ struct Tile {
 
   // There is one kernel for both products of a layer. Wider tiles of packed weights lose more to
   // instructions that are not there than they win.
-  static constexpr bool kGoesOn = kDecode && !kTokenScaled && kTokenTile <= (kPacked ? 16 : 32);
+  static constexpr bool kHasLayerKernel =
+      kDecode && !kTokenScaled && kTokenTile <= (kPacked ? 16 : 32);
 
   static constexpr int kRing = 2;  // tiles known ahead, see scheduler.cuh
 

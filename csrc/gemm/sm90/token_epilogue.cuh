@@ -438,7 +438,7 @@ __device__ __forceinline__ void RunTokenMajorEpilogue(const MoeGemmArgs& args,
                                                       const TileInfo& info,
                                                       const WarpgroupShare& share,
                                                       const Accumulators<T>& acc) {
-  if (args.gated) {
+  if (T::IsGated(args)) {
     TokenMajorEpilogue<T, true>(args, smem, site).Run(info, share, acc);
   } else {
     TokenMajorEpilogue<T, false>(args, smem, site).Run(info, share, acc);

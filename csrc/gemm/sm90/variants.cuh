@@ -7,27 +7,30 @@
 
 namespace jaxmoe {
 
-// Launches the persistent kernel of a tile on at most `grid` CTAs, none of which waits for another
-// to end.
-template <class T>
-cudaError_t LaunchKernel(const ArgsOf<T>& args, int grid, bool pdl, cudaStream_t stream) {
+// Launches a persistent kernel on at most `grid` CTAs, none of which waits for another to end.
+template <class T, class Args>
+cudaError_t LaunchPersistent(const Args& args, int grid, bool pdl, cudaStream_t stream) {
+  constexpr auto kKernel = &MoeGemmKernel<T, Args>;
   const dim3 block(T::kThreads);
   if constexpr (T::kCluster > 1) {
     int most = 0;
     JAXMOE_RETURN_IF_CUDA_ERROR(
-        GetMaxClusters<&MoeGemmKernel<T>>(block, T::kCluster, T::kSharedBytes, &most));
+        GetMaxClusters<kKernel>(block, T::kCluster, T::kSharedBytes, &most));
     grid = std::min(grid, most * T::kCluster);
   }
   return LaunchClusters(
-      &MoeGemmKernel<T>, dim3(grid), block, T::kCluster, T::kSharedBytes, stream, pdl, args);
+      kKernel, dim3(grid), block, T::kCluster, T::kSharedBytes, stream, pdl, args);
 }
 
 template <class T>
 cudaError_t LaunchProduct(const MoeGemmArgs& args, int grid, bool pdl, cudaStream_t stream) {
-  if constexpr (T::kGoesOn) {
-    return LaunchKernel<T>({{args, {}}, nullptr}, grid, pdl, stream);
+  if constexpr (!T::kSplitsByProduct) {
+    return LaunchPersistent<T, MoeGemmArgs>(args, grid, pdl, stream);
   } else {
-    return LaunchKernel<T>(args, grid, pdl, stream);
+    using Gated = typename T::template Only<Products::kGated>;
+    using Ungated = typename T::template Only<Products::kUngated>;
+    return args.gated ? LaunchPersistent<Gated, MoeGemmArgs>(args, grid, pdl, stream)
+                      : LaunchPersistent<Ungated, MoeGemmArgs>(args, grid, pdl, stream);
   }
 }
 
@@ -50,8 +53,8 @@ Variant MakeVariant() {
   v.stores_sums = !T::kScaled;
   v.scales_rows = TakesRowScales<T>();
   v.launch = &LaunchProduct<T>;
-  if constexpr (T::kGoesOn) {
-    v.launch_layer = &LaunchKernel<T>;
+  if constexpr (T::kHasLayerKernel) {
+    v.launch_layer = &LaunchPersistent<T, MoeLayerArgs>;
   }
   return v;
 }
