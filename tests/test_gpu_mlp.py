@@ -53,7 +53,7 @@ def check(inputs, config=None, **kwargs):
     return out
 
 
-# Each epilogue of the gate-up product: both halves' orders, interleaved, ungated, and of activations
+# Each epilogue of the gate-up product: both halves' orders, interleaved, ungated, and activations
 # without code of their own.
 EPILOGUES = (
     Layer("swiglu", "", 72, 200, 9, 2),
