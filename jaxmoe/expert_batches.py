@@ -27,7 +27,6 @@ def expert_batches(
     *,
     batch_invariant: bool = False,
     recompute: str | None = None,
-    accum: str | None = None,
     config: tuple[GemmConfig | None, GemmConfig | None] | None = None,
 ) -> jax.Array:
     """Runs a batch of rows through each expert, where they lie.
@@ -45,7 +44,6 @@ def expert_batches(
       experts: the weights of the E experts, see `jaxmoe.Experts`; not with `forward_format`.
       batch_invariant: see `jaxmoe.moe_mlp`.
       recompute: "z" keeps nothing but the arguments for the backward pass.
-      accum: see `jaxmoe.moe_mlp`.
       config: see `jaxmoe.moe_mlp`. By default tiles are chosen for M rows of each expert.
 
     Returns:
@@ -83,14 +81,12 @@ def expert_batches(
     most = x.shape[0] // num_experts if isinstance(x, QuantizedArray) else x.shape[1]
     num_rows = num_experts * most
     check_num_rows(_OP, num_rows, x=x)
-    _formats_checks.check_accum(_OP, accum, format)
     checks.check_alone(_OP, format, {_OP: True})
     if recompute is not None:
         _checks.check_choice(_OP, "recompute", recompute, ("z",))
     flat = jax.ShapeDtypeStruct((num_rows, x.shape[-1]), x.dtype)
-    layer = static_of(
-        _OP, flat, experts, format, (num_experts, 0, num_experts), accum, config, False
-    )
+    local = (num_experts, 0, num_experts)
+    layer = static_of(_OP, flat, experts, format, local, config, False)
     refuse_one_kernel(_OP, "config[0]", (layer.config or (None,))[0])
     scales = checks.check_scales(_OP, x, format, experts, num_experts)
     if batch_invariant:

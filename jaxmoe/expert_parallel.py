@@ -85,8 +85,7 @@ def moe_mlp(
         Tokens are the same along this axis.
       residual: [T, H] added last; also the place for a shared expert: `residual=dense_mlp(x)`
         depends on no collective, so XLA can compute it meanwhile.
-      **options: of `jaxmoe.moe_mlp`: apply_weight_on_input, batch_invariant, accum, config,
-        recompute.
+      **options: of `jaxmoe.moe_mlp`: apply_weight_on_input, batch_invariant, config, recompute.
 
     Returns:
       [T, H] in the dtype of `x`. With a `capacity_factor` (y, lost): lost is a [] int32, how many

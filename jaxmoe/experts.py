@@ -8,22 +8,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmoe._formats import (
-    FORWARD,
-    MASTER,
-    PLAIN,
-    TOKEN_FORMATS,
-    Format,
-    token_formats,
-    with_tokens,
-)
+from jaxmoe import _formats
 from jaxmoe._jax import checks as _checks
 from jaxmoe.activation import GATE_UP_ORDERS, Activation, resolve
 from jaxmoe.quantize import WEIGHT_LAYOUTS, QuantizedArray
 from jaxmoe.quantize import format_of as format_of_array
 
 _OP = "Experts"
-_STATIC = ("activation", "order", "layout", "dtype", "forward_format", "token_format")
+_STATIC = ("activation", "order", "layout", "dtype", "forward_format", "token_format", "accum")
 _WEIGHTS = ("gate_up", "gate", "up", "down")
 _BIASES = ("gate_up_bias", "gate_bias", "up_bias", "down_bias")
 
@@ -72,6 +64,9 @@ class Experts:
       token_format: None, or how tokens and the activation's results are quantized beside packed
         weights: "nvfp4" with nvfp4, "mxfp4", "mxfp8" or "e4m3" with mxfp4, "mxfp8" with mxfp8,
         "e4m3" with int4_g128 and int4_g128_zp. FP8 weights have FP8 tokens without it. Static.
+      accum: for FP8 weights: "fast" adds up all of k inside the tensor core, which keeps about 14
+        bits; "promoted" adds up parts of 128 in float32. By default "promoted" for products over
+        more than 2048 elements, and always where blocks of k have scales. Static.
 
     Raises:
       TypeError, ValueError: a field of the wrong kind, dtype, rank or shape, an unknown name, or
@@ -103,6 +98,7 @@ class Experts:
     dtype: Any = None
     forward_format: str | None = None
     token_format: str | None = None
+    accum: str | None = None
 
     def __new__(cls, *_args: Any, **fields: Any) -> "Experts":
         """Names the place of an activation's constants, which are no fields."""
@@ -167,15 +163,15 @@ jax.tree_util.register_pytree_with_keys(
 )
 
 
-def format_of(experts: Experts) -> Format:
+def format_of(experts: Experts) -> _formats.Format:
     """The format of the experts' weights."""
     if isinstance(experts.down, QuantizedArray):
-        return with_tokens(format_of_array(experts.down), experts.token_format)
+        return _formats.with_tokens(format_of_array(experts.down), experts.token_format)
     if experts.forward_format is not None:
-        return FORWARD[experts.forward_format]
+        return _formats.FORWARD[experts.forward_format]
     if experts.dtype is not None and experts.dtype != experts.down.dtype:
-        return MASTER
-    return PLAIN
+        return _formats.MASTER
+    return _formats.PLAIN
 
 
 def _check_static(e: Experts) -> None:
@@ -187,10 +183,10 @@ def _check_static(e: Experts) -> None:
         raise ValueError(_checks.message(_OP, rule))
     for layout in layouts:
         _checks.check_choice(_OP, "layout", layout, WEIGHT_LAYOUTS)
-    if e.forward_format is not None:
-        _checks.check_choice(_OP, "forward_format", e.forward_format, tuple(FORWARD))
-    if e.token_format is not None:
-        _checks.check_choice(_OP, "token_format", e.token_format, TOKEN_FORMATS)
+    choices = tuple(_formats.FORWARD), _formats.TOKEN_FORMATS, _formats.ACCUMS
+    for name, allowed in zip(("forward_format", "token_format", "accum"), choices, strict=True):
+        if getattr(e, name) is not None:
+            _checks.check_choice(_OP, name, getattr(e, name), allowed)
     if e.dtype is not None:
         try:
             dtype = np.dtype(e.dtype)
@@ -244,7 +240,7 @@ def _check_token_format(e: Experts) -> None:
     if e.token_format is None:
         return
     quantized = isinstance(e.down, QuantizedArray)
-    allowed = token_formats(e.down.format) if quantized else ()
+    allowed = _formats.token_formats(e.down.format) if quantized else ()
     if e.token_format not in allowed:
         weights = f"weights in {e.down.format}" if quantized else "weights that are not quantized"
         those = " or ".join(("None", *map(repr, allowed)))
@@ -334,6 +330,8 @@ def _fits(e: Experts, weights: dict[str, Any], layout: str | tuple[str, str]) ->
 
 def _check_dtypes(e: Experts, weights: dict[str, Any]) -> None:
     down = weights["down"]
+    if refused := format_of(e).refused_accum(e.accum):
+        raise ValueError(_checks.message(_OP, refused))
     if isinstance(down, QuantizedArray):
         if e.forward_format is not None:
             rule = "forward_format must be None with weights that are quantized already"

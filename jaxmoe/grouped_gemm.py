@@ -80,7 +80,7 @@ def grouped_gemm(
       weight_layout: "kn" for rhs [E, K, N], "nk" for rhs [E, N, K].
       batch_invariant: the k loop is not split, so that a row's bits are the same in every batch; up
         to 10 % slower with few rows. Under vmap the tile is that of one example.
-      accum: "fast" or "promoted" sums with a quantized `rhs`, as in `jaxmoe.moe_mlp`.
+      accum: "fast" or "promoted" sums with a quantized `rhs`, as in `jaxmoe.Experts`.
       config: tile of the CUDA kernel; chosen from the shapes by default, and for a symbolic R
         (`jax.export`) that for many rows, which is right for any.
 

@@ -151,7 +151,8 @@ def moe_mlp(
         of_row = there[jnp.maximum(order.row_to_token, 0)]
 
     def product(rows: jax.Array, w: Any, layout: str, bias: Any, a: Any, b: Any) -> jax.Array:
-        return _adapted(rows, w, layout, bias, a, b, adapters.scale, order, num_experts, of_row)
+        of_rows = order, num_experts, of_row
+        return _adapted(rows, w, layout, bias, a, b, adapters.scale, *of_rows, experts.accum)
 
     first, second = experts.layouts
     rows = permute(tokens, order)
@@ -223,6 +224,7 @@ def _adapted(
     order: Plan,
     num_experts: int,
     of_row: jax.Array | None,
+    accum: str | None,
 ) -> jax.Array:
     """Rows times W and, apart, times A and B of their adapter: the sum, float32."""
     dtype, fine = rows.dtype, order.group_sizes
@@ -230,7 +232,7 @@ def _adapted(
         w = w.astype(dtype)
         bias = None if bias is None else bias.astype(dtype)
     sizes = fine.reshape(num_experts, -1).sum(axis=1, dtype=jnp.int32)
-    frozen = grouped_gemm(rows, w, sizes, bias=bias, weight_layout=layout)
+    frozen = grouped_gemm(rows, w, sizes, bias=bias, weight_layout=layout, accum=accum)
     if a.ndim == 4:  # groups are experts, and adapters within each
         a, b = (m.swapaxes(0, 1).reshape(-1, *m.shape[2:]) for m in (a, b))
     low = grouped_gemm(rows, a.astype(dtype), fine)

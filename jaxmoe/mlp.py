@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxmoe._formats import Tokens
-from jaxmoe._formats.checks import check_accum
 from jaxmoe._gemm.tiles import GemmConfig, odd_blocks
 from jaxmoe._jax import checks as _checks
 from jaxmoe._jax import leading as _leading
@@ -37,7 +36,6 @@ def moe_mlp(
     apply_weight_on_input: bool = False,
     batch_invariant: bool = False,
     recompute: str | None = None,
-    accum: str | None = None,
     gather_weights: str | tuple[str, ...] | None = None,
     config: tuple[GemmConfig | None, GemmConfig | None] | None = None,
 ) -> jax.Array:
@@ -67,9 +65,6 @@ def moe_mlp(
         of one example.
       recompute: "z" computes the first product again in the backward pass instead of keeping its
         result, [T * K, 2I] in the dtype of `x`, from the forward pass; see docs/training.md.
-      accum: for quantized experts. "fast" adds up all of k inside the tensor core, which keeps
-        about 14 bits; "promoted" adds up parts of 128 in float32. By default "promoted" for
-        products over more than 2048 elements, and always where blocks of k have scales.
       gather_weights: mesh axes over which weights that are stored in parts are gathered before the
         layer runs (FSDP), in their own format; tokens are divided over them. By default those that
         `jaxmoe.fsdp.choose_gather` finds to move fewer bytes, () for none. See docs/sharding.md.
@@ -121,7 +116,6 @@ def moe_mlp(
         apply_weight_on_input=apply_weight_on_input,
         batch_invariant=batch_invariant,
         recompute=recompute,
-        accum=accum,
         gather_weights=gather_weights,
         config=config,
     )
@@ -140,7 +134,6 @@ def expert_rows(
     apply_weight_on_input: bool = False,
     batch_invariant: bool = False,
     recompute: str | None = None,
-    accum: str | None = None,
     config: tuple[GemmConfig | None, GemmConfig | None] | None = None,
 ) -> ExpertRows:
     """Runs each token through its experts and returns the rows before they are added up.
@@ -157,7 +150,6 @@ def expert_rows(
       apply_weight_on_input: see `jaxmoe.moe_mlp`; the weights of the result are ones.
       batch_invariant: see `jaxmoe.moe_mlp`.
       recompute: see `jaxmoe.moe_mlp`.
-      accum: see `jaxmoe.moe_mlp`.
       config: see `jaxmoe.moe_mlp`.
 
     Returns:
@@ -192,7 +184,6 @@ def expert_rows(
         apply_weight_on_input=apply_weight_on_input,
         batch_invariant=batch_invariant,
         recompute=recompute,
-        accum=accum,
         gather_weights=None,
         config=config,
     )
@@ -211,7 +202,6 @@ def _layer(
     apply_weight_on_input: Any,
     batch_invariant: Any,
     recompute: Any,
-    accum: Any,
     gather_weights: Any,
     config: Any,
 ) -> tuple[Any, ...]:
@@ -228,7 +218,6 @@ def _layer(
     format = checks.check_experts(op, x, experts)
     local = _window(op, routing, experts, *window)
     check_num_rows(op, routing.expert_ids.size, **{"routing.expert_ids": routing.expert_ids})
-    check_accum(op, accum, format)
     alone = {
         "expert_rows": not finalize,
         "batch_invariant=True": batch_invariant,
@@ -240,7 +229,7 @@ def _layer(
         if format.gradient.refused is not None:
             rule = f"recompute must be None with weights in {format.name}, which has no gradient"
             raise ValueError(_checks.message(op, rule, recompute=recompute))
-    layer = static_of(op, x, experts, format, local, accum, config, finalize)
+    layer = static_of(op, x, experts, format, local, config, finalize)
     layer = layer.replace(gather=checks.check_gather_weights(op, gather_weights, x, experts))
     scales = checks.check_scales(op, x, format, experts, experts.num_experts)
     if batch_invariant:
@@ -297,14 +286,13 @@ def static_of(
     experts: Experts,
     format: Any,
     local: tuple[int, int, int],
-    accum: Any,
     config: Any,
     finalize: bool,
 ) -> Layer:
     """The static parameters of a layer, its tiles checked."""
     act = resolve(experts.activation, op)
     hidden, intermediate = x.shape[1], experts.intermediate
-    sums = format.sums(accum, hidden), format.sums(accum, intermediate)
+    sums = tuple(format.sums(experts.accum, k) for k in (hidden, intermediate))
     promoted = None if sums[0] is None else sums
     odd = odd_blocks(format.block > 1, act.gated, experts.order, intermediate)
     checks.check_configs(op, config, hidden, intermediate, promoted, odd, format.packed)

@@ -16,6 +16,7 @@ EXPERTS = {
     "x_scale": "x_scale",
     "intermediate_scale": "h_scale",
     "forward_format": "forward_format",
+    "accum": "accum",
 }
 
 

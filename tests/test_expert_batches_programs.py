@@ -238,7 +238,6 @@ QUANTIZED_ROWS = QuantizedArray(
         ({"experts": None}, TypeError, "experts must be a jaxmoe.Experts"),
         ({"batch_invariant": 1}, TypeError, "batch_invariant must be a bool"),
         ({"recompute": "h"}, ValueError, "recompute='h' must be one of z"),
-        ({"accum": "fast"}, ValueError, "accum must be None if no weight is quantized"),
         ({"config": GemmConfig(128, 8)}, TypeError, "config must be a pair of GemmConfig"),
         (
             {"config": (GemmConfig(128, 8, one_kernel=True), GemmConfig(128, 8))},

@@ -88,6 +88,8 @@ def test_static_parts_tell_programs_apart():
     assert hash(jax.tree.structure(ones())) == hash(structure)
     for name, value in other.items():
         assert jax.tree.structure(ones(**{name: value})) != structure, name
+    sums = {jax.tree.structure(Experts(**QUANTIZED, accum=a)) for a in (None, "fast", "promoted")}
+    assert len(sums) == 3
     same = [jax.tree.structure(ones(dtype=d)) for d in ("bfloat16", jnp.bfloat16, BF16)]
     assert same[0] == same[1] == same[2]
 
@@ -223,6 +225,12 @@ ERRORS = {
         {"forward_format": "fp4"},
         ValueError,
         "forward_format='fp4' must be one of fp8_tensor, ",
+    ),
+    "accum": ({"accum": "slow"}, ValueError, "accum='slow' must be one of fast, promoted"),
+    "accum of plain weights": (
+        {"accum": "fast"},
+        ValueError,
+        "accum must be None if no weight is quantized",
     ),
     "dtype": ({"dtype": "wide"}, TypeError, "dtype='wide' must be bf16 or f16 or f32"),
     "integer dtype": ({"dtype": "int32"}, TypeError, "dtype=i32 must be bf16 or f16 or f32"),

@@ -163,22 +163,23 @@ LAYER_ERRORS = (
     (
         PLAIN | {"accum": "fast"},
         ValueError,
-        "accum must be None if no weight is quantized.",
+        "jaxmoe.Experts: accum must be None if no weight is quantized.",
     ),
     (
         {"accum": "slow"},
         ValueError,
-        "accum='slow' must be one of fast, promoted.",
+        "jaxmoe.Experts: accum='slow' must be one of fast, promoted.",
     ),
     (
         {"accum": True},
         TypeError,
-        "accum must be one of fast, promoted. Got accum: True.",
+        "jaxmoe.Experts: accum must be one of fast, promoted. Got accum: True.",
     ),
     (
         layer("fp8_block") | {"accum": "fast"},
         ValueError,
-        "accum='fast' must be 'promoted' or None: fp8_block scales each 128 of k apart.",
+        "jaxmoe.Experts: accum='fast' must be 'promoted' or None: fp8_block scales each 128 of k "
+        "apart.",
     ),
     (
         PLAIN | {"x_scale": SCALE},

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.metadata
+import inspect
 import json
 import subprocess
 import sys
@@ -92,6 +93,11 @@ def test_public_names() -> None:
 
 def test_every_public_object_has_a_docstring() -> None:
     assert [name for name in sorted(PUBLIC_NAMES) if not getattr(jaxmoe, name).__doc__] == []
+
+
+@pytest.mark.parametrize("name", ("moe_mlp", "expert_rows", "expert_batches"))
+def test_what_says_how_weights_are_read_is_no_parameter_of_the_layer(name) -> None:
+    assert len(inspect.signature(getattr(jaxmoe, name)).parameters) <= 12
 
 
 def test_metadata() -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 
@@ -14,7 +15,7 @@ from benchmarks.quantized import SCHEME
 from benchmarks.suites.entry import Entry, chain_length
 from benchmarks.suites.layer import MOST_LAYERS, Step, even_work, layer_entry, moe_mlp, step
 
-# Implementation: format, whether its scales are static, accum.
+# Implementation: format, whether its scales are static, `Experts.accum`.
 VARIANTS: dict[str, tuple[str, bool, str | None]] = {
     "jaxmoe[fp8_tensor]": ("fp8_tensor", True, "fast"),
     "jaxmoe[fp8_tensor_dynamic]": ("fp8_tensor", False, None),
@@ -34,7 +35,7 @@ def entries(case: Case) -> list[Entry]:
     out = []
     for impl, (format, is_static, accum) in VARIANTS.items():
         dynamic = functools.partial(quantized.weight_sets, case, format)
-        one = step(moe_mlp, accum=accum)  # bf16 tokens, which it quantizes itself
+        one = step(_layer, accum=accum)  # bf16 tokens, which it quantizes itself
         out.append(
             _entry(
                 case,
@@ -52,6 +53,10 @@ def entries(case: Case) -> list[Entry]:
         dense_entry = Entry("moe_mlp", dense.FP8_NAME, ours.work, None, ours.layers, make, None)
         out.append(dataclasses.replace(dense_entry, scheme=SCHEME))
     return out
+
+
+def _layer(x: Any, r: Any, w: jaxmoe.Experts, residual: Any, *, accum: str | None) -> jax.Array:
+    return moe_mlp(x, r, dataclasses.replace(w, accum=accum), residual)
 
 
 def _entry(

@@ -18,7 +18,7 @@ from jaxmoe.quantize import FORMATS, QuantizedArray
 
 OP = "expert_parallel.moe_mlp"
 # Options that are passed on to `jaxmoe.moe_mlp` as they are.
-OPTIONS = ("apply_weight_on_input", "batch_invariant", "accum", "config", "recompute")
+OPTIONS = ("apply_weight_on_input", "batch_invariant", "config", "recompute")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,6 +21,9 @@ _QUANTIZED = (
 )
 QUANTIZED: dict[str, Format] = {f.name: f for f in _QUANTIZED}
 
+# The ways of adding up products that a caller may name, of any format.
+ACCUMS = tuple(dict.fromkeys(a for f in _QUANTIZED for a in f.accums))
+
 # The same, quantized in the program from plain weights.
 FORWARD: dict[str, Format] = {name: forward(f) for name, f in QUANTIZED.items()}
 

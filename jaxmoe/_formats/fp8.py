@@ -11,7 +11,6 @@ from jaxmoe._formats.base import Format, Gradient, Tokens, dot
 
 BLOCK = quantization.BLOCK
 PROMOTED_K = 2048  # products over more elements promote their sums by default
-ACCUMS = ("fast", "promoted")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +26,7 @@ class Fp8(Format):
     @property
     def accums(self) -> tuple[str, ...]:
         """The ways of adding up that a caller may name."""
-        return ACCUMS
+        return "fast", "promoted"
 
     @property
     def token_dtype(self) -> Any:
