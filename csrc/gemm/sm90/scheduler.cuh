@@ -162,8 +162,8 @@ __device__ void RunScheduler(const Args& args, const SharedStorage<T>& smem, int
     PublishTile(smem, slot, info, lane);
     slot.Advance();
     if (info.end()) return;
-    if (first.plans &&
-        !kGoesOn<Args>) {  // no kernel ran before that could have cleared the counter
+    // No kernel ran before that could have cleared the counter.
+    if (first.plans && !kGoesOn<Args>) {
       tile += given;
       continue;
     }
