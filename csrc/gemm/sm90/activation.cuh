@@ -106,27 +106,41 @@ struct Relu2Form {
   }
 };
 
-// All of them.
+// All of them, of several gates, which become the outputs, and their ups: a chain of dependent
+// instructions each, so two take little longer than one.
 struct OtherForm {
-  static __device__ __forceinline__ float Apply(const ActivationParams& p, float gate, float up) {
+  template <int kCount>
+  static __device__ __forceinline__ void Apply(const ActivationParams& p,
+                                               float (&gate)[kCount],
+                                               const float (&up)[kCount]) {
+    const auto each = [&](const auto& form) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) gate[i] = form(gate[i], up[i]);
+    };
     switch (p.kind) {
       case ActivationParams::kStep:
-        return MinPropagateNan(gate * Sigmoid(gate), p.limit) *
-               MaxPropagateNan(MinPropagateNan(up, p.limit), -p.limit);
+        return each([&](float g, float u) {
+          return MinPropagateNan(g * Sigmoid(g), p.limit) *
+                 MaxPropagateNan(MinPropagateNan(u, p.limit), -p.limit);
+        });
       case ActivationParams::kSoftcap:
-        return Softcap(gate, p.c1) * Sigmoid(gate) * Softcap(up, p.c3);
+        return each(
+            [&](float g, float u) { return Softcap(g, p.c1) * Sigmoid(g) * Softcap(u, p.c3); });
       case ActivationParams::kSigmoid:
         // c3 = 0 must not meet an infinite gate.
-        return SigmoidTimes(p, gate, p.c3 == 0.0f ? p.c1 : fmaf(p.c3 * gate, gate, p.c1), up);
+        return each([&](float g, float u) {
+          return SigmoidTimes(p, g, p.c3 == 0.0f ? p.c1 : fmaf(p.c3 * g, g, p.c1), u);
+        });
       case ActivationParams::kErf:
         // 1 + erf would cancel for negative gates.
-        return 0.5f * gate * Erfc(gate * -0.70710678118654752f) * up;
+        return each(
+            [](float g, float u) { return 0.5f * g * Erfc(g * -0.70710678118654752f) * u; });
       case ActivationParams::kRelu:
-        return MaxPropagateNan(gate, 0.0f) * up;
+        return each([](float g, float u) { return MaxPropagateNan(g, 0.0f) * u; });
       case ActivationParams::kRelu2:
-        return Relu2Form::Apply(p, gate, up) * up;
+        return each([&](float g, float u) { return Relu2Form::Apply(p, g, u) * u; });
       default:
-        return gate * up;
+        return each([](float g, float u) { return g * u; });
     }
   }
 };

@@ -300,7 +300,6 @@ class Epilogue {
   // [token][weight row]. Accumulators are registers, so every pass has staging code of its own.
   __device__ __forceinline__ void ApplyAny(const Accumulators<T>& acc) const {
     constexpr int kTokens = T::kStagingBytes >= 16 * T::kSumPitch ? 16 : 8;  // of a pass
-    const int features = T::IsGated(args_) ? 64 : 128;
     // Kernels with a warpgroup that gathers would spill accumulators that are alive around a loop.
     // Those of wide packed tiles would have more instructions in their k loops.
     constexpr bool kUnrolls = T::kProducers == 2 || (T::kPacked && T::kWarpgroupTokens > 64);
@@ -313,12 +312,15 @@ class Epilogue {
         if (t / kTokens * kTokens == t0) StageFloat(acc, t / 8, t % kTokens);
       }
       Sync();
+      // A thread takes a pair of features of every fourth token, or without a gate every second.
+      const int pairs = T::IsGated(args_) ? 32 : 64;  // of a token
+      const int feature = 2 * (site_.thread & (pairs - 1));
+      if (site_.feature + feature < args_.n_out) {
+        const int end = min(kTokens, site_.rows - t0);
 #pragma unroll 1
-      for (int i = site_.thread; i < kTokens * features; i += 128) {
-        const int token = T::IsGated(args_) ? i / 64 : i / 128;
-        const int feature = i & (features - 1);
-        if (t0 + token < site_.rows && site_.feature + feature < args_.n_out) {
-          StoreOne(site_.row + t0 + token, feature, ApplyOne(StagedSums(token), feature));
+        for (int token = pairs == 32 ? site_.thread / 32 : site_.thread / 64; token < end;
+             token += pairs == 32 ? 4 : 2) {
+          StorePair(site_.row + t0 + token, feature, ApplyPair(StagedSums(token), feature));
         }
       }
     }
@@ -343,28 +345,34 @@ class Epilogue {
     }
   }
 
-  // An output feature of a token, of its sums.
-  __device__ __forceinline__ float ApplyOne(const float* sums, int feature) const {
-    const float* gate = sums + (args_.interleaved ? 2 * feature : feature);
-    const float up = T::IsGated(args_) ? gate[args_.interleaved ? 1 : 64] : 1.0f;
-    return OtherForm::Apply(args_.activation, gate[0], up);
+  // Two output features of a token, of its sums.
+  __device__ __forceinline__ float2 ApplyPair(const float* sums, int feature) const {
+    // NOTE: read one by one: as pairs they take a register more, which wide packed tiles lack.
+    const bool gated = T::IsGated(args_);
+    const int next = args_.interleaved ? 2 : 1;
+    const float* gate = sums + next * feature;
+    const float* up = gate + (args_.interleaved ? 1 : 64);
+    float y[2] = {gate[0], gate[next]};
+    OtherForm::Apply(args_.activation, y, {gated ? up[0] : 1.0f, gated ? up[next] : 1.0f});
+    return make_float2(y[0], y[1]);
   }
 
-  __device__ __forceinline__ void StoreOne(int row, int feature, float y) const {
+  __device__ __forceinline__ void StorePair(int row, int feature, float2 y) const {
     const int64_t at = row * static_cast<int64_t>(args_.n_out) + site_.feature + feature;
     if (args_.out_f32) {
-      static_cast<float*>(args_.out)[at] = y;
+      *reinterpret_cast<float2*>(static_cast<float*>(args_.out) + at) = y;
       return;
     }
-    const uint32_t v = Out().Pack2(y, 0.0f);
+    const uint32_t v = Out().Pack2(y.x, y.y);
     if constexpr (T::kQuantizesOut) {
       if (args_.scales.out != nullptr) {
         const uint2 bytes = Out().Quantize(make_uint4(v, 0, 0, 0), scales_.out_inverse());
-        static_cast<uint8_t*>(args_.out)[at] = static_cast<uint8_t>(bytes.x);
+        *reinterpret_cast<uint16_t*>(static_cast<uint8_t*>(args_.out) + at) =
+            static_cast<uint16_t>(bytes.x);
         return;
       }
     }
-    static_cast<uint16_t*>(args_.out)[at] = static_cast<uint16_t>(v);
+    *reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(args_.out) + at) = v;
   }
 
   const MoeGemmArgs& args_;

@@ -215,8 +215,12 @@ class TokenMajorEpilogue {
         }
       }
 #pragma unroll 1
-      for (float* at = mine; at < mine + kAtOnce * kWords * 32; at += kOperands * 32) {
-        at[0] = OtherForm::Apply(args_.activation, at[0], kGated ? at[32] : 1.0f);
+      for (float* at = mine; at < mine + kAtOnce * kWords * 32; at += 2 * kOperands * 32) {
+        float* const next = at + kOperands * 32;
+        float y[2] = {at[0], next[0]};
+        OtherForm::Apply(args_.activation, y, {kGated ? at[32] : 1.0f, kGated ? next[32] : 1.0f});
+        at[0] = y[0];
+        next[0] = y[1];
       }
 #pragma unroll
       for (int g = 0; g < kAtOnce; ++g) {
