@@ -204,7 +204,7 @@ class Model:
         names = ("gate", "up", "down") if len(weights) == 3 else ("gate_up", "down")
         biases = {}
         for name, stem in zip(names, family.weights, strict=True):
-            if family.stacked and f"{at}.{stem}_bias" in self.shards:
+            if family.biased or (family.stacked and f"{at}.{stem}_bias" in self.shards):
                 biases[f"{name}_bias"] = tensor(f"{stem}_bias")
         quantized = isinstance(weights[0], QuantizedArray)
         experts = Experts(

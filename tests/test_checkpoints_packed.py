@@ -1,5 +1,7 @@
 """Readers of 4-bit checkpoints against the numbers that their files stand for."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -97,9 +99,28 @@ def test_gptq(group):
     qweight, qzeros = turn(words(codes)), words(turn(zeros - 1))
     q = checkpoints.from_gptq(qweight, qzeros, turn(scales), np.arange(K) // group)
     np.testing.assert_array_equal(numbers(q), want)
+    q = checkpoints.from_gptq(
+        qweight, words(turn(zeros)), turn(scales), checkpoint_format="gptq_v2"
+    )
+    np.testing.assert_array_equal(numbers(q), want)
     shuffled = rng().permutation(np.arange(K) // max(group // 2, 1))
     with pytest.raises(NotImplementedError, match=r"g_idx must be k // group"):
         checkpoints.from_gptq(qweight, qzeros, turn(scales), shuffled)
+
+
+def test_scales_that_mxfp4_cannot_hold():
+    weight, scale, _ = mxfp4()
+    q = checkpoints.from_mxfp4(weight, scale)
+    for factor, fine in ((0.25, True), (1.5, False), (0.0, False), (-1.0, False), (np.inf, False)):
+        other = dataclasses.replace(q, scales=q.scales * jnp.array([1.0, factor]))
+        traced = jax.jit(checkpoints.to_mxfp4)(other)
+        if fine:
+            back = checkpoints.from_mxfp4(*checkpoints.to_mxfp4(other))
+            np.testing.assert_array_equal(numbers(back)[1], numbers(q)[1] * factor)
+            continue
+        with pytest.raises(ValueError, match=r"q.scales\[1\]=.* must be a power of two"):
+            checkpoints.to_mxfp4(other)
+        assert (traced[1][1] == 255).all() and not (traced[1][0] == 255).any()
 
 
 @pytest.mark.parametrize("group", (64, 128))
@@ -140,6 +161,20 @@ ERRORS = (
         {},
         ValueError,
         "scale.shape=[2,128,4] must be [2,128,8] (a scale for 32 of K=256)",
+    ),
+    (
+        "from_mxfp4",
+        (U8.reshape(E, N, 16, 8), U8),
+        {},
+        ValueError,
+        "weight.shape=[2,128,16,8] must be [2,128,16,16] ([E, N, K / 32, 16])",
+    ),
+    (
+        "from_gptq",
+        (WORDS.swapaxes(1, 2), np.zeros((E, 2, N // 8), np.int32), BF16[..., :2].swapaxes(1, 2)),
+        {"g_idx": np.arange(K - 1) // 128},
+        ValueError,
+        "g_idx must be [256] or [2, 256] (K, or E and K)",
     ),
     (
         "from_nvfp4",

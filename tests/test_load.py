@@ -531,6 +531,59 @@ def test_the_number_of_experts_is_that_of_the_files(tmp_path):
         jaxmoe.load(save_folder(path, {**config, "num_local_experts": 5}, tensors))
 
 
+@pytest.mark.parametrize(
+    ("name", "parts", "message"),
+    (
+        ("qwen3", {".bias": np.ones(I, BF16)}, "up_proj.bias has no reader, beside .* bfloat16"),
+        ("qwen3_nvfp4", {".pre_quant_scale": np.ones(H, BF16)}, "up_proj.pre_quant_scale has no"),
+        ("kimi", {".weight_shape": np.array([I, H // 2])}, "has 16 words for K=64: not 4 bits"),
+        ("kimi", {".weight_g_idx": np.arange(H, dtype=np.int32) % 4}, "g_idx must be k // group"),
+    ),
+)
+def test_no_tensor_of_a_weight_is_passed_over(name, parts, message, tmp_path):
+    path, tensors = folder(tmp_path, FILES[name])
+    config = json.loads((path / "config.json").read_text())
+    (at,) = {key.split("experts.")[0] for key in tensors if "experts." in key}
+    more = {f"{at}experts.{e}.up_proj{p}": a for e in range(E) for p, a in parts.items()}
+    with pytest.raises(NotImplementedError, match=message):
+        jaxmoe.load(save_folder(path, config, tensors | more))
+
+
+def test_parts_that_change_nothing(tmp_path):
+    files = FILES["kimi"]
+    path, tensors = folder(tmp_path, files)
+    config = json.loads((path / "config.json").read_text())
+    (at,) = {key.split("experts.")[0] for key in tensors if "experts." in key}
+    order = np.arange(H, dtype=np.int32) // 32
+    parts = {".bias": np.zeros(I, BF16), ".input_scale": np.ones(1, BF16), ".weight_g_idx": order}
+    more = {f"{at}experts.{e}.up_proj{p}": a for e in range(E) for p, a in parts.items()}
+    layer = jaxmoe.load(save_folder(path, config, tensors | more))
+    assert_same(next(iter(layer.values())).experts, wanted(tensors, files, min(layer)))
+
+
+def test_zero_points_of_gptq_v2_are_as_they_are(tmp_path):
+    path, tensors = folder(tmp_path, FILES["qwen3_gptq"])
+    config = json.loads((path / "config.json").read_text())
+    zeros = [key for key in tensors if key.endswith(".qzeros")]
+    v1 = tensors | {key: tensors[key] & np.int32(0x77777777) for key in zeros}
+    v2 = v1 | {key: v1[key] + np.int32(0x11111111) for key in zeros}
+    was = jaxmoe.load(save_folder(path, config, v1))[0].experts
+    config["quantization_config"]["checkpoint_format"] = "gptq_v2"
+    assert_same(jaxmoe.load(save_folder(path, config, v2))[0].experts, was)
+    config["quantization_config"]["checkpoint_format"] = "marlin"
+    with pytest.raises(NotImplementedError, match="checkpoint_format 'marlin', not gptq or"):
+        jaxmoe.load(save_folder(path, config, v2))
+
+
+def test_biases_of_gpt_oss_are_not_passed_over(tmp_path):
+    path, tensors, at = gpt_oss(tmp_path, quantized=True)
+    name = f"{at}experts.down_proj_bias"
+    config = json.loads((path / "config.json").read_text())
+    del tensors[name]
+    with pytest.raises(LookupError, match=f"has no tensor '{name}'"):
+        jaxmoe.load(save_folder(path, config, tensors))
+
+
 def test_sorted_columns_of_gptq_are_refused(tmp_path):
     path, tensors = folder(tmp_path, FILES["qwen3_gptq"])
     name = "model.layers.0.mlp.experts.1.gate_proj.g_idx"

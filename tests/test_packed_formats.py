@@ -240,6 +240,18 @@ def test_nan_and_infinity_stay_in_their_group(name):
     assert np.isfinite(got[0, 5]).all() and got[0, 5, 70] > 1
 
 
+@pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
+def test_the_largest_numbers_stay_finite(name, dtype):
+    most = float(jnp.finfo(dtype).max)
+    w = np.zeros((1, 64, 128), np.float32)
+    w[0, 0, 0], w[0, 1, 1] = most, -most
+    w[0, 2, :2] = most, -most
+    got = np.asarray(dequantize(quantize(jnp.asarray(w, dtype), name, weight_layout="nk")))
+    got = got.astype(np.float64) / most
+    assert (np.sign(got) == np.sign(w)).all()
+    assert (np.abs(got[w != 0]) >= 0.75).all() and (np.abs(got) <= 1).all()
+
+
 LAYER = Layer("", "one superblock of each format, or more", 256, 128, 4, 2, bias=True)
 
 

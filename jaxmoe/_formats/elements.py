@@ -61,6 +61,13 @@ def largest(x: jax.Array, axes: Any) -> jax.Array:
     return jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), 0), axis=axes, initial=0)
 
 
+def finite_scales(scales: jax.Array, steps: jax.Array | float, dtype: Any) -> jax.Array:
+    """Scales that `dtype` has, or a little less where so many steps of one would be infinite."""
+    info = jnp.finfo(dtype)
+    most = over(jnp.full_like(scales, float(info.max)), steps) * (1.0 - float(info.eps))
+    return jnp.where(scales * steps > float(info.max), rounded(most, dtype), scales)
+
+
 def over(x: jax.Array, divisor: jax.Array | float) -> jax.Array:
     """x / divisor, with the same bits under jit; NaN stays NaN.
 

@@ -48,11 +48,15 @@ class Int4(Packed):
         if self.zeros:
             finite = jnp.where(jnp.isfinite(groups), groups, 0)
             low, high = (f(finite, axis=-1, initial=0) for f in (jnp.min, jnp.max))
-            scales = elements.over(high - low, 15.0)
+            # Halves: the difference may be too large.
+            scales = elements.over(high * 0.5 - low * 0.5, 7.5)
+            below = elements.over(-low, jnp.where(scales > 0, scales, 1.0))
+            steps = jnp.clip(jnp.round(jnp.abs(below - 7.5) + 7.5), 8, 15)
         else:
-            low, scales = None, elements.over(elements.largest(groups, -1), 7.0)
+            low, steps = None, 7.0
+            scales = elements.over(elements.largest(groups, -1), 7.0)
         scales = jnp.where(jnp.isnan(groups).any(axis=-1), jnp.nan, scales)
-        scales = elements.rounded(scales, self.dtype)
+        scales = elements.finite_scales(elements.rounded(scales, self.dtype), steps, self.dtype)
         step = jnp.where(scales > 0, scales, jnp.inf)
         zero = None if low is None else jnp.clip(jnp.round(elements.over(-low, step)), 0, 15)
         middle = _MIDDLE if zero is None else zero[..., None]

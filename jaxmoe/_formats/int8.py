@@ -18,6 +18,7 @@ class Int8(Packed):
         x = x.astype(jnp.float32)
         nan = jnp.isnan(x)
         scales = elements.over(elements.largest(x, -1), 127.0)
+        scales = elements.finite_scales(scales, 127.0, jnp.float32)
         scales = jnp.where(nan.any(axis=-1), jnp.nan, scales)
         step = jnp.where(scales > 0, scales, jnp.inf)[..., None]
         q = jnp.where(nan, 0, jnp.clip(jnp.round(elements.over(x, step)), -127, 127))

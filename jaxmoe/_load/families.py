@@ -103,6 +103,7 @@ class Family:
       activation: from the configuration to that of `jaxmoe.Experts`.
       order, layout: of plain weights, as in `jaxmoe.Experts`.
       call: options of `jaxmoe.moe_mlp`.
+      biased: experts have biases, whose names are those of their weights and `_bias`.
     """
 
     route: Callable[[Config], dict[str, Any]]
@@ -114,6 +115,7 @@ class Family:
     order: str = "gate_up"
     layout: str = "nk"
     call: tuple[tuple[str, Any], ...] = ()
+    biased: bool = False
 
     @property
     def stacked(self) -> bool:
@@ -151,6 +153,7 @@ FAMILIES: dict[str, Family] = {
         activation=_gpt_oss,
         order="interleaved",
         layout="kn",
+        biased=True,
     ),
     "llama4": Family(
         *(_llama4, "feed_forward", _JOINED, "router"),

@@ -1,5 +1,6 @@
 """The tensors of a folder of safetensors files, mapped into memory."""
 
+import bisect
 import dataclasses
 import json
 import math
@@ -35,6 +36,7 @@ class Shards:
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
         self._places: dict[str, _Place] = {}
+        self._sorted: list[str] = []
         self._mapped: dict[Path, np.ndarray[Any, Any]] = {}  # not longer: files may be replaced
         for path in self._files():
             self._places.update(_header(path))
@@ -56,6 +58,13 @@ class Shards:
     def names(self) -> tuple[str, ...]:
         """The names of all tensors."""
         return tuple(self._places)
+
+    def beginning(self, start: str) -> list[str]:
+        """The names that begin so."""
+        if not self._sorted:
+            self._sorted = sorted(self._places)
+        first = bisect.bisect_left(self._sorted, start)
+        return self._sorted[first : bisect.bisect_left(self._sorted, start + "\U0010ffff")]
 
     def __contains__(self, name: str) -> bool:
         return name in self._places

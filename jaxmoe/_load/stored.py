@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,6 +14,9 @@ from jaxmoe import checkpoints
 from jaxmoe._load.shards import OP, Shards
 
 _FLOATS = ("bfloat16", "float16", "float32")
+# Of a weight's tensors those that change nothing here: scales of inputs, which are not quantized,
+# and what is checked or, of stacked weights, read apart.
+_OTHERS = (".input_scale", ".input_global_scale", ".weight_shape", "_bias")
 _CHUNK_BYTES = 1 << 29  # of host memory, for tensors that are stacked
 
 
@@ -106,8 +110,36 @@ def find(shards: Shards, stem: str, quantization: Mapping[str, Any], dtype: str)
 
     Raises:
       LookupError: a tensor is missing, which the message names.
-      NotImplementedError: weights that no reader knows.
+      NotImplementedError: weights that no reader knows, or a tensor of theirs that it does not
+        read, like `pre_quant_scale`.
     """
+    first = stem.format(e=0)
+    found = _find(shards, stem, quantization, dtype)
+    known = {first + part for part in (*found.parts, *_OTHERS)}
+    for name in (*shards.beginning(f"{first}."), *shards.beginning(f"{first}_")):
+        if name not in known and not _is_zero(shards, stem, name.removeprefix(first)):
+            raise NotImplementedError(
+                f"jaxmoe.{OP}: {name} has no reader, beside weights that {found.kind} reads"
+            )
+    return found
+
+
+def _is_zero(shards: Shards, stem: str, part: str) -> bool:
+    """Whether a part is a bias of zeros, which tools for GPTQ write, in all experts."""
+    names = itertools.takewhile(
+        shards.__contains__, (stem.format(e=e) + part for e in itertools.count())
+    )
+    return part == ".bias" and "{e}" in stem and not any(shards[name].any() for name in names)
+
+
+def _from_gptq_v2(*args: Any, **kwargs: Any) -> Any:
+    return checkpoints.from_gptq(*args, checkpoint_format="gptq_v2", **kwargs)
+
+
+_GPTQ = {"gptq": checkpoints.from_gptq, "gptq_v2": _from_gptq_v2}
+
+
+def _find(shards: Shards, stem: str, quantization: Mapping[str, Any], dtype: str) -> Stored:
     first = stem.format(e=0)
 
     def has(part: str) -> bool:
@@ -118,7 +150,7 @@ def find(shards: Shards, stem: str, quantization: Mapping[str, Any], dtype: str)
     ) -> Stored:
         for part in parts:
             shards.dtype(first + part)  # names the one that is missing
-        kind = reader.__name__.removeprefix("from_")
+        kind = reader.__name__.lstrip("_").removeprefix("from_")
         return Stored(kind, stem, parts, _with(reader, named, dtype), checked)
 
     def refused(why: str) -> NotImplementedError:
@@ -132,9 +164,12 @@ def find(shards: Shards, stem: str, quantization: Mapping[str, Any], dtype: str)
         parts = (".qweight", ".qzeros", ".scales")
         if method == "awq":
             return stored(checkpoints.from_awq, *parts, named=("scales",))
+        variant = str(quantization.get("checkpoint_format") or "gptq")
+        if variant not in _GPTQ:
+            raise refused(f".qweight has checkpoint_format {variant!r}, not {' or '.join(_GPTQ)}")
         order = (".g_idx",) if has(".g_idx") else ()
         named = ("scales", "g_idx")
-        return stored(checkpoints.from_gptq, *parts, *order, named=named, checked=bool(order))
+        return stored(_GPTQ[variant], *parts, *order, named=named, checked=bool(order))
     if has("_blocks"):
         return stored(checkpoints.from_mxfp4, "_blocks", "_scales")
     if has(".weight_packed"):
@@ -142,7 +177,13 @@ def find(shards: Shards, stem: str, quantization: Mapping[str, Any], dtype: str)
             raise refused(".weight_zero_point: packed weights with zero points have no reader")
         parts = (".weight_packed", ".weight_scale")
         if shards.dtype(first + ".weight_packed") == np.int32:
-            return stored(checkpoints.from_int4, *parts)
+            words = shards[first + ".weight_packed"].shape[-1]
+            if has(".weight_shape") and shards[first + ".weight_shape"][-1] != 8 * words:
+                k = shards[first + ".weight_shape"][-1]
+                raise refused(f".weight_packed has {words} words for K={k}: not 4 bits")
+            order = (".weight_g_idx",) if has(".weight_g_idx") else ()
+            named = ("g_idx",)
+            return stored(checkpoints.from_int4, *parts, *order, named=named, checked=bool(order))
         if shards.dtype(first + ".weight_scale") == np.uint8:
             return stored(checkpoints.from_mxfp4, *parts)
         common = "weight_global_scale"

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from jaxmoe._formats.elements import exponent_of, times_power
 from jaxmoe._formats.parts import pack, unpack
@@ -56,6 +57,8 @@ def write(op: str, first: QuantizedArray, e: Experts, gated: bool) -> Any:
     _check_tiles(op, "gate_up", parts[0][0].shape[1], gated)
     factors = [_words(swizzle_scales(factors)) for _, factors, *_ in parts]
     if not wanted:
+        for name, q in zip(("gate_up", "down"), weights, strict=True):
+            _check_positive(op, f"{name}.scales", q.scales)
         totals = [times_power(q.scales, -exponent_of(q.scales)) for q in weights]
         return *values, [factors[0], totals[0], factors[1], totals[1]]
     s_x = static_scale(op, "x_scale", e.x_scale, 1, True)
@@ -152,6 +155,14 @@ def _write_int4(op: str, weights: tuple[QuantizedArray, ...], e: Experts) -> Any
 
 
 _NAMES = ("fc1_expert_weights", "fc2_expert_weights")
+
+
+def _check_positive(op: str, name: str, scales: jax.Array) -> None:
+    """Refuses scales, if they are known, whose exponent no factor can take."""
+    if isinstance(scales, Tracer) or bool(((scales > 0) & jnp.isfinite(scales)).all()):
+        return
+    rule = f"{name} must be positive and finite, not {scales}"
+    raise ValueError(_checks.message(op, rule))
 
 
 def _in(dtype: Any) -> dict[str, Any]:

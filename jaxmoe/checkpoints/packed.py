@@ -9,7 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
+from jaxmoe._formats.elements import exponent_of, power_of_two
 from jaxmoe._formats.parts import pack, unpack
 from jaxmoe._jax import checks as _checks
 from jaxmoe.quantize import QuantizedArray, check_quantized
@@ -51,6 +53,8 @@ def from_mxfp4(weight: jax.Array, scale: jax.Array, *, dtype: Any = "bfloat16") 
     _checks.check_dtype(op, "weight", weight, ("uint8", "int8"))
     weight = jnp.asarray(weight)
     if weight.ndim == 4:
+        wanted = (*weight.shape[:3], _E2M1_GROUP // 2)
+        _checks.check_shape(op, "weight", weight, wanted, "[E, N, K / 32, 16]")
         weight = weight.reshape(*weight.shape[:2], -1)
     codes = _nibbles(op, weight)
     _check_groups(op, "scale", scale, codes, _E2M1_GROUP, ("uint8", "float8_e8m0fnu"))
@@ -64,7 +68,9 @@ def to_mxfp4(q: QuantizedArray) -> tuple[jax.Array, jax.Array]:
       q: mxfp4 weights.
 
     Raises:
-      TypeError, ValueError: no quantized array, or one of another format.
+      TypeError, ValueError: no quantized array, one of another format, or a scale of an expert
+        (FlashInfer's lists have them) that is no power of two, which no group's scale can hold.
+        Where it is not known, traced by `jax.jit`, groups of such an expert are NaN instead.
 
     Example:
       >>> import jax.numpy as jnp, jaxmoe
@@ -77,6 +83,13 @@ def to_mxfp4(q: QuantizedArray) -> tuple[jax.Array, jax.Array]:
     if q.format != "mxfp4":
         raise ValueError(_checks.message(op, f"q must be weights in mxfp4, not {q.format}", q=q))
     codes, scale = unpack(q)
+    power = (power_of_two(exponent_of(q.scales)) == q.scales) & (q.scales > 0)
+    power &= jnp.isfinite(q.scales)
+    if not isinstance(power, Tracer) and not power.all():
+        expert = int(jnp.argmin(power))
+        rule = f"q.scales[{expert}]={float(q.scales[expert])} must be a power of two"
+        raise ValueError(_checks.message(op, rule, q=q))
+    scale = jnp.where(power[:, None, None], scale, jnp.uint8(255))
     return codes[..., ::2] | codes[..., 1::2] << 4, scale
 
 
@@ -138,13 +151,14 @@ def from_nvfp4(
 
 
 def from_int4(
-    weight_packed: jax.Array, weight_scale: jax.Array, *, dtype: Any = None
+    weight_packed: jax.Array, weight_scale: jax.Array, g_idx: Any = None, *, dtype: Any = None
 ) -> QuantizedArray:
     """Reads compressed-tensors' `pack-quantized` weights of 4 bits: w = (code - 8) * scale.
 
     Args:
       weight_packed: int32 [E, N, K / 8], eight codes a word, the first in the lowest bits.
       weight_scale: bfloat16 or float16 [E, N, K / g] with g of 32, 64, 128 or K.
+      g_idx: `weight_g_idx`, as in `from_gptq`.
       dtype: bfloat16 or float16, that of the array and of its scales; that of `weight_scale`.
 
     Returns:
@@ -152,6 +166,7 @@ def from_int4(
 
     Raises:
       TypeError, ValueError: a wrong dtype or shape, or groups that no format has.
+      NotImplementedError: `g_idx` of weights whose columns were sorted (`actorder: group`).
 
     Numerics: codes and scales keep their bits, unless `dtype` is another than the scales'.
     Source: compressed-tensors' pack_quantized (Kimi-K2-Thinking, K2.5).
@@ -166,8 +181,11 @@ def from_int4(
     """
     op = "checkpoints.from_int4"
     _checks.check_rank(op, "weight_packed", weight_packed, "E,N,K/8")
+    _checks.check_rank(op, "weight_scale", weight_scale, "E,N,K/g")
     codes = _codes_of_words(op, "weight_packed", weight_packed)
-    return _int4(op, "weight_scale", codes, jnp.asarray(weight_scale), None, dtype)
+    scales = jnp.asarray(weight_scale)
+    _check_order(op, g_idx, codes, scales)
+    return _int4(op, "weight_scale", codes, scales, None, dtype)
 
 
 def from_gptq(
@@ -176,6 +194,7 @@ def from_gptq(
     scales: jax.Array,
     g_idx: Any = None,
     *,
+    checkpoint_format: str = "gptq",
     dtype: Any = None,
 ) -> QuantizedArray:
     """Reads GPTQ weights of 4 bits: w = (code - (zero + 1)) * scale.
@@ -185,6 +204,7 @@ def from_gptq(
       qzeros: int32 [E, K / g, N / 8], eight zero points along n a word, each less 1.
       scales: float16 or bfloat16 [E, K / g, N] with g of 32, 64, 128 or K.
       g_idx: [K] or [E, K], the group of each k; known numbers. Only groups of neighbours.
+      checkpoint_format: "gptq", or "gptq_v2": zero points as they are, w = (code - zero) * scale.
       dtype: bfloat16 or float16, that of the array and of its scales; that of `scales`.
 
     Returns:
@@ -210,13 +230,10 @@ def from_gptq(
     op = "checkpoints.from_gptq"
     _checks.check_rank(op, "qweight", qweight, "E,K/8,N")
     codes = _codes_of_words(op, "qweight", jnp.swapaxes(jnp.asarray(qweight), 1, 2))
-    zeros = _zeros(op, qzeros) + jnp.uint8(1)
+    _checks.check_choice(op, "checkpoint_format", checkpoint_format, ("gptq", "gptq_v2"))
+    zeros = _zeros(op, qzeros) + jnp.uint8(checkpoint_format == "gptq")
     scales = _turned(op, "scales", scales)
-    if g_idx is not None:
-        size = codes.shape[2] // max(scales.shape[2], 1)
-        if (np.asarray(g_idx) != np.arange(codes.shape[2]) // max(size, 1)).any():
-            rule = "g_idx must be k // group: sorted columns (desc_act) need a permuted x"
-            raise NotImplementedError(_checks.message(op, rule))
+    _check_order(op, g_idx, codes, scales)
     return _int4(op, "scales", codes, scales, zeros, dtype)
 
 
@@ -256,6 +273,22 @@ def from_awq(
     codes = jnp.swapaxes(_codes_of_words(op, "qweight", qweight, _AWQ_NIBBLES), 1, 2)
     zeros = _zeros(op, qzeros, _AWQ_NIBBLES)
     return _int4(op, "scales", codes, _turned(op, "scales", scales), zeros, dtype)
+
+
+def _check_order(op: str, g_idx: Any, codes: jax.Array, scales: jax.Array) -> None:
+    """Refuses groups of others than neighbours along k."""
+    if g_idx is None:
+        return
+    if isinstance(g_idx, Tracer):
+        rule = "g_idx must be known numbers, not traced by jax.jit"
+        raise TypeError(_checks.message(op, rule, g_idx=g_idx))
+    (experts, _, k), groups = codes.shape, np.asarray(g_idx)
+    if groups.shape not in ((k,), (experts, k)):
+        rule = f"g_idx must be [{k}] or [{experts}, {k}] (K, or E and K)"
+        raise ValueError(_checks.message(op, rule, g_idx=groups))
+    if (groups != np.arange(k) // max(k // max(scales.shape[2], 1), 1)).any():
+        rule = "g_idx must be k // group: sorted columns (desc_act) need a permuted x"
+        raise NotImplementedError(_checks.message(op, rule))
 
 
 def _nibbles(op: str, weight: jax.Array) -> jax.Array:
