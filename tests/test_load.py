@@ -612,3 +612,15 @@ def test_reading_is_imported_when_it_is_used():
     assert done.stdout.split() == ["False", "True"]
     with pytest.raises(AttributeError, match="no attribute 'loads'"):
         jaxmoe.loads  # noqa: B018
+
+
+def test_errors_of_readers_name_the_weight(tmp_path):
+    files = FILES["kimi"]
+    path, tensors = folder(tmp_path, files)
+    config = json.loads((path / "config.json").read_text())
+    stem = "experts.{e}.up_proj"
+    odd = {k: a[:40] for k, a in tensors.items() if "up_proj.weight_packed" in k}
+    odd |= {k: a[:40] for k, a in tensors.items() if "up_proj.weight_scale" in k}
+    message = rf"jaxmoe.load: .*{stem}: jaxmoe.checkpoints.from_int4: codes.shape\[1\]=40 \(N\)"
+    with pytest.raises(ValueError, match=message):
+        jaxmoe.load(save_folder(path, config, tensors | odd))

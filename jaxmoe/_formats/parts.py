@@ -11,10 +11,10 @@ from jaxmoe._formats.weight_only import Packed
 from jaxmoe._jax import checks as _checks
 from jaxmoe.quantize import QuantizedArray, check_quantized, check_steps, format_of
 
-_OP = "pack"
 
-
-def pack(format: str, *parts: Any, weight_layout: str, dtype: Any = jnp.bfloat16) -> QuantizedArray:
+def pack(
+    format: str, *parts: Any, weight_layout: str, dtype: Any = jnp.bfloat16, op: str = "pack"
+) -> QuantizedArray:
     """Makes a quantized array of codes and scales, of which it keeps every bit that has a meaning.
 
     Args:
@@ -23,6 +23,7 @@ def pack(format: str, *parts: Any, weight_layout: str, dtype: Any = jnp.bfloat16
         these and global scales or zero points; [E, N, groups] or [E, N] or [E].
       weight_layout: of the array that the result stands for; codes are [E, N, K] in any case.
       dtype: of that array.
+      op: whose errors they are.
 
     Raises:
       TypeError, ValueError: another dtype of codes, or shapes that no block has.
@@ -30,18 +31,18 @@ def pack(format: str, *parts: Any, weight_layout: str, dtype: Any = jnp.bfloat16
     known = QUANTIZED[format].of(np.dtype(dtype))
     assert isinstance(known, Packed)
     codes, *rest = map(jnp.asarray, parts)
-    _checks.check_rank(_OP, "codes", codes, "E,N,K")
-    _checks.check_dtype(_OP, "codes", codes, (known.codes,))
+    _checks.check_rank(op, "codes", codes, "E,N,K")
+    _checks.check_dtype(op, "codes", codes, (known.codes,))
     if refused := known.refused_dtype(dtype):
-        raise TypeError(_checks.message(_OP, refused))
-    check_steps(_OP, "codes", codes, known, "nk")
+        raise TypeError(_checks.message(op, refused))
+    check_steps(op, "codes", codes, known, "nk")
     given = known.given(codes.shape)
     if len(rest) != len(given):
         rule = f"{format} is made of codes, {', '.join(given)}, not of {len(parts)} arrays"
-        raise TypeError(_checks.message(_OP, rule))
+        raise TypeError(_checks.message(op, rule))
     for (name, (shape, allowed)), part in zip(given.items(), rest, strict=True):
-        _checks.check_dtype(_OP, name, part, allowed)
-        _checks.check_shape(_OP, name, part, shape, format)
+        _checks.check_dtype(op, name, part, allowed)
+        _checks.check_shape(op, name, part, shape, format)
     values, scales = known.pack(codes, *rest)
     return QuantizedArray(values, scales, format, weight_layout, np.dtype(dtype))
 

@@ -64,11 +64,18 @@ class Stored:
         *parts, last = [self._stack(shards, part, experts) for part in self.parts]
         if self.reader is None:
             return jax.device_put(last)
-        if not self.checked:
-            return _compiled(self.reader)(*parts, last)
-        # By its numbers, which a compiled program would not know.
-        jax.eval_shape(lambda *a: self.reader(*a, last), *parts)  # pyright: ignore[reportOptionalCall]
-        return _compiled(self.reader)(*parts)
+        try:
+            if not self.checked:
+                return _compiled(self.reader)(*parts, last)
+            # By its numbers, which a compiled program would not know.
+            jax.eval_shape(functools.partial(self._checked, last), *parts)
+            return _compiled(self.reader)(*parts)
+        except (TypeError, ValueError, NotImplementedError) as error:
+            raise type(error)(f"jaxmoe.{OP}: {self.stem}: {error}") from error
+
+    def _checked(self, last: Any, *parts: Any) -> Any:
+        assert self.reader is not None
+        return self.reader(*parts, last)
 
     def _stack(self, shards: Shards, part: str, experts: range) -> np.ndarray[Any, Any]:
         if self.stacked:

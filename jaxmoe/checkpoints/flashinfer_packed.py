@@ -84,7 +84,9 @@ def _read_nvfp4(op: str, weights: Any, scales: Sequence[Any], gated: bool, dtype
     per_h = static_scale(op, "quant_scales[3]", scales[3], count, True)
     alphas = [static_scale(op, f"quant_scales[{i}]", scales[i], count, False) for i in (2, 5)]
     q = [
-        pack("nvfp4", c, _factors(op, i, scales[i], c, "nvfp4", half), alpha * per, **_in(dtype))
+        pack(
+            "nvfp4", c, _factors(op, i, scales[i], c, "nvfp4", half), alpha * per, **_in(op, dtype)
+        )
         for c, i, alpha, per, half in zip(
             codes, (1, 4), alphas, (per_x, per_h), (gated, False), strict=True
         )
@@ -111,7 +113,7 @@ def _read_mx(op: str, weights: Any, scales: Sequence[Any], gated: bool, dtype: A
         factors = _factors(op, 2 * i, scales[2 * i], codes, format, gated and i == 0)
         at = 2 * i + 1
         total = static_scale(op, f"quant_scales[{at}]", scales[at], codes.shape[0], False)
-        packed = pack(format, codes, factors, **_in(dtype))
+        packed = pack(format, codes, factors, **_in(op, dtype))
         q.append(_with_scales(packed, packed.scales * total))
     return {"gate_up": q[0], "down": q[1], "token_format": TOKENS[format]}
 
@@ -130,7 +132,7 @@ def _read_int4(op: str, weights: Any, scales: Sequence[Any], gated: bool, dtype:
         per_token.append(_common(op, f"quant_scales[{2 + i}]", scales[2 + i], k))
         alpha = static_scale(op, f"quant_scales[{6 + i}]", scales[6 + i], count, False)
         groups = _unfolded(op, f"quant_scales[{i}]", scales[i], codes).astype(dtype)
-        packed = pack("int4_g128", codes, groups, **_in(dtype))
+        packed = pack("int4_g128", codes, groups, **_in(op, dtype))
         q.append(_with_scales(packed, packed.scales * alpha * per_token[-1]))
     return {
         "gate_up": q[0],
@@ -165,8 +167,8 @@ def _check_positive(op: str, name: str, scales: jax.Array) -> None:
     raise ValueError(_checks.message(op, rule))
 
 
-def _in(dtype: Any) -> dict[str, Any]:
-    return {"weight_layout": "nk", "dtype": dtype}
+def _in(op: str, dtype: Any) -> dict[str, Any]:
+    return {"weight_layout": "nk", "dtype": dtype, "op": op}
 
 
 def _with_scales(q: QuantizedArray, scales: jax.Array) -> QuantizedArray:

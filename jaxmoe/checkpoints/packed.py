@@ -58,7 +58,7 @@ def from_mxfp4(weight: jax.Array, scale: jax.Array, *, dtype: Any = "bfloat16") 
         weight = weight.reshape(*weight.shape[:2], -1)
     codes = _nibbles(op, weight)
     _check_groups(op, "scale", scale, codes, _E2M1_GROUP, ("uint8", "float8_e8m0fnu"))
-    return pack("mxfp4", codes, _bytes(scale), weight_layout="nk", dtype=dtype)
+    return pack("mxfp4", codes, _bytes(scale), weight_layout="nk", dtype=dtype, op=op)
 
 
 def to_mxfp4(q: QuantizedArray) -> tuple[jax.Array, jax.Array]:
@@ -147,7 +147,7 @@ def from_nvfp4(
     scale = jnp.asarray(scale).reshape(-1)
     scale = scale if name == "weight_scale_2" else 1 / scale
     parts = codes, jnp.asarray(weight_scale), scale
-    return pack("nvfp4", *parts, weight_layout="nk", dtype=dtype)
+    return pack("nvfp4", *parts, weight_layout="nk", dtype=dtype, op=op)
 
 
 def from_int4(
@@ -344,7 +344,7 @@ def _int4(
     dtype = scales.dtype if dtype is None else np.dtype(dtype)
     parts = (codes, scales.astype(dtype), *(() if zeros is None else (zeros,)))
     suffix = "" if zeros is None else "_zp"
-    return pack(f"int4_{by}{suffix}", *parts, weight_layout="nk", dtype=dtype)
+    return pack(f"int4_{by}{suffix}", *parts, weight_layout="nk", dtype=dtype, op=op)
 
 
 def _check_groups(

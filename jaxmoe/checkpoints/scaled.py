@@ -114,7 +114,7 @@ def from_scales(
         q_values, q_scales = parts
         return QuantizedArray(q_values, q_scales, format, weight_layout, dtype)
     dtype = np.dtype(dtype) if name != "int4" else np.dtype(scales.dtype)
-    return pack(format, *parts, weight_layout=weight_layout, dtype=dtype)
+    return pack(format, *parts, weight_layout=weight_layout, dtype=dtype, op=op)
 
 
 def _of_rank_three(op: str, name: str, a: Any, values: Any, layout: str) -> Any:
