@@ -191,10 +191,19 @@ def test_refusals():
         (lambda: write(token_format=None, x_scale=None, h_scale=None), ValueError,
          "token_format=None must be 'nvfp4' with nvfp4 weights"),
         (lambda: write(h_scale=None), ValueError, "h_scale must be given for nvfp4"),
+        (lambda: read(0, np.ones(2, F32)), ValueError, "quant_scales[0].shape=[2] must be [1] (on"),
+        (lambda: read(3, F32(0)), ValueError, "quant_scales[3] must be positive and finite"),
+        (lambda: read_int4(2, int4_scales[2] * 0), ValueError,
+         "quant_scales[2] must be positive and finite"),
         (lambda: write(order="interleaved"), ValueError, "order='interleaved' must be 'up_gate'"),
     ):  # fmt: skip
         with pytest.raises(kind, match=re.escape(message)):
             call()
+    mx, mx_lists, _ = mx_or_nvfp4("mxfp4")
+    (sf1, w1), (sf2, w2) = mx_lists
+    broken = checkpoints.from_flashinfer(*mx, [sf1, -w1, sf2, w2])
+    with pytest.raises(ValueError, match=r"gate_up.scales must be positive and finite"):
+        checkpoints.to_flashinfer(broken)
     first = experts.gate_up
     up, gate = (dataclasses.replace(first, values=v) for v in jnp.split(first.values, 2, axis=1))
     with pytest.raises(NotImplementedError, match="gate and up must be one array, gate_up, in nv"):

@@ -73,7 +73,8 @@ def static_scale(op: str, name: str, scale: Any, num_experts: int, scalar: bool)
     _checks.check_dtype(op, name, scale, ("float32",))
     if scalar and scale.shape in ((), (1,)):
         return jnp.asarray(scale).reshape(())
-    _checks.check_shape(op, name, scale, (num_experts,), "num_experts")
+    one = scalar and num_experts == 1
+    _checks.check_shape(op, name, scale, (num_experts,), "one number" if one else "num_experts")
     return jnp.asarray(scale)
 
 
@@ -82,6 +83,8 @@ def _read_nvfp4(op: str, weights: Any, scales: Sequence[Any], gated: bool, dtype
     count = codes[0].shape[0]
     per_x = static_scale(op, "quant_scales[0]", scales[0], 1, True).reshape(())
     per_h = static_scale(op, "quant_scales[3]", scales[3], count, True)
+    _check_positive(op, "quant_scales[0]", per_x)
+    _check_positive(op, "quant_scales[3]", per_h)
     alphas = [static_scale(op, f"quant_scales[{i}]", scales[i], count, False) for i in (2, 5)]
     q = [
         pack(
@@ -160,7 +163,7 @@ _NAMES = ("fc1_expert_weights", "fc2_expert_weights")
 
 
 def _check_positive(op: str, name: str, scales: jax.Array) -> None:
-    """Refuses scales, if they are known, whose exponent no factor can take."""
+    """Refuses scales, if they are known, that nothing can be divided by or have no exponent."""
     if isinstance(scales, Tracer) or bool(((scales > 0) & jnp.isfinite(scales)).all()):
         return
     rule = f"{name} must be positive and finite, not {scales}"
@@ -233,6 +236,9 @@ def _common(op: str, name: str, scale: Any, k: int) -> jax.Array:
         rule = f"{name} must be known: call without jax.jit"
         raise TypeError(_checks.message(op, rule, **{name: scale})) from error
     numbers = numbers.view(jnp.bfloat16) if numbers.dtype == np.float16 else numbers
+    if not (np.isfinite(numbers.astype(np.float32)) & (numbers > 0)).all():
+        rule = f"{name} must be positive and finite"
+        raise ValueError(_checks.message(op, rule, **{name: scale}))
     if (numbers != numbers[0]).any():
         rule = (
             f"{name} must be one number {k} times: the layer has no scale of each input (the "
