@@ -54,6 +54,17 @@ def test_mxfp4(kind):
         assert_equal(back, was)
 
 
+@pytest.mark.parametrize("dtype", (np.uint8, ml_dtypes.float8_e8m0fnu))
+def test_mxfp8(dtype):
+    codes = rng().integers(0, 126, (E, N, K), np.uint8) | rng().choice((0, 128), (E, N, K))
+    weight = codes.astype(np.uint8).view(ml_dtypes.float8_e4m3fn)
+    scale = rng().integers(100, 140, (E, N, K // 32), np.uint8)
+    q = jax.jit(checkpoints.from_mxfp8)(weight, jnp.asarray(scale.view(dtype)))
+    assert (q.format, q.layout, q.shape) == ("mxfp8", "nk", (E, N, K))
+    powers = np.repeat(2.0 ** (scale.astype(np.float64) - 127), 32, -1)
+    np.testing.assert_array_equal(numbers(q), weight.astype(np.float64) * powers)
+
+
 @pytest.mark.parametrize("name", ("weight_scale_2", "weight_global_scale"))
 def test_nvfp4(name):
     codes = rng().integers(0, 16, (E, N, K), np.uint8)
@@ -176,6 +187,7 @@ ERRORS = (
         ValueError,
         "g_idx must be [256] or [2, 256] (K, or E and K)",
     ),
+    ("from_mxfp8", (U8, U8), {}, TypeError, "weight.dtype=u8 must be f8_e4m3fn"),
     (
         "from_nvfp4",
         (U8, E4M3),

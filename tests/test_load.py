@@ -106,6 +106,10 @@ def mxfp4(draw, n, k):
     return {".weight_packed": draw.u8(n, k // 2), ".weight_scale": draw.power(n, k // 32)}
 
 
+def mxfp8(draw, n, k):
+    return {".weight": draw.normal(n, k).astype(F8), ".weight_scale": draw.power(n, k // 32)}
+
+
 def int4(draw, n, k):
     scales = draw.positive(n, k // 32).astype(BF16)
     shape = np.array([n, k], np.int32)
@@ -164,6 +168,7 @@ READERS = {
     channel: reads(checkpoints.from_compressed_tensors, ".weight", ".weight_scale"),
     deepseek_v4: reads(checkpoints.from_mxfp4, ".weight", ".scale"),
     mxfp4: reads(checkpoints.from_mxfp4, ".weight_packed", ".weight_scale"),
+    mxfp8: reads(checkpoints.from_mxfp8, ".weight", ".weight_scale"),
     int4: reads(checkpoints.from_int4, ".weight_packed", ".weight_scale"),
     nvfp4: reads(
         checkpoints.from_nvfp4,
@@ -217,6 +222,7 @@ FILES = {
     "qwen3_nvfp4": Files("qwen3_moe", QWEN, nvfp4),
     "qwen3_modelopt": Files("qwen3_moe", QWEN, modelopt),
     "qwen3_mxfp4": Files("qwen3_moe", QWEN, mxfp4),
+    "qwen3_mxfp8": Files("qwen3_moe", QWEN, mxfp8),
     "olmoe": Files(
         "olmoe",
         {"num_experts": E, **TOP_2, "norm_topk_prob": False},

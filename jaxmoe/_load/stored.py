@@ -205,6 +205,8 @@ def _find(shards: Shards, stem: str, quantization: Mapping[str, Any], dtype: str
     if kind == "float8_e4m3fn":
         if has(".weight_scale_inv"):
             return stored(checkpoints.from_block, part, ".weight_scale_inv")
+        if has(".weight_scale") and shards.dtype(first + ".weight_scale") == np.uint8:
+            return stored(checkpoints.from_mxfp8, part, ".weight_scale")
         return stored(checkpoints.from_compressed_tensors, part, ".weight_scale")
     if kind == "uint8":
         common = "weight_scale_2"

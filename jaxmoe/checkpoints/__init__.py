@@ -11,6 +11,7 @@ from jaxmoe.checkpoints.packed import from_awq as from_awq
 from jaxmoe.checkpoints.packed import from_gptq as from_gptq
 from jaxmoe.checkpoints.packed import from_int4 as from_int4
 from jaxmoe.checkpoints.packed import from_mxfp4 as from_mxfp4
+from jaxmoe.checkpoints.packed import from_mxfp8 as from_mxfp8
 from jaxmoe.checkpoints.packed import from_nvfp4 as from_nvfp4
 from jaxmoe.checkpoints.packed import to_mxfp4 as to_mxfp4
 from jaxmoe.checkpoints.scaled import from_scales as from_scales

@@ -1,4 +1,4 @@
-"""Weights of 4 bits in the layouts of checkpoints as quantized arrays, which kernels read.
+"""Packed weights in the layouts of checkpoints as quantized arrays, which kernels read.
 
 Each reader takes the tensors of all experts, stacked on a new first axis, packs them once and
 changes no number. Call it under `jax.jit`, or its temporaries live as long as Python holds them.
@@ -16,7 +16,7 @@ from jaxmoe._formats.parts import pack, unpack
 from jaxmoe._jax import checks as _checks
 from jaxmoe.quantize import QuantizedArray, check_quantized
 
-_E2M1_GROUP = 32
+_MX_GROUP = 32
 _NVFP4_GROUP = 16
 # AWQ has column j of eight in this nibble of a word.
 _AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -53,11 +53,11 @@ def from_mxfp4(weight: jax.Array, scale: jax.Array, *, dtype: Any = "bfloat16") 
     _checks.check_dtype(op, "weight", weight, ("uint8", "int8"))
     weight = jnp.asarray(weight)
     if weight.ndim == 4:
-        wanted = (*weight.shape[:3], _E2M1_GROUP // 2)
+        wanted = (*weight.shape[:3], _MX_GROUP // 2)
         _checks.check_shape(op, "weight", weight, wanted, "[E, N, K / 32, 16]")
         weight = weight.reshape(*weight.shape[:2], -1)
     codes = _nibbles(op, weight)
-    _check_groups(op, "scale", scale, codes, _E2M1_GROUP, ("uint8", "float8_e8m0fnu"))
+    _check_groups(op, "scale", scale, codes, _MX_GROUP, ("uint8", "float8_e8m0fnu"))
     return pack("mxfp4", codes, _bytes(scale), weight_layout="nk", dtype=dtype, op=op)
 
 
@@ -91,6 +91,38 @@ def to_mxfp4(q: QuantizedArray) -> tuple[jax.Array, jax.Array]:
         raise ValueError(_checks.message(op, rule, q=q))
     scale = jnp.where(power[:, None, None], scale, jnp.uint8(255))
     return codes[..., ::2] | codes[..., 1::2] << 4, scale
+
+
+def from_mxfp8(weight: jax.Array, scale: jax.Array, *, dtype: Any = "bfloat16") -> QuantizedArray:
+    """Reads MXFP8 weights: w = e4m3 * 2^(scale - 127), a scale for 32 neighbours of k.
+
+    Args:
+      weight: float8_e4m3fn [E, N, K].
+      scale: uint8 or float8_e8m0fnu [E, N, K / 32] (`weight_scale`).
+      dtype: bfloat16, float16 or float32, which `jaxmoe.dequantize` shall return.
+
+    Returns:
+      An mxfp8 array [E, N, K] of layout "nk".
+
+    Raises:
+      TypeError, ValueError: a wrong dtype, or shapes that do not go together or into blocks.
+
+    Numerics: as `from_mxfp4`. A NaN of e4m3, which no quantizer makes, is 480 to kernels.
+    Source: OCP Microscaling Formats 1.0.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxmoe
+      >>> weight = jnp.full((1, 64, 64), 1.5, jnp.float8_e4m3fn)
+      >>> q = jaxmoe.checkpoints.from_mxfp8(weight, jnp.full((1, 64, 2), 128, jnp.uint8))
+      >>> q.format, float(jaxmoe.dequantize(q)[0, 0, 0])
+      ('mxfp8', 3.0)
+    """
+    op = "checkpoints.from_mxfp8"
+    _checks.check_rank(op, "weight", weight, "E,N,K")
+    _checks.check_dtype(op, "weight", weight, ("float8_e4m3fn",))
+    codes = _bytes(weight)
+    _check_groups(op, "scale", scale, codes, _MX_GROUP, ("uint8", "float8_e8m0fnu"))
+    return pack("mxfp8", codes, _bytes(scale), weight_layout="nk", dtype=dtype, op=op)
 
 
 def from_nvfp4(
