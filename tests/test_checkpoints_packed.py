@@ -93,6 +93,17 @@ def test_int4(group, dtype):
     np.testing.assert_array_equal(numbers(q), ((codes - 8) * step).astype(dtype).astype(np.float32))
 
 
+def test_scales_that_a_dtype_cannot_hold_are_nan():
+    codes = rng().integers(0, 16, (E, N, K))
+    scales = np.full((E, N, K // 32), 0.5, ml_dtypes.bfloat16)
+    scales[0, 1, :3] = 1e-9, 1e6, 0
+    q = checkpoints.from_int4(words(codes), scales, dtype="float16")
+    nan = np.zeros((E, N, K), bool)
+    nan[0, 1, :64] = True
+    np.testing.assert_array_equal(np.isnan(numbers(q)), nan)
+    assert (numbers(q)[0, 1, 64:96] == 0).all()
+
+
 def with_zeros(group):
     """Codes and zero points of [E, N, K], and the weights of fp16 scales."""
     codes = rng().integers(0, 16, (E, N, K))

@@ -126,7 +126,7 @@ def to_flashinfer(experts: Experts) -> tuple[jax.Array, jax.Array, list[jax.Arra
       NotImplementedError: packed gate and up that are two arrays, or I no multiple of 128.
 
     Numerics: exact, but for the products of scales, and `join_gate_up` of two fp8_tensor arrays. In
-      int4_g128 1 / x_scale and 1 / h_scale are rounded to bfloat16.
+      int4_g128 1 / x_scale, 1 / h_scale and scales of float16 are rounded to bfloat16.
 
     Example:
       >>> import jax.numpy as jnp, jaxmoe

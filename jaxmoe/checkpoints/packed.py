@@ -200,7 +200,8 @@ def from_int4(
       TypeError, ValueError: a wrong dtype or shape, or groups that no format has.
       NotImplementedError: `g_idx` of weights whose columns were sorted (`actorder: group`).
 
-    Numerics: codes and scales keep their bits, unless `dtype` is another than the scales'.
+    Numerics: codes and scales keep their bits, unless `dtype` is another than the scales'; a scale
+      that would be zero or infinite there is NaN.
     Source: compressed-tensors' pack_quantized (Kimi-K2-Thinking, K2.5).
 
     Example:
@@ -374,7 +375,9 @@ def _int4(
         )
         raise ValueError(_checks.message(op, rule, **{name: scales}))
     dtype = scales.dtype if dtype is None else np.dtype(dtype)
-    parts = (codes, scales.astype(dtype), *(() if zeros is None else (zeros,)))
+    held = scales.astype(dtype)
+    lost = ((held == 0) & (scales != 0)) | (jnp.isinf(held) & jnp.isfinite(scales))
+    parts = (codes, jnp.where(lost, jnp.nan, held), *(() if zeros is None else (zeros,)))
     suffix = "" if zeros is None else "_zp"
     return pack(f"int4_{by}{suffix}", *parts, weight_layout="nk", dtype=dtype, op=op)
 
