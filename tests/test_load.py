@@ -541,6 +541,7 @@ def test_the_number_of_experts_is_that_of_the_files(tmp_path):
     ("name", "parts", "message"),
     (
         ("qwen3", {".bias": np.ones(I, BF16)}, "up_proj.bias has no reader, beside .* bfloat16"),
+        ("qwen3", {"_bias": np.ones(I, BF16)}, "up_proj_bias has no reader"),
         ("qwen3_nvfp4", {".pre_quant_scale": np.ones(H, BF16)}, "up_proj.pre_quant_scale has no"),
         ("kimi", {".weight_shape": np.array([I, H // 2])}, "has 16 words for K=64: not 4 bits"),
         ("kimi", {".weight_g_idx": np.arange(H, dtype=np.int32) % 4}, "g_idx must be k // group"),

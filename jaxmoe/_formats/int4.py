@@ -50,8 +50,8 @@ class Int4(Packed):
             low, high = (f(finite, axis=-1, initial=0) for f in (jnp.min, jnp.max))
             # Halves: the difference may be too large.
             scales = elements.over(high * 0.5 - low * 0.5, 7.5)
-            below = elements.over(-low, jnp.where(scales > 0, scales, 1.0))
-            steps = jnp.clip(jnp.round(jnp.abs(below - 7.5) + 7.5), 8, 15)
+            below = jnp.round(elements.over(-low, jnp.where(scales > 0, scales, 1.0)))
+            steps = jnp.maximum(below, 15 - below)
         else:
             low, steps = None, 7.0
             scales = elements.over(elements.largest(groups, -1), 7.0)

@@ -14,9 +14,10 @@ from jaxmoe import checkpoints
 from jaxmoe._load.shards import OP, Shards
 
 _FLOATS = ("bfloat16", "float16", "float32")
-# Of a weight's tensors those that change nothing here: scales of inputs, which are not quantized,
-# and what is checked or, of stacked weights, read apart.
-_OTHERS = (".input_scale", ".input_global_scale", ".weight_shape", "_bias")
+_GPTQ = ("gptq", "gptq_v2")
+# Of a weight's tensors those that change nothing: scales of inputs, which are not quantized, and
+# what is checked.
+_OTHERS = (".input_scale", ".input_global_scale", ".weight_shape")
 _CHUNK_BYTES = 1 << 29  # of host memory, for tensors that are stacked
 
 
@@ -98,11 +99,11 @@ def _compiled(reader: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @functools.lru_cache(maxsize=64)
-def _with(reader: Callable[..., Any], names: tuple[str, ...], dtype: str) -> Any:
-    """A reader whose arguments after the first two have these names."""
+def _with(reader: Callable[..., Any], names: tuple[str, ...], **options: str) -> Any:
+    """A reader whose arguments after the first two have these names, with options."""
 
     def read(first: Any, second: Any, *others: Any) -> Any:
-        return reader(first, second, **dict(zip(names, others, strict=False)), dtype=dtype)
+        return reader(first, second, **dict(zip(names, others, strict=False)), **options)
 
     return read
 
@@ -122,7 +123,8 @@ def find(shards: Shards, stem: str, quantization: Mapping[str, Any], dtype: str)
     """
     first = stem.format(e=0)
     found = _find(shards, stem, quantization, dtype)
-    known = {first + part for part in (*found.parts, *_OTHERS)}
+    apart = ("_bias",) if found.stacked else ()  # read by the layer
+    known = {first + part for part in (*found.parts, *_OTHERS, *apart)}
     for name in (*shards.beginning(f"{first}."), *shards.beginning(f"{first}_")):
         if name not in known and not _is_zero(shards, stem, name.removeprefix(first)):
             raise NotImplementedError(
@@ -133,17 +135,10 @@ def find(shards: Shards, stem: str, quantization: Mapping[str, Any], dtype: str)
 
 def _is_zero(shards: Shards, stem: str, part: str) -> bool:
     """Whether a part is a bias of zeros, which tools for GPTQ write, in all experts."""
-    names = itertools.takewhile(
-        shards.__contains__, (stem.format(e=e) + part for e in itertools.count())
-    )
-    return part == ".bias" and "{e}" in stem and not any(shards[name].any() for name in names)
-
-
-def _from_gptq_v2(*args: Any, **kwargs: Any) -> Any:
-    return checkpoints.from_gptq(*args, checkpoint_format="gptq_v2", **kwargs)
-
-
-_GPTQ = {"gptq": checkpoints.from_gptq, "gptq_v2": _from_gptq_v2}
+    if part != ".bias" or "{e}" not in stem:
+        return False
+    names = (stem.format(e=e) + part for e in itertools.count())
+    return not any(shards[name].any() for name in itertools.takewhile(shards.__contains__, names))
 
 
 def _find(shards: Shards, stem: str, quantization: Mapping[str, Any], dtype: str) -> Stored:
@@ -153,12 +148,16 @@ def _find(shards: Shards, stem: str, quantization: Mapping[str, Any], dtype: str
         return first + part in shards
 
     def stored(
-        reader: Any, *parts: str, named: tuple[str, ...] = (), checked: bool = False
+        reader: Any,
+        *parts: str,
+        named: tuple[str, ...] = (),
+        checked: bool = False,
+        **options: str,
     ) -> Stored:
         for part in parts:
             shards.dtype(first + part)  # names the one that is missing
-        kind = reader.__name__.lstrip("_").removeprefix("from_")
-        return Stored(kind, stem, parts, _with(reader, named, dtype), checked)
+        kind = reader.__name__.removeprefix("from_")
+        return Stored(kind, stem, parts, _with(reader, named, dtype=dtype, **options), checked)
 
     def refused(why: str) -> NotImplementedError:
         return NotImplementedError(f"jaxmoe.{OP}: {first}{why}")
@@ -175,8 +174,8 @@ def _find(shards: Shards, stem: str, quantization: Mapping[str, Any], dtype: str
         if variant not in _GPTQ:
             raise refused(f".qweight has checkpoint_format {variant!r}, not {' or '.join(_GPTQ)}")
         order = (".g_idx",) if has(".g_idx") else ()
-        named = ("scales", "g_idx")
-        return stored(_GPTQ[variant], *parts, *order, named=named, checked=bool(order))
+        read = functools.partial(stored, checkpoints.from_gptq, checkpoint_format=variant)
+        return read(*parts, *order, named=("scales", "g_idx"), checked=bool(order))
     if has("_blocks"):
         return stored(checkpoints.from_mxfp4, "_blocks", "_scales")
     if has(".weight_packed"):

@@ -313,6 +313,7 @@ class Epilogue {
       }
       Sync();
       // A thread takes a pair of features of every fourth token, or without a gate every second.
+      // NOTE: made here, by selections: a shift by a number from outside is a register more.
       const int pairs = T::IsGated(args_) ? 32 : 64;  // of a token
       const int feature = 2 * (site_.thread & (pairs - 1));
       if (site_.feature + feature < args_.n_out) {
