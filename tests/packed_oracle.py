@@ -8,8 +8,10 @@ import numpy as np
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float64)
 E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
 
-# Bits (s, e1, e0, m) of value (j, h = 0) of a word of e2m1 codes.
-E2M1_BITS = ((15, 8, 7, 6), (9, 2, 1, 0), (3, 28, 27, 26), (13, 14, 5, 4))
+# Bits (s, e1, e0, m) of value (j, h = 0) of a word of e2m1 codes; of the last value, with the word
+# of the two of a thread's half in which each lies, for those of the first word and of the second.
+E2M1_BITS = ((15, 8, 7, 6), (9, 2, 1, 0), (3, 28, 27, 26))
+E2M1_LAST = (((0, 13), (1, 4), (0, 5), (0, 4)), ((1, 21), (1, 14), (1, 13), (0, 14)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,8 +70,8 @@ def block_of(codes, shape):
     for t in range(128):
         w, lane = divmod(t, 32)
         row0, c = 16 * w + lane // 4, lane % 4
+        words = np.zeros(4, np.uint64)
         for b in range(4):
-            word = 0
             for j in range(4):
                 for h in range(2):
                     code = int(codes[row0 + 8 * (j % 2), 16 * b + 2 * c + 8 * (j // 2) + h])
@@ -78,13 +80,16 @@ def block_of(codes, shape):
                         place = (((b // 2) * 128 + t) * 2 + b % 2) * 2 + j // 2
                         data[4 * place + byte] = code
                     elif shape.e2m1:
-                        for bit, place in zip((3, 2, 1, 0), E2M1_BITS[j], strict=True):
-                            word |= (code >> bit & 1) << (place + 16 * h) % 32
+                        own = E2M1_LAST[b % 2] if j == 3 else [(b % 2, p) for p in E2M1_BITS[j]]
+                        for bit, (word, place) in zip((3, 2, 1, 0), own, strict=True):
+                            word += b // 2 * 2
+                            words[word] |= np.uint64((code >> bit & 1) << (place + 16 * h) % 32)
                     else:
-                        word |= code << 4 * j + 16 * h
-            if shape.bits == 4:
+                        words[b] |= np.uint64(code << 4 * j + 16 * h)
+        if shape.bits == 4:
+            for b in range(4):
                 place = 4 * (((b // 2) * 128 + t) * 2 + b % 2)
-                data[place : place + 4] = np.array([word], "<u4").view(np.uint8)
+                data[place : place + 4] = words[b : b + 1].astype("<u4").view(np.uint8)
     return data
 
 

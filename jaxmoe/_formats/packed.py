@@ -20,10 +20,23 @@ import numpy as np
 ROWS = 64  # rows of a block, and its elements of k
 _ROW_AXES = (4, 2, 8)  # w, u, i
 _K_AXES = (2, 2, 2, 4, 2)  # d, b, p, c, h
-# Bits of e2m1 codes in a word of 8 values [p, u, h], from the lowest bit of a code to its sign: so
-# that few instructions make two bf16 of a word at a time, which lie 16 bits apart.
-_E2M1_BITS = np.array([6, 0, 26, 4, 7, 1, 27, 5, 8, 2, 28, 14, 15, 9, 3, 13], np.uint32)
-_E2M1_SHIFTS = np.stack([_E2M1_BITS, (_E2M1_BITS + 16) % 32], axis=1).reshape(4, 2, 2, 2)
+# Where the bits of e2m1 codes lie, from the lowest of a code to its sign, so that few instructions
+# make two bf16 at a time, which lie 16 bits apart: of values [p, u] but the last in their own word,
+# of the last ones of both words (b) in either, with the word.
+_E2M1_OWN = ((6, 7, 8, 15), (0, 1, 2, 9), (26, 27, 28, 3))
+_E2M1_LAST = (((0, 4), (0, 5), (1, 4), (0, 13)), ((0, 14), (1, 13), (1, 14), (1, 21)))
+
+
+def _e2m1_places() -> tuple[np.ndarray, np.ndarray]:
+    """Word and shift of each bit of a code, [bit, b, p, u, h]."""
+    own = [[[(b, bit) for bit in bits] for bits in _E2M1_OWN] for b in range(2)]
+    places = np.array([[*own[b], _E2M1_LAST[b]] for b in range(2)], np.uint32)  # [b, pu, bit, 2]
+    words, shifts = np.moveaxis(places.reshape(2, 2, 2, 4, 2), (4, 3), (0, 1))[..., None]
+    return np.concatenate([words, words], -1), np.concatenate([shifts, (shifts + 16) % 32], -1)
+
+
+_E2M1_WORDS, _E2M1_SHIFTS = _e2m1_places()
+_LAST = {3: (-3, -2, -1), 5: (-5, -4, -3, -2, -1)}
 _INT4_SHIFTS = np.array([0, 16, 4, 20, 8, 24, 12, 28], np.uint32).reshape(2, 2, 2)
 
 
@@ -41,14 +54,17 @@ def pack_values(codes: jax.Array, *, bits: int, scattered: bool) -> jax.Array:
     codes = _split(_split(codes, -1, -1, *_K_AXES), -2 - len(_K_AXES), -1, *_ROW_AXES)
     if bits == 8:
         return _merged(_transposed(codes, "NwuiKdbpch", "NKdwicbphu"), -8, 8)
-    words = _transposed(codes, "NwuiKdbpch", "NKdwicbpuh").astype(jnp.uint32)
+    codes = _transposed(codes, "NwuiKdbpch", "NKdwicbpuh").astype(jnp.uint32)
+    rank = codes.ndim + 1 if scattered else codes.ndim
     if scattered:
-        bit = _like(np.arange(4, dtype=np.uint32), words.ndim + 1, words.ndim - 3)
-        words = (jnp.expand_dims(words, -4) >> bit) & jnp.uint32(1)
-    shifts = _E2M1_SHIFTS if scattered else _INT4_SHIFTS
-    shifts = jnp.asarray(shifts.reshape((1,) * (words.ndim - shifts.ndim) + shifts.shape))
-    axes = tuple(range(-4 if scattered else -3, 0))
-    words = jnp.sum(words << shifts, axis=axes, dtype=jnp.uint32)
+        set_bits = jnp.expand_dims(codes, -5) >> _like(np.arange(4, dtype=np.uint32), rank, -5)
+        moved = (set_bits & jnp.uint32(1)) << _of_rank(_E2M1_SHIFTS, rank)
+        own = (_of_rank(_E2M1_WORDS == word, rank) for word in range(2))
+        parts = (jnp.where(mine, moved, jnp.uint32(0)) for mine in own)
+        words = jnp.stack([jnp.sum(a, axis=_LAST[5], dtype=jnp.uint32) for a in parts], axis=-1)
+    else:
+        moved = codes << _of_rank(_INT4_SHIFTS, rank)
+        words = jnp.sum(moved, axis=_LAST[3], dtype=jnp.uint32)
     return _merged(jax.lax.bitcast_convert_type(words, jnp.uint8), -6, 6)
 
 
@@ -59,15 +75,17 @@ def unpack_values(data: jax.Array, *, bits: int, scattered: bool) -> jax.Array:
         data = _split(data, -1, 2, 4, 8, 4, 2, 2, 2, 2)
         return _matrix(_transposed(data, "NKdwicbphu", "NwuiKdbpch"), 6)
     data = _split(data, -1, 2, 4, 8, 4, 2, 4)
-    words = jax.lax.bitcast_convert_type(data, jnp.uint32)[..., None, None, None]
+    words = jax.lax.bitcast_convert_type(data, jnp.uint32)
     if scattered:
-        words = words[..., None]
-        shifts = jnp.asarray(_E2M1_SHIFTS.reshape((1,) * (words.ndim - 4) + (4, 2, 2, 2)))
-        bit = _like(np.arange(4, dtype=np.uint32), words.ndim, words.ndim - 4)
-        codes = jnp.sum(((words >> shifts) & jnp.uint32(1)) << bit, axis=-4, dtype=jnp.uint32)
+        both = (jnp.expand_dims(words[..., word], _LAST[5]) for word in range(2))
+        rank = words.ndim + 4
+        words = jnp.where(_of_rank(_E2M1_WORDS == 0, rank), *both)
+        bit = _like(np.arange(4, dtype=np.uint32), rank, -5)
+        codes = ((words >> _of_rank(_E2M1_SHIFTS, rank)) & jnp.uint32(1)) << bit
+        codes = jnp.sum(codes, axis=-5, dtype=jnp.uint32)
     else:
-        shifts = jnp.asarray(_INT4_SHIFTS.reshape((1,) * (words.ndim - 3) + (2, 2, 2)))
-        codes = (words >> shifts) & jnp.uint32(15)
+        words = jnp.expand_dims(words, _LAST[3])
+        codes = (words >> _of_rank(_INT4_SHIFTS, words.ndim)) & jnp.uint32(15)
     codes = _transposed(codes.astype(jnp.uint8), "NKdwicbpuh", "NwuiKdbpch")
     return _matrix(codes, 6)
 
@@ -149,5 +167,10 @@ def _transposed(a: jax.Array, names: str, wanted: str) -> jax.Array:
 
 
 def _like(a: np.ndarray, rank: int, axis: int) -> jax.Array:
-    """`a` along `axis` of an array of that rank."""
-    return jnp.asarray(a.reshape(tuple(-1 if i == axis else 1 for i in range(rank))))
+    """`a` along `axis`, a negative number, of an array of that rank."""
+    return jnp.asarray(a.reshape(tuple(-1 if i == rank + axis else 1 for i in range(rank))))
+
+
+def _of_rank(a: np.ndarray, rank: int) -> jax.Array:
+    """`a` along the last axes of an array of that rank."""
+    return jnp.asarray(a.reshape((1,) * (rank - a.ndim) + a.shape))

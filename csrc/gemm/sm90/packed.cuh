@@ -6,7 +6,8 @@
 //   kFactor      by which sums are to be multiplied, beside the scale of their weight
 //   Site         where a thread finds the scales of its rows in a strip
 //   Scales       those of half a step, as LoadScales gives them
-//   Decode       the A operand of an instruction, which is 16 k: the first or second of a half
+//   Decode       the A operand of an instruction, which is 16 k: the first or second of a half, of
+//                four bits from the words of both, of eight from its own two
 //   kRowScales   rows of X may have scales, see RowScales
 //   Symmetric    a faster Decoder where there are no zero points, or void
 #pragma once
@@ -14,6 +15,23 @@
 #include "csrc/gemm/sm90/warpgroup.cuh"
 
 namespace jaxmoe {
+
+// Where the steps of a stage are in a block, as bytes: a strip of scales is behind the values of
+// each step or, if it is of several, behind those of all.
+template <class T>
+struct StagePlaces {
+  int values[T::kStageSteps];
+  int strip[T::kStageSteps];
+
+  __device__ __forceinline__ explicit StagePlaces(const PackedArgs& packed) {
+    const bool joined = T::kStageSteps == 1 || packed.superblock_steps == 1;
+#pragma unroll
+    for (int i = 0; i < T::kStageSteps; ++i) {
+      values[i] = i * (T::kValueBytes + (joined && i > 0 ? packed.strip_bytes : 0));
+      strip[i] = joined ? values[i] + T::kValueBytes : T::kStageSteps * T::kValueBytes;
+    }
+  }
+};
 
 // Words and scales of half a step, of a thread: rows of the two weight blocks of its warpgroup.
 template <class T, class Decoder>
@@ -25,33 +43,63 @@ struct PackedHalf {
   typename Decoder::Scales scales[2];
 
   __device__ __forceinline__ void Load(const SharedStorage<T>& smem,
+                                       const StagePlaces<T>& places,
                                        int stage,
+                                       int part,
                                        int first_block,
                                        int half,
                                        int thread,
                                        const typename Decoder::Site& site) {
 #pragma unroll
     for (int block = 0; block < 2; ++block) {
-      const uint8_t* values = smem.weights(stage) + (first_block + block) * T::kBlockBytes;
-      words[block] = reinterpret_cast<const Words*>(values)[half * 128 + thread];
-      scales[block] = Decoder::LoadScales(values + T::kValueBytes, site, half);
+      const uint8_t* at = smem.weights(stage) + (first_block + block) * T::kBlockBytes;
+      words[block] = reinterpret_cast<const Words*>(at + places.values[part])[half * 128 + thread];
+      scales[block] = Decoder::LoadScales(at + places.strip[part], site, half);
     }
   }
 
   // The operand of the first or second instruction of the half that was loaded.
   __device__ __forceinline__ void Decode(
       const typename Decoder::Site& site, int block, int half, int part, uint32_t (&a)[4]) const {
-    const Words& pair = words[block];
-    uint32_t mine[kWords];
+    const Words& both = words[block];
     if constexpr (kWords == 1) {
-      mine[0] = part == 0 ? pair.x : pair.y;
+      const uint32_t mine[] = {both.x, both.y};
+      Decoder::Decode(mine, scales[block], site, half, part, a);
     } else {
-      mine[0] = part == 0 ? pair.x : pair.z;
-      mine[1] = part == 0 ? pair.y : pair.w;
+      const uint32_t mine[] = {part == 0 ? both.x : both.z, part == 0 ? both.y : both.w};
+      Decoder::Decode(mine, scales[block], site, half, part, a);
     }
-    Decoder::Decode(mine, scales[block], site, half, part, a);
   }
 };
+
+// Calls run(part, ends, index, before, more) for every step: its part of the stage and whether it
+// is the last one there, both constants, the stage's index, and whether steps came before and
+// stages follow. `stage` is the one that follows.
+template <int kStageSteps, class Stage, class Run>
+__device__ __forceinline__ void ForEachStage(int num_k_steps, Stage& stage, const Run& run) {
+  constexpr std::integral_constant<int, 0> kFirst;
+  if constexpr (kStageSteps == 1) {
+    for (int step = 0; step < num_k_steps; ++step) {
+      const int current = stage.index;
+      stage.Advance();
+      run(kFirst, std::true_type{}, current, step > 0, step + 1 < num_k_steps);
+    }
+  } else {
+    static_assert(kStageSteps == 2);
+    constexpr std::integral_constant<int, 1> kSecond;
+    for (int step = 0; step + 1 < num_k_steps; step += 2) {
+      const int current = stage.index;
+      stage.Advance();
+      run(kFirst, std::false_type{}, current, step > 0, true);
+      run(kSecond, std::true_type{}, current, true, step + 2 < num_k_steps);
+    }
+    if (num_k_steps % 2 != 0) {
+      const int current = stage.index;
+      stage.Advance();
+      run(kFirst, std::true_type{}, current, num_k_steps > 1, false);
+    }
+  }
+}
 
 // K loop of tiles with few tokens: each warp multiplies its own rows, and waits for no other. Sums
 // have the bits of wgmma's. A stage goes back before all of it is multiplied.
@@ -75,47 +123,53 @@ __device__ __forceinline__ void RunPackedWarpKSteps(const PackedArgs& packed,
                       ((4 * half + lane / 8) ^ (lane % 8)) * 16;
   }
   const typename Decoder::Site site(packed, thread);
+  const StagePlaces<T> places(packed);
   PackedHalf<T, Decoder> halves[2];
-  const auto load = [&](int half) {
-    halves[half].Load(smem, stage.index, share.first_block, half, thread, site);
+  const auto load = [&](int index, int part, int half) {
+    halves[half].Load(smem, places, index, part, share.first_block, half, thread, site);
   };
   ptx::BarrierWait(smem.full(stage.index), stage.parity);
-  load(0);
-  load(1);
-  for (int step = 0; step < num_k_steps; ++step) {
-    const int current = stage.index;
-    stage.Advance();
+  load(stage.index, 0, 0);
+  load(stage.index, 0, 1);
+  const auto run = [&](auto part, auto ends, int current, bool, bool more) {
+    constexpr int kPart = part;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       uint32_t tokens[kTokenBlocks][4];  // [..][8 of k]
 #pragma unroll
       for (int j = 0; j < kTokenBlocks; ++j) {
-        ptx::LoadMatrix4(token_row[half] + current * T::kTokenPitch + j * 8 * T::kTokenStepBytes,
+        ptx::LoadMatrix4(token_row[half] + current * T::kTokenPitch + kPart * T::kTokenPart +
+                             j * 8 * T::kTokenStepBytes,
                          tokens[j]);
       }
 #pragma unroll
-      for (int part = 0; part < 2; ++part) {
+      for (int second = 0; second < 2; ++second) {
 #pragma unroll
         for (int block = 0; block < 2; ++block) {
           uint32_t a[4];
-          halves[half].Decode(site, block, half, part, a);
+          halves[half].Decode(site, block, half, second, a);
 #pragma unroll
           for (int j = 0; j < kTokenBlocks; ++j) {
             ptx::MmaWarp<typename T::Weight>(
-                a, tokens[j][2 * part], tokens[j][2 * part + 1], &acc[block][4 * j]);
+                a, tokens[j][2 * second], tokens[j][2 * second + 1], &acc[block][4 * j]);
           }
         }
       }
-      if (half == 1) {
-        __syncwarp();  // every lane has read its tokens
-        ReleaseStage(smem, current, lane);
-      }
-      if (step + 1 < num_k_steps) {
-        if (half == 0) ptx::BarrierWait(smem.full(stage.index), stage.parity);
-        load(half);
+      if constexpr (!ends) {
+        load(current, kPart + 1, half);
+      } else {
+        if (half == 1) {
+          __syncwarp();  // every lane has read its tokens
+          ReleaseStage(smem, current, lane);
+        }
+        if (more) {
+          if (half == 0) ptx::BarrierWait(smem.full(stage.index), stage.parity);
+          load(stage.index, 0, half);
+        }
       }
     }
-  }
+  };
+  ForEachStage<T::kStageSteps>(num_k_steps, stage, run);
 }
 
 // Multiplies a set of operands, which begin `offset` bytes into a step, by kN tokens: by the N that
@@ -166,14 +220,26 @@ __device__ __forceinline__ void RunPackedKSteps(const PackedArgs& packed,
   int previous = -1;
   uint32_t a[kSets][kSet][2][4];  // [set][instruction][weight block][register]
   const typename Decoder::Site site(packed, thread);
+  const StagePlaces<T> places(packed);
   PackedHalf<T, Decoder> half;
+  const auto load = [&](int index, int part, int which) {
+    half.Load(smem, places, index, part, share.first_block, which, thread, site);
+  };
   ptx::BarrierWait(smem.full(stage.index), stage.parity);
-  half.Load(smem, stage.index, share.first_block, 0, thread, site);
-  for (int step = 0; step < num_k_steps; ++step) {
-    const uint64_t tokens = ptx::Swizzle128Descriptor(ptx::SmemAddress(smem.tokens(stage.index)) +
-                                                      share.first_token * T::kTokenStepBytes);
-    const int current = stage.index;
-    stage.Advance();
+  load(stage.index, 0, 0);
+  const uint64_t tokens0 = ptx::Swizzle128Descriptor(ptx::SmemAddress(smem.tokens(0)) +
+                                                     share.first_token * T::kTokenStepBytes);
+  const auto tokens_of = [&](int index, int part) {
+    if constexpr (T::kStageSteps == 1) {
+      return ptx::Swizzle128Descriptor(ptx::SmemAddress(smem.tokens(index)) +
+                                       share.first_token * T::kTokenStepBytes);
+    } else {  // or ptxas makes a descriptor for each instruction
+      return ptx::MoveDescriptor(tokens0, index * T::kTokenPitch + part * T::kTokenPart);
+    }
+  };
+  const auto run = [&](auto part, auto ends, int current, bool before, bool more) {
+    constexpr int kPart = part;
+    const uint64_t tokens = tokens_of(current, kPart);
 #pragma unroll
     for (int i = 0; i < 4; i += kSet) {
       auto& set = a[i / kSet % kSets];
@@ -188,11 +254,13 @@ __device__ __forceinline__ void RunPackedKSteps(const PackedArgs& packed,
       ptx::FenceAccumulator(acc[0]);
       ptx::FenceAccumulator(acc[1]);
       IssueProducts<T, kChosen ? T::kFirstN : kN, kChosen>(
-          set, tokens, 32 * i, step > 0 || i > 0, share.columns, acc);
-      if (i + kSet == 2) half.Load(smem, current, share.first_block, 1, thread, site);
-      if (i + kSet == 4 && step + 1 < num_k_steps) {
+          set, tokens, 32 * i, before || i > 0, share.columns, acc);
+      if (i + kSet == 2) load(current, kPart, 1);
+      if constexpr (!ends) {
+        if (i + kSet == 4) load(current, kPart + 1, 0);
+      } else if (i + kSet == 4 && more) {
         ptx::BarrierWait(smem.full(stage.index), stage.parity);
-        half.Load(smem, stage.index, share.first_block, 0, thread, site);
+        load(stage.index, 0, 0);
       }
       ptx::FenceAccumulator(acc[0]);
       ptx::FenceAccumulator(acc[1]);
@@ -204,11 +272,12 @@ __device__ __forceinline__ void RunPackedKSteps(const PackedArgs& packed,
         ptx::FenceRegisters(other[j][0]);
         ptx::FenceRegisters(other[j][1]);
       }
-      if (i == 0) __syncwarp();  // every lane has read its weights
-      if (i == 0 && previous >= 0) ReleaseStage(smem, previous, lane);
+      if (kPart == 0 && i == 0) __syncwarp();  // every lane has read its weights
+      if (kPart == 0 && i == 0 && previous >= 0) ReleaseStage(smem, previous, lane);
     }
-    previous = current;
-  }
+    if constexpr (ends) previous = current;
+  };
+  ForEachStage<T::kStageSteps>(num_k_steps, stage, run);
   cute::warpgroup_wait<0>();
   ptx::FenceAccumulator(acc[0]);
   ptx::FenceAccumulator(acc[1]);

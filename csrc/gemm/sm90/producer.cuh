@@ -44,7 +44,7 @@ __device__ __forceinline__ uint64_t WeightPolicy(const MoeGemmArgs& args) {
                              : ptx::CreatePolicy<ptx::CachePolicy::kEvictNormal>();
 }
 
-// Bytes of X that bulk copies bring to a stage of this tile.
+// Bytes of X that bulk copies bring to a step of this tile.
 template <class T>
 __device__ __forceinline__ uint32_t BulkTokenBytes(const MoeGemmArgs& args, int rows) {
   if (args.gather) return T::kGatherByThreads ? 0 : rows * T::kTokenStepBytes;
@@ -105,18 +105,19 @@ __device__ __forceinline__ void LoadPlainTile(const MoeGemmArgs& args,
 }
 
 // Loads blocks of packed weights: values of 64 rows by a step of k are adjacent in memory, and so
-// are their scales, so neither needs a tensor map.
+// are their scales, so neither needs a tensor map. Whole superblocks are one copy. See StagePlaces.
 template <class T>
 __device__ __forceinline__ void LoadPackedTile(const MoeGemmArgs& args,
                                                const SharedStorage<T>& smem,
                                                const TileInfo& info,
                                                uint64_t policy,
                                                PipelineState<T::kStages>& stage) {
+  constexpr int kStep = T::kStageSteps;
   const PackedArgs& packed = args.packed;
   const int last_row = args.n - args.up_origin;
   const StepRange steps = StepsOf<T>(args.num_k_steps);
-  uint32_t bytes = BulkTokenBytes<T>(args, info.rows);
   const uint8_t* block[T::kWeightBlocks];  // null past the last row, where nothing is stored
+  int blocks = 0;
 #pragma unroll
   for (int b = 0; b < T::kWeightBlocks; ++b) {
     const int row = RowInArray(args, WeightRow<T>(args, info.w_tile, b), b);
@@ -124,30 +125,41 @@ __device__ __forceinline__ void LoadPackedTile(const MoeGemmArgs& args,
     const bool exists = row < last_row;
     block[b] =
         !exists ? nullptr : w + info.weight * packed.weight_bytes + row / 64 * packed.block_bytes;
-    bytes += exists ? T::kValueBytes + packed.strip_bytes : 0;
+    blocks += exists ? 1 : 0;
   }
-  int superblock = steps.first / packed.superblock_steps;
-  int part = steps.first % packed.superblock_steps;
-  for (int step = steps.first; step < steps.last; ++step) {
+  const uint32_t token_bytes = BulkTokenBytes<T>(args, info.rows);
+  const int per_superblock = packed.superblock_steps;
+  const bool joined = per_superblock == 1;  // each step has a strip of its own
+  const bool whole = per_superblock <= kStep;
+  int superblock = steps.first / per_superblock;
+  int part = steps.first % per_superblock;
+  for (int step = steps.first; step < steps.last; step += kStep) {
     uint64_t* full = smem.full(stage.index);
     ptx::BarrierWait(smem.empty(stage.index), stage.parity ^ 1);
-    ptx::BarrierArriveExpectTx(full, bytes);
+    const int count = kStep == 1 ? 1 : min(kStep, steps.last - step);
+    const int strips = joined ? count : 1;
+    const uint32_t bytes = count * T::kValueBytes + strips * packed.strip_bytes;
+    ptx::BarrierArriveExpectTx(full, count * token_bytes + blocks * bytes);
     const int64_t at = superblock * packed.superblock_bytes;
-    const int64_t strip = at + packed.superblock_steps * T::kValueBytes;
+    const int64_t strip = at + per_superblock * T::kValueBytes;
     uint8_t* dst = smem.weights(stage.index);
 #pragma unroll
     for (int b = 0; b < T::kWeightBlocks; ++b) {
       if (block[b] == nullptr) continue;
       uint8_t* to = dst + b * T::kBlockBytes;
-      if (packed.superblock_steps == 1) {
-        ptx::BulkLoad(to, block[b] + at, T::kValueBytes + packed.strip_bytes, full, policy);
+      if (whole) {
+        ptx::BulkLoad(to, block[b] + at, bytes, full, policy);
         continue;
       }
-      ptx::BulkLoad(to, block[b] + at + part * T::kValueBytes, T::kValueBytes, full, policy);
+      ptx::BulkLoad(
+          to, block[b] + at + part * T::kValueBytes, count * T::kValueBytes, full, policy);
       if (packed.strip_bytes == 0) continue;
-      ptx::BulkLoad(to + T::kValueBytes, block[b] + strip, packed.strip_bytes, full, policy);
+      ptx::BulkLoad(
+          to + kStep * T::kValueBytes, block[b] + strip, packed.strip_bytes, full, policy);
     }
-    if (++part == packed.superblock_steps) {
+    if (joined) {
+      superblock += kStep;
+    } else if ((part += kStep) >= per_superblock) {
       part = 0;
       ++superblock;
     }
@@ -219,29 +231,33 @@ __device__ __forceinline__ void LoadTokenTile(const MoeGemmArgs& args,
       source[i] = from.one_row_boxes && r < info.rows ? args.row_index[info.row + r] : 0;
     }
   }
-  for (int step = steps.first; step < steps.last; ++step) {
+  for (int step = steps.first; step < steps.last; step += T::kStageSteps) {
     ptx::BarrierWait(smem.empty(stage.index), stage.parity ^ 1);
     __syncwarp();  // a lane without a box must not fall a phase behind lanes with one
     uint64_t* full = smem.full(stage.index);
-    uint8_t* dst = smem.tokens(stage.index);
-    const int k = step * T::kStepK;
-    if (from.one_row_boxes) {
 #pragma unroll
-      for (int i = 0; i < kRowsPerLane; ++i) {
-        const int r = lane + 32 * i;
-        // The swizzle follows the shared-memory address, so one-row boxes assemble a tile.
-        if (r < info.rows) {
-          ptx::TmaLoad2D(
-              dst + r * T::kTokenStepBytes, &args.x_map, full, k, source[i], from.policy);
+    for (int part = 0; part < T::kStageSteps; ++part) {
+      if (part > 0 && step + part == steps.last) break;
+      uint8_t* dst = smem.tokens(stage.index) + part * T::kTokenPart;
+      const int k = (step + part) * T::kStepK;
+      if (from.one_row_boxes) {
+#pragma unroll
+        for (int i = 0; i < kRowsPerLane; ++i) {
+          const int r = lane + 32 * i;
+          // The swizzle follows the shared-memory address, so one-row boxes assemble a tile.
+          if (r < info.rows) {
+            ptx::TmaLoad2D(
+                dst + r * T::kTokenStepBytes, &args.x_map, full, k, source[i], from.policy);
+          }
         }
+      } else if (lane < boxes) {
+        ptx::TmaLoad2D(dst + lane * T::kBoxRows * T::kTokenStepBytes,
+                       &args.x_map,
+                       full,
+                       k,
+                       info.row + lane * T::kBoxRows,
+                       from.policy);
       }
-    } else if (lane < boxes) {
-      ptx::TmaLoad2D(dst + lane * T::kBoxRows * T::kTokenStepBytes,
-                     &args.x_map,
-                     full,
-                     k,
-                     info.row + lane * T::kBoxRows,
-                     from.policy);
     }
     stage.Advance();
   }

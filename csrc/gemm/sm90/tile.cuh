@@ -126,11 +126,16 @@ struct Tile {
   static constexpr int kTokenStepBytes = kStepK * static_cast<int>(sizeof(Token));
   static_assert(kWeightStepBytes == 128 && kTokenStepBytes == 128,
                 "rows of a step are as wide as the swizzle pattern");
-  // Values of a 64-row weight block; packed, its scales follow.
+  // Steps of k in a stage of the pipeline. Two save packed tiles half of what a stage costs beside
+  // decoding, and a block of both is one copy. Wider tiles have no room for as many stages.
+  static constexpr int kStageSteps = kPacked && (kTokenTile == 32 || kTokenTile == 64) ? 2 : 1;
+  // Values of a 64-row weight block in a step; packed, scales follow those of a stage, or each.
   static constexpr int kValueBytes = BlockValueBytes<Format, 64 * kWeightStepBytes>();
-  static constexpr int kBlockBytes = kValueBytes + BlockStripBytes<Format>();
+  static constexpr int kBlockBytes = kStageSteps * (kValueBytes + BlockStripBytes<Format>());
   static constexpr int kWeightBytes = kWeightBlocks * kBlockBytes;
-  static constexpr int kTokenBytes = kTokenTile * kTokenStepBytes;
+  // Rows of X in a step, and in a stage.
+  static constexpr int kTokenPart = kTokenTile * kTokenStepBytes;
+  static constexpr int kTokenBytes = kStageSteps * kTokenPart;
   static constexpr int kStageBytes = kWeightBytes + kTokenBytes;
   // A stage is weights, then tokens. Packed blocks are no multiple of the swizzle pattern, to which
   // tokens are aligned: then the tokens of all stages come first.

@@ -85,8 +85,8 @@ VariantTable MakeVariants() {
         JAXMOE_TILE(128, 16, (kNarrow ? 9 : 6), kNone, 3, 1, 1),
         JAXMOE_TILE(128, 16, (kNarrow ? 8 : 5), kNone, 3, 1, 2),
         JAXMOE_TILE(128, 16, (kNarrow ? 6 : 4), kNone, 3, 1, 4),
-        JAXMOE_TILE(128, 32, (kNarrow ? 7 : 4), kNone, 3, 1, 1),
-        JAXMOE_TILE(128, 64, (kNarrow ? 7 : 6), kNone, 2, 1, 1),
+        JAXMOE_TILE(128, 32, (kNarrow ? 3 : 2), kNone, 3, 1, 1),
+        JAXMOE_TILE(128, 64, (kNarrow ? 4 : 3), kNone, 2, 1, 1),
         JAXMOE_TILE(128, 128, 4, kNone, 2, 1, 1),
         JAXMOE_TILE(128, 160, (kNarrow ? 4 : 3), kNone, 2, 1, 1),
     };

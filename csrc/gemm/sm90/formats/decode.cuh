@@ -106,14 +106,22 @@ struct PackedWithPowers : PackedWeights<Element, kPacking_, 128> {
   }
 };
 
-// The eight e2m1 values of a word, times 2^-126 in bf16 and 2^-14 in fp16.
+// Eight of the sixteen e2m1 values of two words, times 2^-126 in bf16 and 2^-14 in fp16. Three
+// times two of a word are a rotation and a mask away. The bits that are left, put together, are
+// those of two values of the first word and of two of the second.
 template <class Element>
-__device__ __forceinline__ void DecodeE2m1(uint32_t word, uint32_t (&a)[4]) {
+__device__ __forceinline__ void DecodeE2m1(const uint32_t* words, int part, uint32_t (&a)[4]) {
   constexpr uint32_t kValue = 0x81C081C0;  // sign, two bits of exponent, one of mantissa
+  constexpr uint32_t kLeft = 0x60306030;
+  const uint32_t word = words[part];
   a[0] = word & kValue;
   a[1] = (word << 6) & kValue;
   a[2] = __funnelshift_l(word, word, 12) & kValue;
-  a[3] = ((word >> 6) & 0x01000100) | ((word << 2) & 0x80C080C0);
+  uint32_t left;  // (words[0] & kLeft) | (the other & ~kLeft), which ptxas would make two
+  asm("lop3.b32 %0, %1, %2, %3, 0xE4;"
+      : "=r"(left)
+      : "r"(words[0]), "r"(__funnelshift_l(words[1], words[1], 2)), "r"(kLeft));
+  a[3] = (part == 0 ? left << 2 : __funnelshift_r(left, left, 8)) & kValue;
   if constexpr (std::is_same_v<Element, __half>) {
 #pragma unroll
     for (int j = 0; j < 4; ++j) a[j] = (a[j] & 0x80008000) | ((a[j] << 3) & 0x0E000E00);

@@ -74,9 +74,13 @@ struct Int4 : PackedWeights<Element, Packing::kInt4, 384> {
     return scales;
   }
 
-  static __device__ __forceinline__ void Decode(
-      const uint32_t* word, const Scales& scales, const Site& site, int, int, uint32_t (&a)[4]) {
-    const uint32_t words[] = {*word, *word >> 8};
+  static __device__ __forceinline__ void Decode(const uint32_t* both,
+                                                const Scales& scales,
+                                                const Site& site,
+                                                int,
+                                                int part,
+                                                uint32_t (&a)[4]) {
+    const uint32_t words[] = {both[part], both[part] >> 8};
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const uint32_t mask = j % 2 == 0 ? 0x000F000F : 0x00F000F0;

@@ -14,9 +14,13 @@ struct Mxfp4 : PackedWithPowers<Element, Packing::kMxfp4> {
   using typename PackedWithPowers<Element, Packing::kMxfp4>::Scales;
   using typename PackedWithPowers<Element, Packing::kMxfp4>::Site;
 
-  static __device__ __forceinline__ void Decode(
-      const uint32_t* word, const Scales& scales, const Site&, int half, int, uint32_t (&a)[4]) {
-    DecodeE2m1<Element>(*word, a);
+  static __device__ __forceinline__ void Decode(const uint32_t* words,
+                                                const Scales& scales,
+                                                const Site&,
+                                                int half,
+                                                int part,
+                                                uint32_t (&a)[4]) {
+    DecodeE2m1<Element>(words, part, a);
     const uint32_t powers = PowersOfTwo<Element>(scales.bytes, half);
 #pragma unroll
     for (int j = 0; j < 4; ++j) a[j] = Multiply2<Element>(a[j], OfRow<Element>(powers, j));

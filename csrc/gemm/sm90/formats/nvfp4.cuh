@@ -22,8 +22,8 @@ struct Nvfp4 : PackedWeights<Element, Packing::kNvfp4, 256> {
   }
 
   static __device__ __forceinline__ void Decode(
-      const uint32_t* word, const Scales& scales, const Site&, int, int part, uint32_t (&a)[4]) {
-    DecodeE2m1<Element>(*word, a);
+      const uint32_t* words, const Scales& scales, const Site&, int, int part, uint32_t (&a)[4]) {
+    DecodeE2m1<Element>(words, part, a);
     const uint32_t rows = Scale(scales.bytes, part);
 #pragma unroll
     for (int j = 0; j < 4; ++j) a[j] = Multiply2<Element>(a[j], OfRow<Element>(rows, j));
