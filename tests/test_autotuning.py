@@ -319,7 +319,7 @@ def test_a_result_of_another_device_is_refused(monkeypatch):
 def test_on_a_gpu(format):
     result = jaxmoe.autotune(jaxmoe.moe_mlp, X, ROUTING, experts_of(format))
     ((_, times),) = result.data
-    assert len(times) > 10 and all(0.5 < us < 1000 for _, us in times)
+    assert len(times) > 10 and all(0.5 < us < 1e6 for _, us in times)
     fn = jax.jit(jaxmoe.moe_mlp)
     x = jax.random.normal(jax.random.key(0), X.shape, X.dtype)
     ids = jnp.arange(T * K, dtype=jnp.int32).reshape(T, K) % E
