@@ -57,10 +57,10 @@ def values_of(name, codes, scales=None, zeros=None):
                     first_k = 64 * (superblock * per_superblock + block)
                     part = codes[e, first_row : first_row + 64, first_k : first_k + 64]
                     out.append(block_of(part, shape))
-                    groups = slice(superblock * shape.groups, (superblock + 1) * shape.groups)
-                    for parts in (scales, zeros):
-                        if parts is not None and block == 0:
-                            out.append(strip_of(parts[e, first_row : first_row + 64, groups]))
+                groups = slice(superblock * shape.groups, (superblock + 1) * shape.groups)
+                for parts in (scales, zeros):
+                    if parts is not None:
+                        out.append(strip_of(parts[e, first_row : first_row + 64, groups]))
     return np.concatenate(out).reshape(num_experts, n // 64, -1)
 
 

@@ -244,7 +244,9 @@ def test_packed_groups_have_the_narrowest_tile_that_holds_most_of_them():
     def tile(mean):
         return _gemm.tiles.gmm_config(mean * 128, 128, 2880, 5760, packed=True).tile
 
-    assert [tile(mean)[1] for mean in (1, 12, 13, 56, 57, 107)] == [16, 16, 64, 64, 128, 128]
+    assert [tile(mean)[1] for mean in (1, 9, 10, 15, 16, 56, 57, 107)] == [
+        *(16, 16, 32, 32, 64, 64, 128, 128)
+    ]
     # The widest where it spares one.
     assert [tile(mean)[1] for mean in (108, 136, 138, 225, 227, 286, 288, 345, 347, 400)] == [
         *(160, 160, 128, 128, 160, 160, 128, 128, 160, 160)

@@ -29,7 +29,7 @@ enum class WeightFormat : int {
 enum class Packing : int { kNone, kMxfp4, kNvfp4, kInt4, kInt8, kMxfp8 };
 
 // Packed weights lie in superblocks: 64 rows by a multiple of 64 of k. One has its values, 64 of k
-// after the other, and behind the first of them the strip of its scales.
+// after the other, then the strip of its scales.
 struct PackedLayout {
   Packing packing = Packing::kNone;
   int k = 64;              // of a superblock; 0: all of it

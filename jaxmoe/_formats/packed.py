@@ -6,8 +6,8 @@ warpgroup read them, each the values of its own rows of a tensor core's operand:
   row = 16 w + 8 u + i    k = 32 d + 16 b + 8 p + 2 c + h    thread = 32 w + 4 i + c
 
 with w, c < 4, i < 8 and d, b, p, u, h < 2. All threads read half d at once. A superblock
-is 64 rows by the elements of k that a strip has the scales of: its blocks in order of k, the strip
-behind the first, so that either of two blocks is beside it. Weights are [E, N / 64, superblocks].
+is 64 rows by the elements of k that a strip has the scales of: its blocks in order of k, then the
+strip. Weights are [E, N / 64, superblocks].
 """
 
 import functools
@@ -119,10 +119,8 @@ def _pair(groups: int, dtype: jax.typing.DTypeLike) -> int:
 
 def join(blocks: jax.Array, strips: list[jax.Array], per_superblock: int) -> jax.Array:
     """Makes superblocks [.., N / 64, bytes] of blocks and of the parts of their strips."""
-    size = blocks.shape[-1]
     blocks = _merged(_split(blocks, -2, -1, per_superblock), -2, 2)
-    first, rest = blocks[..., :size], blocks[..., size:]
-    return _merged(jnp.concatenate([first, *strips, rest], axis=-1) if strips else blocks, -2, 2)
+    return _merged(jnp.concatenate([blocks, *strips], axis=-1) if strips else blocks, -2, 2)
 
 
 def split(values: jax.Array, per_superblock: int, sizes: tuple[int, ...]) -> tuple[jax.Array, ...]:
@@ -132,10 +130,9 @@ def split(values: jax.Array, per_superblock: int, sizes: tuple[int, ...]) -> tup
     """
     block, *strips = sizes
     values = _split(values, -1, -1, per_superblock * block + sum(strips))
-    ends = [int(end) for end in np.cumsum(sizes)]
-    first, *parts, rest = jnp.split(values, ends, axis=-1)
-    blocks = jnp.concatenate([first, rest], axis=-1)
-    return _merged(_split(blocks, -1, per_superblock, block), -3, 2), *parts
+    ends = [int(end) for end in np.cumsum([per_superblock * block, *strips])]
+    first, *rest = jnp.split(values, ends[:-1], axis=-1)
+    return _merged(_split(first, -1, per_superblock, block), -3, 2), *rest
 
 
 def _matrix(a: jax.Array, k_axes: int) -> jax.Array:

@@ -81,10 +81,9 @@ WHOLE_BLOCKS = {(256, 128, 1, 1), (128, 256, 1, 1)}
 _MIN_SPLIT_BYTES = 2048
 _MAX_SPLIT_TILES = 12 * _SMS
 
-# Usual rows of a group up to which packed weights take tiles of 16 and of 64 tokens. Some groups then
-# take a second tile. Those of 32 tokens are slower than the one or the other.
-_MAX_PACKED_16 = 20
-_MAX_PACKED_64 = 72
+# Usual rows of a group up to which packed weights take tiles of so many tokens. wgmma is faster than
+# mma.sync before 32 are full, and a second tile for some groups than a wider one for all.
+_PACKED_ROWS = {16: 16, 32: 23, 64: 72}
 
 # Elements of k that each CTA of a packed product needs. The loop is split while all parts run at
 # once.
@@ -214,11 +213,12 @@ def _packed_config(usual: float, k: int, tiles: float, raster: int, float_out: b
     Weights are decoded once for each token tile, which reads and multiplies little more than the
     rows it has: the narrowest tile that holds most groups is the best.
     """
-    if usual <= _MAX_PACKED_16:
+    if usual <= _PACKED_ROWS[16]:
         parts = min(_SMS * PACKED[128, 16, 1, 1] / max(tiles, 1.0), k / _MIN_PACKED_SPLIT)
         return GemmConfig(128, 16, split_k=4 if parts >= 4 else 2 if parts >= 2 else 1)
-    if usual <= _MAX_PACKED_64:
-        return GemmConfig(128, 64)
+    for token_tile in (32, 64):
+        if usual <= _PACKED_ROWS[token_tile]:
+            return GemmConfig(128, token_tile)
     spares = math.ceil(usual / 160) < math.ceil(usual / 128)
     return GemmConfig(128, 160 if spares and not float_out else 128, raster=raster)
 

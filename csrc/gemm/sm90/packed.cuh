@@ -16,31 +16,19 @@
 
 namespace jaxmoe {
 
-// Where the steps of a stage are in a block, as bytes. A strip of scales is behind the values of
-// its step. One of several steps is behind the first one's if these are in one stage; else, as
-// they follow each other, behind and before the values in turn.
+// Where the steps of a stage are in a block, as bytes: a strip of scales is behind the values of
+// each step or, if it is of several, behind those of all.
 template <class T>
 struct StagePlaces {
   int values[T::kStageSteps];
   int strip[T::kStageSteps];
-  int other_strip;  // of the stage that follows
 
   __device__ __forceinline__ explicit StagePlaces(const PackedArgs& packed) {
-    const bool joined = packed.superblock_steps == 1;
-    const int first = joined ? 0 : T::kBeforeValues;
+    const bool joined = T::kStageSteps == 1 || packed.superblock_steps == 1;
 #pragma unroll
     for (int i = 0; i < T::kStageSteps; ++i) {
-      values[i] = first + i * (T::kValueBytes + packed.strip_bytes);
-      strip[i] = (joined ? values[i] : first) + T::kValueBytes;
-    }
-    other_strip = joined ? strip[0] : first - packed.strip_bytes;
-  }
-
-  __device__ __forceinline__ void Advance() {
-    if constexpr (T::kBeforeValues > 0) {
-      const int next = other_strip;
-      other_strip = strip[0];
-      strip[0] = next;
+      values[i] = i * (T::kValueBytes + (joined && i > 0 ? packed.strip_bytes : 0));
+      strip[i] = joined ? values[i] + T::kValueBytes : T::kStageSteps * T::kValueBytes;
     }
   }
 };
@@ -135,7 +123,7 @@ __device__ __forceinline__ void RunPackedWarpKSteps(const PackedArgs& packed,
                       ((4 * half + lane / 8) ^ (lane % 8)) * 16;
   }
   const typename Decoder::Site site(packed, thread);
-  StagePlaces<T> places(packed);
+  const StagePlaces<T> places(packed);
   PackedHalf<T, Decoder> halves[2];
   const auto load = [&](int index, int part, int half) {
     halves[half].Load(smem, places, index, part, share.first_block, half, thread, site);
@@ -175,10 +163,7 @@ __device__ __forceinline__ void RunPackedWarpKSteps(const PackedArgs& packed,
           ReleaseStage(smem, current, lane);
         }
         if (more) {
-          if (half == 0) {
-            ptx::BarrierWait(smem.full(stage.index), stage.parity);
-            places.Advance();
-          }
+          if (half == 0) ptx::BarrierWait(smem.full(stage.index), stage.parity);
           load(stage.index, 0, half);
         }
       }
@@ -235,7 +220,7 @@ __device__ __forceinline__ void RunPackedKSteps(const PackedArgs& packed,
   int previous = -1;
   uint32_t a[kSets][kSet][2][4];  // [set][instruction][weight block][register]
   const typename Decoder::Site site(packed, thread);
-  StagePlaces<T> places(packed);
+  const StagePlaces<T> places(packed);
   PackedHalf<T, Decoder> half;
   const auto load = [&](int index, int part, int which) {
     half.Load(smem, places, index, part, share.first_block, which, thread, site);
@@ -275,7 +260,6 @@ __device__ __forceinline__ void RunPackedKSteps(const PackedArgs& packed,
         if (i + kSet == 4) load(current, kPart + 1, 0);
       } else if (i + kSet == 4 && more) {
         ptx::BarrierWait(smem.full(stage.index), stage.parity);
-        places.Advance();
         load(stage.index, 0, 0);
       }
       ptx::FenceAccumulator(acc[0]);

@@ -104,42 +104,8 @@ __device__ __forceinline__ void LoadPlainTile(const MoeGemmArgs& args,
   }
 }
 
-// Loads the steps of a stage of one block of packed weights, from step `part` of a superblock on,
-// to where StagePlaces has them. Steps that are adjacent to their strip are one copy with it.
-template <class T>
-__device__ __forceinline__ void LoadPackedBlock(const PackedArgs& packed,
-                                                const uint8_t* superblock,
-                                                uint8_t* to,
-                                                int part,
-                                                int count,
-                                                bool odd,
-                                                uint64_t* full,
-                                                uint64_t policy) {
-  constexpr int kValues = T::kValueBytes;
-  const int strip = packed.strip_bytes;
-  const uint8_t* from = superblock + part * kValues + (part > 0 ? strip : 0);
-  const bool joined = packed.superblock_steps == 1;
-  uint8_t* values = to + (joined ? 0 : T::kBeforeValues);
-  if (joined) {
-    ptx::BulkLoad(values, from, count * (kValues + strip), full, policy);
-  } else if (part == 0 && !odd) {
-    ptx::BulkLoad(values, from, count * kValues + strip, full, policy);
-  } else if (T::kStageSteps == 1 && part == 1 && odd) {
-    ptx::BulkLoad(values - strip, from - strip, kValues + strip, full, policy);
-  } else {
-    ptx::BulkLoad(values, from, kValues, full, policy);
-    if (count > 1) {
-      ptx::BulkLoad(values + kValues + strip, from + kValues, kValues, full, policy);
-    }
-    if (strip != 0) {
-      uint8_t* const place = odd ? values - strip : values + kValues;
-      ptx::BulkLoad(place, superblock + kValues, strip, full, policy);
-    }
-  }
-}
-
 // Loads blocks of packed weights: values of 64 rows by a step of k are adjacent in memory, and so
-// are their scales, so neither needs a tensor map.
+// are their scales, so neither needs a tensor map. Whole superblocks are one copy. See StagePlaces.
 template <class T>
 __device__ __forceinline__ void LoadPackedTile(const MoeGemmArgs& args,
                                                const SharedStorage<T>& smem,
@@ -164,6 +130,7 @@ __device__ __forceinline__ void LoadPackedTile(const MoeGemmArgs& args,
   const uint32_t token_bytes = BulkTokenBytes<T>(args, info.rows);
   const int per_superblock = packed.superblock_steps;
   const bool joined = per_superblock == 1;  // each step has a strip of its own
+  const bool whole = per_superblock <= kStep;
   int superblock = steps.first / per_superblock;
   int part = steps.first % per_superblock;
   for (int step = steps.first; step < steps.last; step += kStep) {
@@ -174,13 +141,21 @@ __device__ __forceinline__ void LoadPackedTile(const MoeGemmArgs& args,
     const uint32_t bytes = count * T::kValueBytes + strips * packed.strip_bytes;
     ptx::BarrierArriveExpectTx(full, count * token_bytes + blocks * bytes);
     const int64_t at = superblock * packed.superblock_bytes;
-    const bool odd = T::kBeforeValues > 0 && !joined && (step - steps.first) % 2 != 0;
+    const int64_t strip = at + per_superblock * T::kValueBytes;
     uint8_t* dst = smem.weights(stage.index);
 #pragma unroll
     for (int b = 0; b < T::kWeightBlocks; ++b) {
       if (block[b] == nullptr) continue;
-      LoadPackedBlock<T>(
-          packed, block[b] + at, dst + b * T::kBlockBytes, part, count, odd, full, policy);
+      uint8_t* to = dst + b * T::kBlockBytes;
+      if (whole) {
+        ptx::BulkLoad(to, block[b] + at, bytes, full, policy);
+        continue;
+      }
+      ptx::BulkLoad(
+          to, block[b] + at + part * T::kValueBytes, count * T::kValueBytes, full, policy);
+      if (packed.strip_bytes == 0) continue;
+      ptx::BulkLoad(
+          to + kStep * T::kValueBytes, block[b] + strip, packed.strip_bytes, full, policy);
     }
     if (joined) {
       superblock += kStep;

@@ -33,12 +33,6 @@ constexpr int BlockStripBytes() {
   return 0;
 }
 
-template <class Format>
-constexpr int SharedStripBytes() {
-  if constexpr (Format::kPacking != Packing::kNone) return Format::kSharedStripBytes;
-  return 0;
-}
-
 constexpr int Largest(int a, int b, int c) { return a > b ? (a > c ? a : c) : b > c ? b : c; }
 
 // Tokens whose output features one warpgroup stages in shared memory at once. Rows are padded by 16
@@ -138,9 +132,6 @@ struct Tile {
   // Values of a 64-row weight block in a step; packed, scales follow those of a stage, or each.
   static constexpr int kValueBytes = BlockValueBytes<Format, 64 * kWeightStepBytes>();
   static constexpr int kBlockBytes = kStageSteps * (kValueBytes + BlockStripBytes<Format>());
-  // Before the values of steps that share a strip there is room for it: see StagePlaces.
-  static constexpr int kBeforeValues = kStageSteps == 1 ? SharedStripBytes<Format>() : 0;
-  static_assert(2 * kBeforeValues <= BlockStripBytes<Format>());
   static constexpr int kWeightBytes = kWeightBlocks * kBlockBytes;
   // Rows of X in a step, and in a stage.
   static constexpr int kTokenPart = kTokenTile * kTokenStepBytes;

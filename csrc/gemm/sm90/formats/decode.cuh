@@ -25,7 +25,6 @@ struct PackedWeights : Plain<Element> {
   static constexpr Packing kPacking = kPacking_;
   static constexpr int kValueBytes = PackedLayout{kPacking_}.value_bytes();
   static constexpr int kStripBytes = kStripBytes_;
-  static constexpr int kSharedStripBytes = 0;  // of those that several steps of k share
   // Accumulators and decoding need the registers of warps that would fetch rows.
   static constexpr bool kGathersByThreads = false;
   // Rows of X may have scales, beside the formats that have such tokens.

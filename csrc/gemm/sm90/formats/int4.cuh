@@ -16,7 +16,6 @@ template <class Element, bool kZeros = true>
 struct Int4 : PackedWeights<Element, Packing::kInt4, 384> {
   using Symmetric = std::conditional_t<kZeros, Int4<Element, false>, void>;
 
-  static constexpr int kSharedStripBytes = 192;
   static constexpr bool kHalf = std::is_same_v<Element, __half>;
   static constexpr float kFactor = kHalf ? 1.0f : 0x1p37f;
   static constexpr uint32_t k16th = kHalf ? 0x2C002C00 : 0x3D803D80;
