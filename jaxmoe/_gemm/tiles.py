@@ -81,8 +81,8 @@ WHOLE_BLOCKS = {(256, 128, 1, 1), (128, 256, 1, 1)}
 _MIN_SPLIT_BYTES = 2048
 _MAX_SPLIT_TILES = 12 * _SMS
 
-# Usual rows of a group up to which packed weights take tiles of so many tokens. wgmma is faster than
-# mma.sync before 32 are full, and a second tile for some groups than a wider one for all.
+# Usual rows of a group up to which packed weights take tiles of so many tokens. wgmma is faster
+# than mma.sync before 32 are full, and a second tile for some groups than a wider one for all.
 _PACKED_ROWS = {16: 16, 32: 23, 64: 72}
 
 # Elements of k that each CTA of a packed product needs. The loop is split while all parts run at
