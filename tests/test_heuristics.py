@@ -240,7 +240,7 @@ def test_packed_weights_have_tiles_of_their_own(mean):
         assert config.tile in _gemm.tiles.PACKED
 
 
-def test_packed_groups_have_the_narrowest_tile_that_holds_most_of_them():
+def test_packed_groups_of_more_rows_have_wider_tiles():
     def tile(mean):
         return _gemm.tiles.gmm_config(mean * 128, 128, 2880, 5760, packed=True).tile
 

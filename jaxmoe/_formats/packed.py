@@ -36,7 +36,7 @@ def _e2m1_places() -> tuple[np.ndarray, np.ndarray]:
 
 
 _E2M1_WORDS, _E2M1_SHIFTS = _e2m1_places()
-_LAST = {3: (-3, -2, -1), 5: (-5, -4, -3, -2, -1)}
+_LAST_AXES = {3: (-3, -2, -1), 5: (-5, -4, -3, -2, -1)}
 _INT4_SHIFTS = np.array([0, 16, 4, 20, 8, 24, 12, 28], np.uint32).reshape(2, 2, 2)
 
 
@@ -61,10 +61,12 @@ def pack_values(codes: jax.Array, *, bits: int, scattered: bool) -> jax.Array:
         moved = (set_bits & jnp.uint32(1)) << _of_rank(_E2M1_SHIFTS, rank)
         own = (_of_rank(_E2M1_WORDS == word, rank) for word in range(2))
         parts = (jnp.where(mine, moved, jnp.uint32(0)) for mine in own)
-        words = jnp.stack([jnp.sum(a, axis=_LAST[5], dtype=jnp.uint32) for a in parts], axis=-1)
+        words = jnp.stack(
+            [jnp.sum(a, axis=_LAST_AXES[5], dtype=jnp.uint32) for a in parts], axis=-1
+        )
     else:
         moved = codes << _of_rank(_INT4_SHIFTS, rank)
-        words = jnp.sum(moved, axis=_LAST[3], dtype=jnp.uint32)
+        words = jnp.sum(moved, axis=_LAST_AXES[3], dtype=jnp.uint32)
     return _merged(jax.lax.bitcast_convert_type(words, jnp.uint8), -6, 6)
 
 
@@ -77,14 +79,14 @@ def unpack_values(data: jax.Array, *, bits: int, scattered: bool) -> jax.Array:
     data = _split(data, -1, 2, 4, 8, 4, 2, 4)
     words = jax.lax.bitcast_convert_type(data, jnp.uint32)
     if scattered:
-        both = (jnp.expand_dims(words[..., word], _LAST[5]) for word in range(2))
+        both = (jnp.expand_dims(words[..., word], _LAST_AXES[5]) for word in range(2))
         rank = words.ndim + 4
         words = jnp.where(_of_rank(_E2M1_WORDS == 0, rank), *both)
         bit = _like(np.arange(4, dtype=np.uint32), rank, -5)
         codes = ((words >> _of_rank(_E2M1_SHIFTS, rank)) & jnp.uint32(1)) << bit
         codes = jnp.sum(codes, axis=-5, dtype=jnp.uint32)
     else:
-        words = jnp.expand_dims(words, _LAST[3])
+        words = jnp.expand_dims(words, _LAST_AXES[3])
         codes = (words >> _of_rank(_INT4_SHIFTS, words.ndim)) & jnp.uint32(15)
     codes = _transposed(codes.astype(jnp.uint8), "NKdwicbpuh", "NwuiKdbpch")
     return _matrix(codes, 6)

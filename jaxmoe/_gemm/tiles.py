@@ -211,7 +211,7 @@ def _packed_config(usual: float, k: int, tiles: float, raster: int, float_out: b
     """The tile for packed weights and groups of `usual` rows; `tiles` are those of 128 x 16.
 
     Weights are decoded once for each token tile, which reads and multiplies little more than the
-    rows it has: the narrowest tile that holds most groups is the best.
+    rows it has: up to `_PACKED_ROWS` the narrowest tile is the best.
     """
     if usual <= _PACKED_ROWS[16]:
         parts = min(_SMS * PACKED[128, 16, 1, 1] / max(tiles, 1.0), k / _MIN_PACKED_SPLIT)
