@@ -58,9 +58,10 @@ def values_of(name, codes, scales=None, zeros=None):
                     part = codes[e, first_row : first_row + 64, first_k : first_k + 64]
                     out.append(block_of(part, shape))
                 groups = slice(superblock * shape.groups, (superblock + 1) * shape.groups)
-                for parts in (scales, zeros):
-                    if parts is not None:
-                        out.append(strip_of(parts[e, first_row : first_row + 64, groups]))
+                if scales is not None:
+                    out.append(strip_of(scales[e, first_row : first_row + 64, groups]))
+                if zeros is not None:
+                    out.append(zeros_of(zeros[e, first_row : first_row + 64, groups]))
     return np.concatenate(out).reshape(num_experts, n // 64, -1)
 
 
@@ -105,6 +106,18 @@ def strip_of(scales):
                 at = (((8 * w + i) * groups // 2 + g // 2) * 2 + u) * 2 + g % 2
             data[at * size : (at + 1) * size] = scales[row : row + 1, g].view(np.uint8)
     return data
+
+
+def zeros_of(zeros):
+    """The bytes of zero points [64, groups]."""
+    groups = zeros.shape[1]
+    words = np.zeros(8 * groups, np.uint32)
+    for row in range(64):
+        w, i, u = row // 16, row % 8, row // 8 % 2
+        for g in range(groups):
+            word, place = divmod((8 * w + i) * groups + g, 4)
+            words[word] |= np.uint32(int(zeros[row, g]) << 16 * u + 4 * place)
+    return words.astype("<u4").view(np.uint8)
 
 
 def e2m1(codes):

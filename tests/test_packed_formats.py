@@ -114,6 +114,15 @@ def test_bytes_are_those_of_plain_loops_and_come_back(name):
     assert QUANTIZED[name].weight_shape(q.values.shape) == codes.shape
 
 
+def test_packing_adds_at_most_a_hundredth(name):
+    codes, parts, _ = draw(name)
+    values = jax.eval_shape(functools.partial(pack, name, weight_layout="nk"), codes, *parts).values
+    scales, zeros = (parts[:-1], parts[-1:]) if name.endswith("_zp") else (parts, ())
+    given = codes.size * oracle.FORMATS[name].bits / 8
+    given += sum(a.nbytes for a in scales) + sum(a.size / 2 for a in zeros)
+    assert values.size <= 1.01 * given
+
+
 @pytest.mark.parametrize("dtype", (jnp.bfloat16, jnp.float16))
 def test_what_they_stand_for(name, dtype):
     codes, parts, _ = draw(name, 1, dtype=dtype)

@@ -76,9 +76,11 @@ class Int4(Packed):
     def pack(self, codes: jax.Array, *scales: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Values and scales of codes [E, N, K] in [0, 15], symmetric ones being q + 8.
 
-        `scales`: [E, N, K / group] in the dtype of the array, and uint8 zero points if there are.
+        `scales`: [E, N, K / group] in the dtype of the array; if there are, uint8 zero points in
+        [0, 15].
         """
-        strips = (packed.pack_strips(part, self.groups) for part in scales)
+        strips = [packed.pack_strips(scales[0], self.groups)]
+        strips += [packed.pack_zeros(zeros, self.groups) for zeros in scales[1:]]
         return self.joined(codes, *strips), jnp.ones_like(codes[..., 0, 0], jnp.float32)
 
     def unpack(self, values: jax.Array, scales: jax.Array) -> tuple[jax.Array, ...]:
@@ -99,7 +101,7 @@ class Int4(Packed):
     def _parts(self, values: jax.Array) -> tuple[jax.Array, ...]:
         codes, scales, *zeros = self.blocks(values)
         scales = packed.unpack_strips(scales, self.groups, self.dtype)
-        return codes, scales, *(packed.unpack_strips(z, self.groups, jnp.uint8) for z in zeros)
+        return codes, scales, *(packed.unpack_zeros(z, self.groups) for z in zeros)
 
 
 def _formats() -> tuple[Int4, ...]:
@@ -125,7 +127,7 @@ def _formats() -> tuple[Int4, ...]:
 def _strips(groups: int, zeros: bool) -> tuple[int, ...]:
     """Bytes of the scales of 64 rows and so many groups, and of their zero points."""
     scales = packed.ROWS * groups * 2
-    return (scales, scales // 2) if zeros else (scales,)
+    return (scales, scales // 4) if zeros else (scales,)
 
 
 INT4 = _formats()

@@ -114,6 +114,24 @@ def unpack_strips(data: jax.Array, groups: int, dtype: jax.typing.DTypeLike) -> 
     return _matrix(_transposed(scales, "NKwigup", "NwuiKgp"), 3)
 
 
+def pack_zeros(zeros: jax.Array, groups: int) -> jax.Array:
+    """Makes strips [.., N / 64, superblocks, bytes] of uint8 zero points in [0, 15], as of scales.
+
+    32 bits have those of four scales of row i in the lower half, and of row i + 8 in the upper.
+    """
+    zeros = _split(_split(zeros, -1, -1, groups), -3, -1, 4, 2, 2 * groups, 4 // groups)
+    zeros = _merged(_transposed(zeros, "NwuijKg", "NKwiujg"), -5, 5)
+    zeros = _split(zeros, -1, -1, 2) << _like(np.array([0, 4], np.uint8), zeros.ndim + 1, -1)
+    return zeros[..., 0] | zeros[..., 1]
+
+
+def unpack_zeros(data: jax.Array, groups: int) -> jax.Array:
+    """The zero points [.., N, superblocks * groups] of strips."""
+    data = jnp.stack([data & jnp.uint8(15), data >> jnp.uint8(4)], axis=-1)
+    data = _split(_merged(data, -2, 2), -1, 4, 2 * groups, 2, 4 // groups, groups)
+    return _matrix(_merged(_transposed(data, "NKwiujg", "NwuijKg"), -4, 2), 2)
+
+
 def _pair(groups: int, dtype: jax.typing.DTypeLike) -> int:
     """Groups whose scales of a row are neighbours."""
     return 2 if groups % 2 == 0 and jnp.dtype(dtype).itemsize == 1 else 1

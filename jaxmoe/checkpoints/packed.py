@@ -230,11 +230,11 @@ def from_gptq(
     checkpoint_format: str = "gptq",
     dtype: Any = None,
 ) -> QuantizedArray:
-    """Reads GPTQ weights of 4 bits: w = (code - (zero + 1)) * scale.
+    """Reads GPTQ weights of 4 bits: w = (code - (zero + 1) % 16) * scale.
 
     Args:
       qweight: int32 [E, K / 8, N], eight codes along k a word, the first in the lowest bits.
-      qzeros: int32 [E, K / g, N / 8], eight zero points along n a word, each less 1.
+      qzeros: int32 [E, K / g, N / 8], eight zero points along n a word, each less 1 in 4 bits.
       scales: float16 or bfloat16 [E, K / g, N] with g of 32, 64, 128 or K.
       g_idx: [K] or [E, K], the group of each k; known numbers. Only groups of neighbours.
       checkpoint_format: "gptq", or "gptq_v2": zero points as they are, w = (code - zero) * scale.
@@ -264,7 +264,7 @@ def from_gptq(
     _checks.check_rank(op, "qweight", qweight, "E,K/8,N")
     codes = _codes_of_words(op, "qweight", jnp.swapaxes(jnp.asarray(qweight), 1, 2))
     _checks.check_choice(op, "checkpoint_format", checkpoint_format, ("gptq", "gptq_v2"))
-    zeros = _zeros(op, qzeros) + jnp.uint8(checkpoint_format == "gptq")
+    zeros = (_zeros(op, qzeros) + jnp.uint8(checkpoint_format == "gptq")) & jnp.uint8(15)
     scales = _turned(op, "scales", scales)
     _check_order(op, g_idx, codes, scales)
     return _int4(op, "scales", codes, scales, zeros, dtype)

@@ -10,8 +10,8 @@
 
 namespace jaxmoe {
 
-// With zero points, as bytes behind the scales, where there are any, or without: then 8 is
-// subtracted.
+// With zero points where there are any, or without: then 8 is subtracted. A block takes whole lines
+// of 128 bytes, so there is more room than strips need.
 template <class Element, bool kZeros = true>
 struct Int4 : PackedWeights<Element, Packing::kInt4, 384> {
   using Symmetric = std::conditional_t<kZeros, Int4<Element, false>, void>;
@@ -29,24 +29,22 @@ struct Int4 : PackedWeights<Element, Packing::kInt4, 384> {
     uint32_t odd;    // a 16th of the scale in symmetric bf16; in fp16 -64 - zero point
   };
 
-  // Zero points are bytes, by_32 [row][half], else [row]: 32 bits hold all of a thread's.
+  // Zero points are nibbles behind the scales. A word has those of four scales of a row: [row, 16
+  // bits apart][site][half]. The bits of `zeros` in a constant are replaced by them.
   struct Site {
     int scale;   // bytes from the strip to the scales of the first half
-    int second;  // and from there to those of the second
-    int zeros;
-    uint32_t choose;  // which bytes of the zero points and of a constant make Scales::other
-    uint32_t choose_second;
+    int second;  // and from there to those of the second, bits to their zero points
+    int word;    // bytes to the word of the zero points
+    int shift;   // bits to those of the first half
+    uint32_t zeros;
     uint32_t one;
 
     __device__ __forceinline__ Site(const PackedArgs& packed, int thread)
-        : second(packed.by_32 ? 4 : 0), choose_second(packed.by_32 ? 0x0101 : 0) {
-      const int site = StripSite(packed, thread).index;
-      const int scale_bytes = packed.by_32 ? 256 : 128;
-      scale = packed.by_32 ? 8 * site : 4 * site;
-      choose = packed.by_32 ? 0x4240 : site % 2 == 0 ? 0x4140 : 0x4342;
-      if (!packed.has_zeros) choose = 0x4545;
-      if (!packed.has_zeros) choose_second = 0;
-      zeros = !packed.has_zeros ? 0 : scale_bytes + (packed.by_32 ? 4 * site : 2 * site & ~3);
+        : second(packed.by_32 ? 4 : 0), zeros(packed.has_zeros ? 0x000F000F : 0) {
+      const int first = StripSite(packed, thread).index * (packed.by_32 ? 2 : 1);
+      scale = 4 * first;
+      word = packed.has_zeros ? (packed.by_32 ? 256 : 128) + (first & ~3) : 0;
+      shift = 4 * (first % 4);
       one = kOne * 0x10001;
       asm volatile("" : "+r"(one));  // an immediate would be a second one in LOP3
     }
@@ -57,15 +55,16 @@ struct Int4 : PackedWeights<Element, Packing::kInt4, 384> {
                                                       int half) {
     constexpr uint32_t kTwoTo96 = 0x6F806F80;
     constexpr uint32_t kMinusEight = 0x80088008;  // times 2^-133
+    constexpr uint32_t kMiddle = kMinusEight | kOne * 0x10001;
     Scales scales{};
     scales.scale = *reinterpret_cast<const uint32_t*>(strip + site.scale + half * site.second);
     if constexpr (!kHalf) scales.scale = Multiply2<Element>(scales.scale, kTwoTo96);
     if constexpr (kZeros) {
-      const uint32_t zeros = *reinterpret_cast<const uint32_t*>(strip + site.zeros);
-      scales.other =
-          __byte_perm(zeros, 0x0880 | kOne >> 8, site.choose + half * site.choose_second);
+      const uint32_t word = *reinterpret_cast<const uint32_t*>(strip + site.word);
+      const uint32_t zeros = word >> (site.shift + half * site.second);
+      scales.other = (zeros & site.zeros) | (kMiddle & ~site.zeros);
     } else if constexpr (kHalf) {
-      scales.other = (0x8008 | kOne) * 0x10001;
+      scales.other = kMiddle;
     } else {
       scales.other = Multiply2<Element>(scales.scale, kMinusEight);
       scales.odd = Multiply2<Element>(scales.scale, k16th);
