@@ -120,6 +120,19 @@ def zeros_of(zeros):
     return words.astype("<u4").view(np.uint8)
 
 
+def codes_and_exponents(name, count):
+    """Codes [16, 256, 256] and exponents [16, 256, 8] of an mx format, these below `count`.
+
+    An expert has each code beside each exponent, and in 16 experts each place has each e2m1 code.
+    """
+    e, n, k, g = np.arange(16)[:, None, None], np.arange(256)[:, None], np.arange(256), np.arange(8)
+    codes = np.broadcast_to((k + e) % (1 << FORMATS[name].bits), (16, 256, 256))
+    exponents = np.broadcast_to((n + g) % count, (16, 256, 8))
+    pairs = 256 * spread(exponents[0], 256) + codes[0]
+    assert np.unique(pairs).size == count << FORMATS[name].bits
+    return codes.astype(np.uint8), exponents.astype(np.uint8)
+
+
 def e2m1(codes):
     return np.where(codes & 8, -1, 1) * E2M1[codes & 7]
 

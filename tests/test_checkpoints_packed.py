@@ -130,6 +130,26 @@ def test_gptq(group):
         checkpoints.from_gptq(qweight, qzeros, turn(scales), shuffled)
 
 
+@pytest.mark.parametrize("group", (32, 64, 128, K))
+def test_zero_points_of_compressed_tensors(group):
+    """Signed codes and zero points, w = (q - z) * s, are stored with 8 added, z along n."""
+    codes, zeros, scales, want = with_zeros(group)
+    signed, signed_zeros = codes - 8, zeros - 8
+    packed = words(signed + 8)
+    packed_zeros = np.zeros((E, N // 8, K // group), np.uint32)
+    for n in range(N):
+        bits = (signed_zeros[:, n] + 8).astype(np.uint32)
+        packed_zeros[:, n // 8] |= bits << np.uint32(4 * (n % 8))
+    packed_zeros = packed_zeros.view(np.int32)
+    q = jax.jit(checkpoints.from_int4)(packed, scales, weight_zero_point=packed_zeros)
+    by = {32: "g32", 64: "g64", 128: "g128", K: "channel"}[group]
+    assert (q.format, q.layout, q.dtype) == (f"int4_{by}_zp", "nk", np.float16)
+    np.testing.assert_array_equal(numbers(q), want)
+    middle = np.full_like(packed_zeros, 0x88888888 - 2**32)
+    q = checkpoints.from_int4(packed, scales, weight_zero_point=middle)
+    np.testing.assert_array_equal(numbers(q), numbers(checkpoints.from_int4(packed, scales)))
+
+
 def test_scales_that_mxfp4_cannot_hold():
     weight, scale, _ = mxfp4()
     q = checkpoints.from_mxfp4(weight, scale)
@@ -219,6 +239,20 @@ ERRORS = (
         {},
         ValueError,
         "weight_scale must hold a scale for each 32, 64, 128 or all of K=256 of [2, 128] rows",
+    ),
+    (
+        "from_int4",
+        (WORDS, BF16),
+        {"weight_zero_point": np.zeros((E, N, K // 32 // 8), np.int32)},
+        ValueError,
+        "weight_zero_point.shape=[2,128,1] must be [2,16,8] ([E, N / 8, K / g])",
+    ),
+    (
+        "from_int4",
+        (WORDS, BF16),
+        {"weight_zero_point": np.zeros((E, N // 8, K // 32), np.int8)},
+        TypeError,
+        "weight_zero_point.dtype=i8 must be i32",
     ),
     (
         "from_int4",

@@ -202,6 +202,44 @@ def test_every_code_times_every_scale(format):
         assert_equal(y.reshape(wanted.shape), np.where(wanted == 0, 0, wanted))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "reach", "smallest"), ((jnp.bfloat16, 125, -126), (jnp.float16, 22, -14))
+)
+@pytest.mark.parametrize("format", ("mxfp4", "mxfp8"))
+def test_every_code_times_every_byte_of_a_strip(format, dtype, reach, smallest):
+    """Results are exact up to 2^reach below the largest exponent.
+
+    Further below, decoded numbers that are not normal may lose bits or be zero.
+    """
+    codes, exponents = packed_oracle.codes_and_exponents(format, 255)
+    values = packed_oracle.E4M3[codes] if format == "mxfp8" else packed_oracle.e2m1(codes)
+    codes, values = np.where(np.isnan(values), 0, codes), np.nan_to_num(values)
+    experts, n, k = codes.shape
+    with np.errstate(over="ignore"):  # the largest numbers are none of float32
+        powers = packed_oracle.spread(exponents.astype(int) - 127, k)
+        wanted = np.ldexp(values, powers).astype(np.float32).swapaxes(1, 2)
+    exponents[0, 5, 3] = 255  # a NaN, which all sums of its row have
+    wanted[0, :, 5] = np.nan
+    q = jax.jit(lambda *parts: pack(format, *parts, weight_layout="nk", dtype=dtype))(
+        codes, exponents
+    )
+    near = packed_oracle.spread(exponents >= 254 - reach, k).swapaxes(1, 2)
+    # Of the largest exponent, whose power is the expert's scale; e4m3 is decoded 2^6 or 2^7 larger.
+    lost = 2.0 ** (127 + smallest - (6 if format == "mxfp8" else 0))
+    lhs = jnp.tile(jnp.eye(k, dtype=dtype), (experts, 1))
+    for tile in ((128, 16), (128, 32), (128, 64), (128, 128)):
+        y = grouped_gemm(
+            *(lhs, q, jnp.full(experts, k, jnp.int32)),
+            weight_layout="nk",
+            preferred_element_type=jnp.float32,
+            config=GemmConfig(*tile),
+        )
+        y = np.asarray(y).reshape(wanted.shape)
+        np.testing.assert_array_equal(y[near], wanted[near])
+        far = ~near & ~np.isnan(wanted)
+        assert (np.abs(y[far] - wanted[far]) <= lost).all()
+
+
 @pytest.mark.parametrize("format", [f for f in PACKED if f.startswith(("int", "mxfp"))])
 def test_scales_of_the_whole_range_are_decoded_exactly(format):
     """Scales of int4 reach from 2^-89 to 2^32; those of mx formats 2^126 below the largest."""

@@ -110,10 +110,18 @@ def mxfp8(draw, n, k):
     return {".weight": draw.normal(n, k).astype(F8), ".weight_scale": draw.power(n, k // 32)}
 
 
-def int4(draw, n, k):
-    scales = draw.positive(n, k // 32).astype(BF16)
+def int4(draw, n, k, group=32):
+    scales = draw.positive(n, k // group).astype(BF16)
     shape = np.array([n, k], np.int32)
     return {".weight_packed": draw.i32(n, k // 8), ".weight_scale": scales, ".weight_shape": shape}
+
+
+def int4_g128(draw, n, k):
+    return int4(draw, n, k, 128)
+
+
+def int4_zeros(draw, n, k):
+    return {**int4(draw, n, k), ".weight_zero_point": draw.i32(n // 8, k // 32)}
 
 
 def nvfp4(draw, n, k):
@@ -170,6 +178,12 @@ READERS = {
     mxfp4: reads(checkpoints.from_mxfp4, ".weight_packed", ".weight_scale"),
     mxfp8: reads(checkpoints.from_mxfp8, ".weight", ".weight_scale"),
     int4: reads(checkpoints.from_int4, ".weight_packed", ".weight_scale"),
+    int4_g128: reads(checkpoints.from_int4, ".weight_packed", ".weight_scale"),
+    int4_zeros: reads(
+        checkpoints.from_int4,
+        *(".weight_packed", ".weight_scale"),
+        weight_zero_point=".weight_zero_point",
+    ),
     nvfp4: reads(
         checkpoints.from_nvfp4,
         *(".weight_packed", ".weight_scale"),
@@ -192,6 +206,16 @@ V3 = {"n_routed_experts": E, **TOP_2, **GROUPS}
 V3_CALL = {"method": "deepseek_v3", "num_groups": 2, "top_groups": 1, "scale": 2.5}
 QWEN = {"num_experts": E, **TOP_2, "norm_topk_prob": True, "hidden_act": "silu"}
 AT = "model.layers.{l}.mlp."
+WIDE = {"gate_proj": (128, H), "up_proj": (128, H), "down_proj": (H, 128)}
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "dynamic": False}
+E4M3_TOKENS = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+
+
+def compressed_tensors(weights, tokens=None):
+    """The `quantization_config` of packed weights."""
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": tokens}
+    parts = {"format": "pack-quantized", "config_groups": {"group_0": group}}
+    return {"quant_method": "compressed-tensors", **parts}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,6 +243,15 @@ FILES = {
     ),
     "qwen3_gptq": Files("qwen3_moe", QWEN, gptq, quantization={"quant_method": "gptq", "bits": 4}),
     "qwen3_awq": Files("qwen3_moe", QWEN, awq, quantization={"quant_method": "awq"}),
+    "qwen3_int4_zeros": Files(
+        *("qwen3_moe", QWEN, int4_zeros),
+        quantization=compressed_tensors({**INT4, "group_size": 32, "symmetric": False}),
+    ),
+    "qwen3_w4a8": Files(
+        *("qwen3_moe", QWEN, int4_g128),
+        shapes=WIDE,
+        quantization=compressed_tensors({**INT4, "group_size": 128}, E4M3_TOKENS),
+    ),
     "qwen3_nvfp4": Files("qwen3_moe", QWEN, nvfp4),
     "qwen3_modelopt": Files("qwen3_moe", QWEN, modelopt),
     "qwen3_mxfp4": Files("qwen3_moe", QWEN, mxfp4),
@@ -499,9 +532,9 @@ def test_what_cannot_be_read_is_refused(tmp_path):
     stem = "model.layers.0.mlp.experts.{e}.up_proj"
     of_words = {f"{stem.format(e=e)}.weight": np.zeros((I, H), np.int32) for e in range(E)}
     refuses(NotImplementedError, "up_proj.weight is int32", {**tensors, **of_words})
-    zeros = {stem.format(e=0) + p: np.zeros(1, np.uint8) for p in (".weight_packed",)}
-    zeros[stem.format(e=0) + ".weight_zero_point"] = np.zeros(1, np.uint8)
-    refuses(NotImplementedError, "weight_zero_point: packed weights", {**tensors, **zeros})
+    eight = {f"{stem.format(e=e)}.weight": np.zeros((I, H), np.int8) for e in range(E)}
+    scales = {f"{stem.format(e=e)}.weight_scale": np.ones((I, 1), BF16) for e in range(E)}
+    refuses(NotImplementedError, "is int8 beside .weight_scale", tensors | eight | scales)
     odd = {f"{stem.format(e=3)}.weight": np.zeros((I + 8, H), BF16)}
     refuses(ValueError, "up_proj.weight must have one shape", {**tensors, **odd})
     eight = {f"{stem.format(e=0)}.qweight": np.zeros(1, np.int32)}
@@ -543,6 +576,7 @@ def test_the_number_of_experts_is_that_of_the_files(tmp_path):
         ("qwen3", {".bias": np.ones(I, BF16)}, "up_proj.bias has no reader, beside .* bfloat16"),
         ("qwen3", {"_bias": np.ones(I, BF16)}, "up_proj_bias has no reader"),
         ("qwen3_nvfp4", {".pre_quant_scale": np.ones(H, BF16)}, "up_proj.pre_quant_scale has no"),
+        ("qwen3_mxfp4", {".weight_zero_point": np.ones(1, np.int32)}, "zero_point has no reader"),
         ("kimi", {".weight_shape": np.array([I, H // 2])}, "has 16 words for K=64: not 4 bits"),
         ("kimi", {".weight_g_idx": np.arange(H, dtype=np.int32) % 4}, "g_idx must be k // group"),
     ),
@@ -556,8 +590,9 @@ def test_no_tensor_of_a_weight_is_passed_over(name, parts, message, tmp_path):
         jaxmoe.load(save_folder(path, config, tensors | more))
 
 
-def test_parts_that_change_nothing(tmp_path):
-    files = FILES["kimi"]
+@pytest.mark.parametrize("name", ("kimi", "qwen3_int4_zeros"))
+def test_parts_that_change_nothing(name, tmp_path):
+    files = FILES[name]
     path, tensors = folder(tmp_path, files)
     config = json.loads((path / "config.json").read_text())
     (at,) = {key.split("experts.")[0] for key in tensors if "experts." in key}
@@ -566,6 +601,21 @@ def test_parts_that_change_nothing(tmp_path):
     more = {f"{at}experts.{e}.up_proj{p}": a for e in range(E) for p, a in parts.items()}
     layer = jaxmoe.load(save_folder(path, config, tensors | more))
     assert_same(next(iter(layer.values())).experts, wanted(tensors, files, min(layer)))
+
+
+def test_zero_points_of_compressed_tensors_are_along_n(tmp_path):
+    path, tensors = folder(tmp_path, FILES["qwen3_int4_zeros"])
+    experts = jaxmoe.load(path)[0].experts
+    assert experts.down.format == "int4_g32_zp"
+    nibbles = lambda words: (words[..., None] >> np.arange(0, 32, 4)) & 15  # noqa: E731
+    for e in range(E):
+        at = f"model.layers.0.mlp.experts.{e}.down_proj.weight"
+        codes = nibbles(tensors[f"{at}_packed"]).reshape(H, I)
+        zeros = nibbles(tensors[f"{at}_zero_point"]).transpose(0, 2, 1).reshape(H, I // 32)
+        scales = tensors[f"{at}_scale"].astype(np.float32)
+        of_groups = lambda a: np.repeat(a, 32, axis=1)  # noqa: E731
+        want = ((codes - of_groups(zeros)) * of_groups(scales)).astype(BF16)
+        assert_equal(jaxmoe.dequantize(experts.down)[e], want)
 
 
 def test_zero_points_of_gptq_v2_are_as_they_are(tmp_path):
@@ -631,3 +681,7 @@ def test_errors_of_readers_name_the_weight(tmp_path):
     message = rf"jaxmoe.load: .*{stem}: jaxmoe.checkpoints.from_int4: codes.shape\[1\]=40 \(N\)"
     with pytest.raises(ValueError, match=message):
         jaxmoe.load(save_folder(path, config, tensors | odd))
+    (at,) = {key.split("experts.")[0] for key in tensors if "experts." in key}
+    zeros = {f"{at}{stem.format(e=e)}.weight_zero_point": np.zeros((I, 4), "i4") for e in range(E)}
+    with pytest.raises(ValueError, match=rf"{stem}: .*weight_zero_point.shape=\[4,64,4\] must be"):
+        jaxmoe.load(save_folder(path, config, tensors | zeros))

@@ -194,26 +194,25 @@ def test_quantize_is_its_formula(name, layout):
     np.testing.assert_array_equal(got, expected(name, w, dtype).astype(np.float32))
 
 
-def test_every_exponent_of_mx():
-    """Each code with each exponent that is not too far below the largest, and NaN."""
-    for name, top in (("mxfp4", 252), ("mxfp8", 140)):
-        count = 1 << oracle.FORMATS[name].bits
-        exponents = np.arange(256, dtype=np.uint8)
-        exponents = np.where(exponents > top, np.where(exponents == 255, 255, top), exponents)
-        exponents = exponents.astype(np.uint8)
-        codes = np.resize(np.arange(count, dtype=np.uint8), (1, 64, 256 * 32))
-        codes[0] = np.roll(np.resize(np.arange(count, dtype=np.uint8), 256 * 32), 1)
-        given = np.broadcast_to(exponents, (1, 64, 256))
-        q = packed(name, codes, given, weight_layout="nk")
-        same_codes, same = map(np.asarray, unpacked(q))
-        dead = np.repeat(given == 255, 32, axis=-1)
-        np.testing.assert_array_equal(same_codes, np.where(dead, 0, codes))
-        np.testing.assert_array_equal(same, given)
-        want = np.where(dead, np.nan, meaning(name, codes, (given,)))
-        got = np.asarray(dequantize(q, dtype=jnp.float32))
-        tiny = np.abs(want) < 2.0**-126  # which a device may make zeros
-        np.testing.assert_array_equal(np.where(tiny, 0, got), np.where(tiny, 0, want))
-        assert (np.abs(got[tiny]) < 2.0**-126).all()
+@pytest.mark.parametrize("name", ("mxfp4", "mxfp8"))
+def test_every_code_times_every_exponent(name):
+    """Strips have each byte there is: 0 and 1 are too far below 254, and 255 is NaN."""
+    codes, exponents = oracle.codes_and_exponents(name, 256)
+    q = packed(name, codes, exponents, weight_layout="nk")
+    strips = np.asarray(q.values).reshape(16, 4, 4, -1)[..., -128:]
+    np.testing.assert_array_equal(np.unique(strips), [*range(254), 255])
+    far = exponents <= 1
+    dead = oracle.spread(far | (exponents == 255), 256)
+    same_codes, same = map(np.asarray, unpacked(q))
+    np.testing.assert_array_equal(same_codes, np.where(dead, 0, codes))
+    np.testing.assert_array_equal(same, np.where(far, 0, exponents))
+    with np.errstate(over="ignore"):  # the largest are none of float32
+        want = meaning(name, codes, (exponents,)).astype(np.float32)
+    want[dead] = np.where(oracle.spread(far, 256), 0, np.nan)[dead]
+    got = np.asarray(dequantize(q, dtype=jnp.float32))
+    tiny = np.abs(want) < 2.0**-126  # which a device may make zeros
+    np.testing.assert_array_equal(np.where(tiny, 0, got), np.where(tiny, 0, want))
+    assert (np.abs(got[tiny]) < 2.0**-126).all()
 
 
 def test_exponents_far_below_the_largest_are_zeros():

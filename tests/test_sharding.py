@@ -419,6 +419,26 @@ def test_what_explicit_axes_must_not_split():
             layer({n: put(n, spec) for n, spec in specs.items()}, "gate_up")
 
 
+def test_explicit_axes_that_would_divide_a_block_of_weights_are_told_what_it_is():
+    mesh = make_mesh(EXPLICIT, "a", "b")
+    down = jnp.zeros((2, 2, 384 // 128 * (2 * 2048 + 128)), jnp.uint8)
+    put = lambda a, *spec: jax.device_put(a, NamedSharding(mesh, P(*spec)))  # noqa: E731
+    text = (
+        "experts.down.values is split as P(None, None, a) over Explicit mesh axes, which does not "
+        "go with the other arguments or does not divide into whole blocks of 64 outputs by 128 "
+        "inputs of int4_g128: it would have to be P(None, None, None)"
+    )
+    with jax.set_mesh(mesh):
+        first = jaxmoe.QuantizedArray(
+            jnp.zeros((2, 12, 4224), jnp.uint8), jnp.ones(2), "int4_g128", "nk", jnp.bfloat16
+        )
+        second = dataclasses.replace(first, values=put(down, None, None, "a"))
+        experts = jaxmoe.Experts(first, second, layout="nk")
+        routing = jaxmoe.Routing(jnp.zeros((3, 1), jnp.int32), jnp.ones((3, 1)))
+        with pytest.raises(NotImplementedError, match=re.escape(text)):
+            jaxmoe.moe_mlp(jnp.zeros((3, 128), jnp.bfloat16), routing, experts)
+
+
 @pytest.mark.parametrize(("split", "local"), [("experts", 2), ("tokens", 8)])
 def test_a_device_makes_the_fused_call(split, local):
     """On CUDA, of its own experts for all tokens, or of all experts for its own tokens."""

@@ -165,6 +165,12 @@ class Format:
         del size, axis
         return self.block
 
+    def units(self, stored: tuple[int, ...]) -> str:
+        """What of weights whose values have the shape `stored` is not divided, "" if all is."""
+        n, k = self.weight_shape(stored)[-2:]
+        n, k = self.unit(n, "n"), self.unit(k, "k")
+        return f"blocks of {n} outputs by {k} inputs of {self.name}" if max(n, k) > 1 else ""
+
     def parts(self, size: int, axis: str) -> int:
         """Into how many parts N ("n") or K ("k") of weights can be divided at most."""
         unit = self.unit(size, axis)

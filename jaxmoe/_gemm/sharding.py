@@ -65,7 +65,9 @@ def gmm_rule(gmm: Callable[..., Any]) -> Rule:
         return Split(((b, (), k), in_w, groups, groups, (u, e, n), *scales), ((b, (), n),), part)
 
     names = ("lhs", "rhs", "group_sizes", "group_sizes", "bias", "lhs.scales", "rhs.scales")
-    rule = Rule(dims, split, ("grouped_gemm", *names), lambda **_params: {1: names[1]})
+    units = lambda aval, *, format, **_params: format.units(aval.shape)  # noqa: E731
+    named = lambda **_params: {1: names[1]}  # noqa: E731
+    rule = Rule(dims, split, ("grouped_gemm", *names), named, units)
     return rule
 
 

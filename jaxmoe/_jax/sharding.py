@@ -91,12 +91,14 @@ class Rule:
       split: (call, **params) -> `Split`. On Explicit axes it may refuse.
       names: what the public function calls its op and its arguments, for messages.
       weights: (**params) -> what it calls the arguments that are never gathered, by their indices.
+      units: (aval, **params) -> what of such an argument is not divided, for messages.
     """
 
     dims: Callable[..., str]
     split: Callable[..., Split]
     names: tuple[str, ...]
     weights: Callable[..., dict[int, str]] = lambda **_params: {}
+    units: Callable[..., str] = lambda *_args, **_params: ""
 
 
 def independent(
@@ -162,7 +164,8 @@ def on_explicit_axes(
         if avals[i] is None:
             continue
         if any(set(have) - set(kept) for have, kept in zip(given[i], split.ins[i], strict=True)):
-            _refuse_weights(rule.names[0], name, avals[i], given[i], split.ins[i])
+            units = rule.units(avals[i], **params)
+            _refuse_weights(rule.names[0], name, avals[i], units, given[i], split.ins[i])
     # NOTE: XLA's simplifier takes arrays without elements out of the boundary of a shard_map, and
     # on GPUs its partitioner crashes on what is left. Those of no tokens are made inside.
     there = [i for i, a in enumerate(avals) if a is not None and (a.size or any(split.ins[i]))]
@@ -305,11 +308,12 @@ def refuse_tokens(rule: Rule, call: Call, i: int, dim: int) -> None:
     raise NotImplementedError(_checks.message(rule.names[0], text, **{name: shown}))
 
 
-def _refuse_weights(op: str, name: str, aval: Any, given: Dims, needed: Dims) -> None:
+def _refuse_weights(op: str, name: str, aval: Any, units: str, given: Dims, needed: Dims) -> None:
+    whole = f" into whole {units}" if units else ""
     text = (
         f"{name} is split as {_text(given)} over Explicit mesh axes, which does not go with the "
-        f"other arguments or does not divide: it would have to be {_text(needed)}, and weights are "
-        "not gathered. Use jax.sharding.reshard, or split the other weights like it"
+        f"other arguments or does not divide{whole}: it would have to be {_text(needed)}, and "
+        "weights are not gathered. Use jax.sharding.reshard, or split the other weights like it"
     )
     raise NotImplementedError(_checks.message(op, text, **{name: aval}))
 

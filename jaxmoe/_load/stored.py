@@ -179,17 +179,16 @@ def _find(shards: Shards, stem: str, quantization: Mapping[str, Any], dtype: str
     if has("_blocks"):
         return stored(checkpoints.from_mxfp4, "_blocks", "_scales")
     if has(".weight_packed"):
-        if has(".weight_zero_point"):
-            raise refused(".weight_zero_point: packed weights with zero points have no reader")
         parts = (".weight_packed", ".weight_scale")
         if shards.dtype(first + ".weight_packed") == np.int32:
             words = shards[first + ".weight_packed"].shape[-1]
             if has(".weight_shape") and shards[first + ".weight_shape"][-1] != 8 * words:
                 k = shards[first + ".weight_shape"][-1]
                 raise refused(f".weight_packed has {words} words for K={k}: not 4 bits")
-            order = (".weight_g_idx",) if has(".weight_g_idx") else ()
-            named = ("g_idx",)
-            return stored(checkpoints.from_int4, *parts, *order, named=named, checked=bool(order))
+            more = {".weight_zero_point": "weight_zero_point", ".weight_g_idx": "g_idx"}
+            more = {part: name for part, name in more.items() if has(part)}
+            named, checked = tuple(more.values()), ".weight_g_idx" in more
+            return stored(checkpoints.from_int4, *parts, *more, named=named, checked=checked)
         if shards.dtype(first + ".weight_scale") == np.uint8:
             return stored(checkpoints.from_mxfp4, *parts)
         common = "weight_global_scale"
@@ -211,6 +210,8 @@ def _find(shards: Shards, stem: str, quantization: Mapping[str, Any], dtype: str
         common = "weight_scale_2"
         parts = (part, ".weight_scale", f".{common}")
         return stored(checkpoints.from_nvfp4, *parts, named=(common,))
+    if kind == "int8" and has(".weight_scale"):
+        raise refused(f"{part} is int8 beside .weight_scale (int-quantized), which has no reader")
     if kind == "int8":
         return stored(checkpoints.from_mxfp4, part, ".scale")
     if kind not in _FLOATS:

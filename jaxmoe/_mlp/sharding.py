@@ -51,8 +51,11 @@ def rule(op: LayerOp) -> Rule:
     def weights(*, layer: Layer) -> dict[int, str]:
         return {_INDEX[name]: public for name, public in layer.weight_names.items()}
 
+    def units(aval: Any, *, layer: Layer) -> str:
+        return layer.format.units(aval.shape)
+
     # Of the other operands only tokens and choices are ever refused.
-    the_rule = Rule(dims, split, ("moe_mlp", "x", "routing.expert_ids"), weights)
+    the_rule = Rule(dims, split, ("moe_mlp", "x", "routing.expert_ids"), weights, units)
     return the_rule
 
 

@@ -19,3 +19,4 @@ from jaxmoe.checkpoints.tokens import from_tokens as from_tokens
 from jaxmoe.checkpoints.tokens import swizzle_scales as swizzle_scales
 from jaxmoe.checkpoints.tokens import to_tokens as to_tokens
 from jaxmoe.checkpoints.tokens import unswizzle_scales as unswizzle_scales
+from jaxmoe.checkpoints.vllm import from_vllm_w4a8 as from_vllm_w4a8

@@ -14,6 +14,7 @@ from jax.core import Tracer
 from jaxmoe._formats.elements import exponent_of, power_of_two
 from jaxmoe._formats.parts import pack, unpack
 from jaxmoe._jax import checks as _checks
+from jaxmoe.checkpoints.int4 import codes_of_words, int4_array, zeros_of_words
 from jaxmoe.quantize import QuantizedArray, check_quantized
 
 _MX_GROUP = 32
@@ -183,18 +184,25 @@ def from_nvfp4(
 
 
 def from_int4(
-    weight_packed: jax.Array, weight_scale: jax.Array, g_idx: Any = None, *, dtype: Any = None
+    weight_packed: jax.Array,
+    weight_scale: jax.Array,
+    g_idx: Any = None,
+    *,
+    weight_zero_point: jax.Array | None = None,
+    dtype: Any = None,
 ) -> QuantizedArray:
-    """Reads compressed-tensors' `pack-quantized` weights of 4 bits: w = (code - 8) * scale.
+    """Reads compressed-tensors' `pack-quantized` weights of 4 bits: w = (code - zero) * scale.
 
     Args:
       weight_packed: int32 [E, N, K / 8], eight codes a word, the first in the lowest bits.
       weight_scale: bfloat16 or float16 [E, N, K / g] with g of 32, 64, 128 or K.
       g_idx: `weight_g_idx`, as in `from_gptq`.
+      weight_zero_point: int32 [E, N / 8, K / g], eight zero points along n a word; None: all are 8.
       dtype: bfloat16 or float16, that of the array and of its scales; that of `weight_scale`.
 
     Returns:
-      An int4_g32, int4_g64, int4_g128 or int4_channel array [E, N, K] of layout "nk".
+      An int4_g32, int4_g64, int4_g128 or int4_channel array [E, N, K] of layout "nk", or one of
+      int4_g32_zp and so on.
 
     Raises:
       TypeError, ValueError: a wrong dtype or shape, or groups that no format has.
@@ -202,7 +210,8 @@ def from_int4(
 
     Numerics: codes and scales keep their bits, unless `dtype` is another than the scales'; a scale
       that would be zero or infinite there is NaN.
-    Source: compressed-tensors' pack_quantized (Kimi-K2-Thinking, K2.5).
+    Source: compressed-tensors' pack_quantized (Kimi-K2-Thinking, K2.5), which stores signed codes
+      and zero points, both with 8 added.
 
     Example:
       >>> import jax.numpy as jnp, jaxmoe
@@ -215,10 +224,16 @@ def from_int4(
     op = "checkpoints.from_int4"
     _checks.check_rank(op, "weight_packed", weight_packed, "E,N,K/8")
     _checks.check_rank(op, "weight_scale", weight_scale, "E,N,K/g")
-    codes = _codes_of_words(op, "weight_packed", weight_packed)
+    codes = codes_of_words(op, "weight_packed", weight_packed)
     scales = jnp.asarray(weight_scale)
     _check_order(op, g_idx, codes, scales)
-    return _int4(op, "weight_scale", codes, scales, None, dtype)
+    zeros = None
+    if weight_zero_point is not None:
+        wanted = (codes.shape[0], codes.shape[1] // 8, scales.shape[2])
+        name = "weight_zero_point"
+        _checks.check_shape(op, name, weight_zero_point, wanted, "[E, N / 8, K / g]")
+        zeros = zeros_of_words(op, name, jnp.swapaxes(jnp.asarray(weight_zero_point), 1, 2))
+    return int4_array(op, "weight_scale", codes, scales, zeros, dtype)
 
 
 def from_gptq(
@@ -262,12 +277,13 @@ def from_gptq(
     """
     op = "checkpoints.from_gptq"
     _checks.check_rank(op, "qweight", qweight, "E,K/8,N")
-    codes = _codes_of_words(op, "qweight", jnp.swapaxes(jnp.asarray(qweight), 1, 2))
+    codes = codes_of_words(op, "qweight", jnp.swapaxes(jnp.asarray(qweight), 1, 2))
     _checks.check_choice(op, "checkpoint_format", checkpoint_format, ("gptq", "gptq_v2"))
-    zeros = (_zeros(op, qzeros) + jnp.uint8(checkpoint_format == "gptq")) & jnp.uint8(15)
+    zeros = zeros_of_words(op, "qzeros", qzeros)
+    zeros = (zeros + jnp.uint8(checkpoint_format == "gptq")) & jnp.uint8(15)
     scales = _turned(op, "scales", scales)
     _check_order(op, g_idx, codes, scales)
-    return _int4(op, "scales", codes, scales, zeros, dtype)
+    return int4_array(op, "scales", codes, scales, zeros, dtype)
 
 
 def from_awq(
@@ -303,9 +319,9 @@ def from_awq(
     """
     op = "checkpoints.from_awq"
     _checks.check_rank(op, "qweight", qweight, "E,K,N/8")
-    codes = jnp.swapaxes(_codes_of_words(op, "qweight", qweight, _AWQ_NIBBLES), 1, 2)
-    zeros = _zeros(op, qzeros, _AWQ_NIBBLES)
-    return _int4(op, "scales", codes, _turned(op, "scales", scales), zeros, dtype)
+    codes = jnp.swapaxes(codes_of_words(op, "qweight", qweight, _AWQ_NIBBLES), 1, 2)
+    zeros = zeros_of_words(op, "qzeros", qzeros, _AWQ_NIBBLES)
+    return int4_array(op, "scales", codes, _turned(op, "scales", scales), zeros, dtype)
 
 
 def _check_order(op: str, g_idx: Any, codes: jax.Array, scales: jax.Array) -> None:
@@ -336,50 +352,10 @@ def _bytes(a: Any) -> jax.Array:
     return a if a.dtype == jnp.uint8 else jax.lax.bitcast_convert_type(a, jnp.uint8)
 
 
-def _codes_of_words(
-    op: str, name: str, words: Any, nibbles: tuple[int, ...] = tuple(range(8))
-) -> jax.Array:
-    """Codes [.., 8 n] of words [.., n]: code j of a word is in its nibble nibbles[j]."""
-    _checks.check_dtype(op, name, words, ("int32",))
-    bits = jax.lax.bitcast_convert_type(jnp.asarray(words), jnp.uint32)
-    shifts = [jnp.uint32(4 * nibble) for nibble in nibbles]
-    codes = jnp.stack([(bits >> shift) & jnp.uint32(15) for shift in shifts], axis=-1)
-    return codes.astype(jnp.uint8).reshape(*bits.shape[:-1], -1)
-
-
-def _zeros(op: str, qzeros: Any, nibbles: tuple[int, ...] = tuple(range(8))) -> jax.Array:
-    """Zero points [E, N, groups] of words [E, groups, N / 8]."""
-    _checks.check_rank(op, "qzeros", qzeros, "E,K/g,N/8")
-    return jnp.swapaxes(_codes_of_words(op, "qzeros", qzeros, nibbles), 1, 2)
-
-
 def _turned(op: str, name: str, scales: Any) -> jax.Array:
     """[E, groups, N] -> [E, N, groups]."""
     _checks.check_rank(op, name, scales, "E,K/g,N")
     return jnp.swapaxes(jnp.asarray(scales), 1, 2)
-
-
-def _int4(
-    op: str, name: str, codes: jax.Array, scales: jax.Array, zeros: Any, dtype: Any
-) -> QuantizedArray:
-    """The array of codes [E, N, K] in the format that has their groups."""
-    _checks.check_dtype(op, name, scales, ("bfloat16", "float16"))
-    k, count = codes.shape[2], scales.shape[2] if scales.ndim == 3 else 0
-    group = k // count if count and k % count == 0 else 0
-    # One group of 64 or 128 is all of K as well: then the format with groups.
-    by = {32: "g32", 64: "g64", 128: "g128"}.get(group, "channel" if group == k else None)
-    if by is None or (*codes.shape[:2], count) != scales.shape:
-        rule = (
-            f"{name} must hold a scale for each 32, 64, 128 or all of K={k} of "
-            f"{list(codes.shape[:2])} rows"
-        )
-        raise ValueError(_checks.message(op, rule, **{name: scales}))
-    dtype = scales.dtype if dtype is None else np.dtype(dtype)
-    held = scales.astype(dtype)
-    lost = ((held == 0) & (scales != 0)) | (jnp.isinf(held) & jnp.isfinite(scales))
-    parts = (codes, jnp.where(lost, jnp.nan, held), *(() if zeros is None else (zeros,)))
-    suffix = "" if zeros is None else "_zp"
-    return pack(f"int4_{by}{suffix}", *parts, weight_layout="nk", dtype=dtype, op=op)
 
 
 def _check_groups(
