@@ -105,7 +105,8 @@ __device__ __forceinline__ void LoadPlainTile(const MoeGemmArgs& args,
 }
 
 // Loads blocks of packed weights: values of 64 rows by a step of k are adjacent in memory, and so
-// are their scales, so neither needs a tensor map. Whole superblocks are one copy. See StagePlaces.
+// are their scales, so neither needs a tensor map. The last steps of a superblock are one copy with
+// them. See StagePlaces.
 template <class T>
 __device__ __forceinline__ void LoadPackedTile(const MoeGemmArgs& args,
                                                const SharedStorage<T>& smem,
@@ -142,17 +143,19 @@ __device__ __forceinline__ void LoadPackedTile(const MoeGemmArgs& args,
     ptx::BarrierArriveExpectTx(full, count * token_bytes + blocks * bytes);
     const int64_t at = superblock * packed.superblock_bytes;
     const int64_t strip = at + per_superblock * T::kValueBytes;
+    // NOTE: of several steps a stage the last ones too, if that took no register more.
+    const bool beside_strip = whole || (kStep == 1 && part + 1 == per_superblock);
     uint8_t* dst = smem.weights(stage.index);
 #pragma unroll
     for (int b = 0; b < T::kWeightBlocks; ++b) {
       if (block[b] == nullptr) continue;
       uint8_t* to = dst + b * T::kBlockBytes;
-      if (whole) {
-        ptx::BulkLoad(to, block[b] + at, bytes, full, policy);
+      const uint8_t* from = block[b] + at + part * T::kValueBytes;
+      if (beside_strip) {
+        ptx::BulkLoad(to, from, bytes, full, policy);
         continue;
       }
-      ptx::BulkLoad(
-          to, block[b] + at + part * T::kValueBytes, count * T::kValueBytes, full, policy);
+      ptx::BulkLoad(to, from, count * T::kValueBytes, full, policy);
       if (packed.strip_bytes == 0) continue;
       ptx::BulkLoad(
           to + kStep * T::kValueBytes, block[b] + strip, packed.strip_bytes, full, policy);
