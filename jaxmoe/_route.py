@@ -20,7 +20,7 @@ class Rule:
 
     Attributes:
       score: "logits", "softmax", "sigmoid" or "sqrtsoftplus".
-      by_score: experts are chosen by score plus bias, not by logit.
+      by_score: experts are chosen by score, not by logit, plus a bias.
       normalize: "none", "softmax" of the chosen logits, "sum" (divided by sum + epsilon) or
         "clamped_sum" (divided by max(sum, epsilon)).
       epsilon: of the two sums.
@@ -42,7 +42,7 @@ class Rule:
 
 
 # Codes of the enums in csrc/kernels/route.h.
-MAX_CUDA_EXPERTS = 512  # kRouteMaxExperts of csrc/kernels/route.h
+MAX_CUDA_EXPERTS = 1024  # kRouteMaxExperts of csrc/kernels/route.h
 
 
 def route_xla(
@@ -53,8 +53,8 @@ def route_xla(
     key = x
     if rule.by_score:
         key = jnp.where(jnp.isnan(x), jnp.nan, scores_of(x, rule.score))
-        if bias is not None:
-            key = key + bias.astype(jnp.float32)[None, :]
+    if bias is not None:
+        key = key + bias.astype(jnp.float32)[None, :]
     order = _order_key(key)
     if rule.num_groups > 1:
         order = _keep_groups(key, order, rule)

@@ -14,7 +14,7 @@ _GROUP_VALUES = ("", "top2", "max")
 class RoutingMethod:
     """A routing rule: the names that `route` takes as `method` are instances of it.
 
-    s[e] = score(logits[e]); key[e] = s[e] + bias[e] if by_score, else logits[e]
+    s[e] = score(logits[e]); key[e] = s[e] if by_score, else logits[e], plus bias[e]
 
     Any combination is one kernel on CUDA. For example, Ernie 4.5 chooses by softmax plus a bias and
     divides by the sum: `RoutingMethod("softmax", True, "clamped_sum", True, bias=True)`.
@@ -22,20 +22,19 @@ class RoutingMethod:
     Attributes:
       score: s, "logits" (the logit itself), "softmax" over all experts, "sigmoid" or
         "sqrtsoftplus" (the root of log(1 + exp(x))).
-      by_score: experts are chosen by score (plus bias), not by logit.
+      by_score: experts are chosen by score, not by logit.
       normalize: weights of the chosen scores: "none" as they are, "softmax" of them, "sum" divided
         by (their sum + epsilon), "clamped_sum" divided by max(their sum, epsilon).
       norm_topk_prob: whether they are divided by their sum if `route` is not told; None: it cannot
         be told.
-      bias: whether there may be a selection bias. Needs `by_score`; with "logits" it is added to
-        the logits for the choice alone.
+      bias: whether there may be a selection bias, added to what experts are chosen by.
       group_value: what a group of experts is worth: "top2", the sum of its two largest keys, or
         "max", its largest key. "": no groups.
       top_k: the only number of experts the rule is for, 0 for any.
 
     Raises:
-      TypeError, ValueError: a field of another type, an unknown name, a bias without `by_score`, or
-        a `norm_topk_prob` where nothing is divided.
+      TypeError, ValueError: a field of another type, an unknown name, or a `norm_topk_prob` where
+        nothing is divided.
     """
 
     score: str
@@ -60,9 +59,6 @@ class RoutingMethod:
             rule = "norm_topk_prob must be a bool or None"
             raise TypeError(_checks.message(op, rule, norm_topk_prob=self.norm_topk_prob))
         _checks.check_int(op, "top_k", self.top_k, 0)
-        if self.bias and not self.by_score:
-            rule = "bias=True needs by_score=True: a bias is part of what is compared"
-            raise ValueError(_checks.message(op, rule, score=self.score))
         if self.norm_topk_prob is not None and not self.divides:
             rule = f"norm_topk_prob must be None with normalize={self.normalize!r}"
             raise ValueError(_checks.message(op, rule, norm_topk_prob=self.norm_topk_prob))

@@ -206,6 +206,11 @@ def _gap(a: _Key, b: _Key) -> float:
     return abs(float(a.value) - float(b.value)) / max(a.size + b.size, 1e-30)
 
 
+# Multiples of 1/64 in [-4, 4); odd ones of 1/128 in [-2, 2) and of 1/256 in [-1, 1).
+_ODD = np.arange(-255, 256, 2)
+_LOGITS = np.concatenate([np.arange(-256, 256) / 64, _ODD / 128, _ODD / 256])
+
+
 def draw(
     seed: int,
     num_tokens: int,
@@ -216,7 +221,7 @@ def draw(
 ) -> tuple[np.ndarray, dict[str, Any]]:
     """Draws logits [T, E] of which no two keys that matter are close, and arrays for the options.
 
-    Logits are distinct multiples of 1/64 in [-4, 4), which bfloat16 holds exactly: E <= 512.
+    Logits are distinct numbers in [-4, 4) that bfloat16 holds exactly: E <= 1024.
     An option bias=True or a dtype, or expert_scale=True, asks for an array.
     """
     rng = np.random.default_rng(seed)
@@ -230,7 +235,7 @@ def draw(
     todo = np.arange(num_tokens)
     for _ in range(200):
         for t in todo:
-            logits[t] = (rng.permutation(512)[:num_experts] - 256) / 64
+            logits[t] = _LOGITS[rng.permutation(512 if num_experts <= 512 else 1024)[:num_experts]]
         todo = todo[route(logits[todo], **options).margin < clear]
         if todo.size == 0:
             return logits.astype(dtype), options

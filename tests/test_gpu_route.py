@@ -34,7 +34,7 @@ def _check(logits, options):
     jax.tree.map(assert_equal, got, _route(logits, **options))
 
 
-SIZES = (1, 8, 40, 60, 128, 160, 256, 384, 512)
+SIZES = (1, 8, 40, 60, 128, 160, 256, 384, 512, 896)
 TURNS = [
     (method, size, DTYPES[(i + j) % 3])
     for i, method in enumerate(METHODS)
@@ -80,6 +80,13 @@ MAPS = [
     (512, 16),
     (512, 22),
     (512, 512),
+    (513, 8),  # 32 a lane, most lanes not full
+    (896, 16),  # the most choices whose keys are dealt again
+    (896, 17),
+    (1022, 10),
+    (1024, 1),
+    (1024, 32),
+    (1024, 1024),
 ]
 RULES = {
     "logit": case("topk", 1),
@@ -123,6 +130,8 @@ def test_models(name):
         (256, 4, 2, 8),
         (256, 2, 1, 40),
         (512, 16, 5, 20),
+        (1024, 8, 3, 16),
+        (896, 7, 2, 16),
         (64, 32, 32, 7),  # every group is kept
         (60, 4, 2, 6),  # groups that are no whole lanes
         (96, 3, 1, 4),
@@ -165,7 +174,7 @@ def test_golden(name):
 SPECIAL = [-INF, -1e30, -1.0, -0.0, 0.0, 1.0, 1.5, 80.0, INF, NAN]
 
 
-@pytest.mark.parametrize("num_experts", [16, 256, 512])
+@pytest.mark.parametrize("num_experts", [16, 256, 512, 896])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_ties_and_special_values(name, num_experts):
     _, options = oracle.draw(0, 1, num_experts, VARIANTS[name])
@@ -247,7 +256,18 @@ def test_command_buffers_capture_routing_and_plan():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("num_experts", "top_k"),
-    [(5, 5), (64, 5), (100, 7), (256, 5), (256, 20), (300, 5), (512, 16), (510, 40)],
+    [
+        (5, 5),
+        (64, 5),
+        (100, 7),
+        (256, 5),
+        (256, 20),
+        (300, 5),
+        (512, 16),
+        (510, 40),
+        (896, 16),
+        (1022, 20),
+    ],
 )
 @pytest.mark.parametrize("method", ["renormalize", "deepseek_v3"])
 def test_sanitize_route(method, num_experts, top_k, dtype):

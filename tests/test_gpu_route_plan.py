@@ -17,7 +17,7 @@ from tests.test_route_and_plan import OPTIONS, _map, two_calls
 pytestmark = pytest.mark.gpu
 
 TARGET = "jaxmoe_route_plan_v1"
-SIZES = (1, 8, 40, 60, 128, 160, 256, 384, 512)
+SIZES = (1, 8, 40, 60, 128, 160, 256, 384, 512, 896)
 
 
 def _check(logits, options):
@@ -247,6 +247,7 @@ def test_command_buffers_capture_it(num_tokens):
         (300, 100, 7),
         (1030, 256, 8),
         (400, 512, 22),
+        (40, 896, 16),
         (500, 33, 20),
     ],
 )

@@ -108,7 +108,7 @@ def test_token_counts(num_tokens):
 
 
 def test_more_experts_than_the_kernel_takes():
-    logits = np.random.default_rng(0).standard_normal((3, 513), np.float32)
+    logits = np.random.default_rng(0).standard_normal((3, 1025), np.float32)
     _check(logits, case("softmax", 4))
     text = cuda_text(lambda x: route_and_plan(x, top_k=4), jnp.asarray(logits))
     assert [call[0] for call in calls(text)] == ["jaxmoe_plan_v1"]

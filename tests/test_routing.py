@@ -244,6 +244,7 @@ def test_refusals(call, error, message):
         (4096, 256, 8),
         (7, 384, 384),
         (65, 512, 10),
+        (33, 896, 16),
     ],
 )
 def test_kernel(num_tokens, num_experts, top_k, dtype, method):

@@ -15,10 +15,17 @@ from tests.lowered import calls, cuda_text
 SCORES = ("logits", "softmax", "sigmoid", "sqrtsoftplus")
 NORMALIZE = ("none", "softmax", "sum", "clamped_sum")
 # Each score with each normalization; keys, biases and groups take turns.
+TURNS = (
+    (True, True, "top2"),
+    (False, False, "max"),
+    (False, True, ""),
+    (True, True, "max"),
+    (False, True, "top2"),
+)
 COMBINED = [
-    RoutingMethod(score, by_score, normalize, bias=by_score, group_value=value)
+    RoutingMethod(score, by_score, normalize, bias=bias, group_value=value)
     for i, (score, normalize) in enumerate(itertools.product(SCORES, NORMALIZE))
-    for by_score, value in [((True, "top2"), (False, "max"), (True, "max"))[i % 3]]
+    for by_score, bias, value in [TURNS[i % len(TURNS)]]
 ]
 ERNIE = RoutingMethod("softmax", True, "clamped_sum", True, bias=True)
 
@@ -88,7 +95,6 @@ def test_the_kernel_runs_them():
         ({"group_value": "sum"}, ValueError, "group_value='sum' must be one of , top2, max"),
         ({"by_score": 1}, TypeError, "by_score must be a bool. Got by_score: 1."),
         ({"bias": "yes"}, TypeError, "bias must be a bool. Got bias: 'yes'."),
-        ({"bias": True}, ValueError, "bias=True needs by_score=True: a bias is part of what is "),
         ({"top_k": -1}, ValueError, "top_k=-1 must be at least 0"),
         ({"norm_topk_prob": "no"}, TypeError, "norm_topk_prob must be a bool or None."),
         ({"norm_topk_prob": True}, ValueError, "norm_topk_prob must be None with normalize='none'"),

@@ -64,7 +64,6 @@ inline RouteParams TakeRoute(const In& logits,
   params.logits = take->Any("logits", logits, shape, kFloats);
   params.bias = take->AnyOrNull("bias", bias, {E}, kFloats);
   params.rule = TakeRule(rule, groups, E, take);
-  if (!params.rule.by_score) params.bias = nullptr;
   params.dtype = TypeOf(logits);
   params.bias_dtype = TypeOf(bias);
   params.num_experts = E;

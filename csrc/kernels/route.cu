@@ -17,7 +17,8 @@ struct Launch {
   cudaError_t Run() const {
     int sm_count = 0;
     JAXMOE_RETURN_IF_CUDA_ERROR(GetSmCount(&sm_count));
-    int64_t warps = std::clamp<int64_t>(CeilDiv(params.num_tokens, sm_count), 1, kRouteMaxWarps);
+    int64_t warps =
+        std::clamp<int64_t>(CeilDiv(params.num_tokens, sm_count), 1, kRouteMaxWarps<kPerLane>);
     int64_t blocks = CeilDiv(params.num_tokens, warps);
     if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
     return LaunchKernel(RouteKernel<kPerLane, kWidth, kPlain>,

@@ -1,10 +1,11 @@
 // Device code of route: the K best experts of every token and their weights, in fp32.
 //
-// Problem: token t has E logits. An expert's key is its logit, or its score plus a bias; keys
+// Problem: token t has E logits. An expert's key is its logit or its score, plus a bias; keys
 //   outside the best groups of experts are replaced. The K largest keys are chosen, ties to the
 //   smaller id; NaN is no key and never chosen. Weights are the scores of the chosen, normalized.
 //   The exact rules are `route_xla` and `weights_xla` of jaxmoe/_route.py.
-// Threads: one warp per token, at most 4 tokens a block. Lane l holds the experts [l v, (l + 1) v),
+// Threads: one warp per token, at most 4 tokens a block, 2 above 512 experts. Lane l holds the
+// experts [l v, (l + 1) v),
 //   v = ceil(E / 32), as integers of the same order as the key, so that among equal keys the lowest
 //   lane has the smallest id.
 // Selection: each lane sorts its keys; K rounds of a warp-wide maximum (redux.sync) over the heads
@@ -13,8 +14,9 @@
 //   more than K are as large as the least of the K heads (E = 256, K = 8: 9 in the mean); those go
 //   to a lane each, which counts the larger ones. More than 32, of equal keys: sorted and taken in
 //   rounds as above.
-// Shared memory: at most 8.5 KiB a warp; where E <= 256 and K <= 8, 1.2 KiB by logit, 2.3 by score.
-// Bytes: T E s + 8 T K; T = 16384, E = 256, K = 8, fp32: 17.8 MB, 4.2 us. Instructions of a token:
+// Shared memory: at most 8.5 KiB a warp, 16.3 above 512 experts; where E <= 256 and K <= 8, 1.2 KiB
+// by logit, 2.3 by score. Bytes: T E s + 8 T K; T = 16384, E = 256, K = 8, fp32: 17.8 MB, 4.2 us.
+// Instructions of a token:
 //   about 370 by logit, 560 by sigmoid and groups (estimated), more than half of them on the
 //   integer pipe, which takes two a cycle and not four: 7 and 9 us on 132 SMs at 1.98 GHz.
 // Why this shape: a sort does all of E for the sake of K; recomputing a lane's best key in every
@@ -29,7 +31,9 @@
 
 namespace jaxmoe {
 
-inline constexpr int kRouteMaxWarps = 4;       // tokens of a block
+// Tokens of a block, whose shared memory is static.
+template <int kPerLane>
+inline constexpr int kRouteMaxWarps = kPerLane <= 16 ? 4 : 2;
 inline constexpr int kRouteRegisterWidth = 4;  // longer sorted lists are kept in shared memory
 inline constexpr int kNearStep = 4;            // candidates compared at a time
 
@@ -421,7 +425,7 @@ __device__ __forceinline__ void RouteToken(const RouteParams& params,
   lane.end = min(lane.first + shape.per_lane, shape.num_experts);
 
   // First, as a use of the logits would wait for them.
-  bool biased = !kPlain && rule.by_score && params.bias != nullptr;
+  bool biased = !kPlain && params.bias != nullptr;
   float bias[kPerLane];
   if (biased) LoadLane<false>(params.bias, params.bias_dtype, 0, lane, shape, bias);
   float x[kPerLane];
@@ -429,12 +433,10 @@ __device__ __forceinline__ void RouteToken(const RouteParams& params,
   SoftmaxScale softmax{0.0f, 0.0f};
   if (rule.score == RouteScore::kSoftmax) softmax = SoftmaxOver(x);
 
-  if (!kPlain && rule.by_score) {
-    ToScores(rule.score, softmax, x);
-    if (biased) {
+  if (!kPlain && rule.by_score) ToScores(rule.score, softmax, x);
+  if (biased) {
 #pragma unroll
-      for (int i = 0; i < kPerLane; ++i) x[i] += bias[i];
-    }
+    for (int i = 0; i < kPerLane; ++i) x[i] += bias[i];
   }
   int key[kPerLane];
 #pragma unroll
@@ -452,9 +454,9 @@ __device__ __forceinline__ void RouteToken(const RouteParams& params,
 }
 
 template <int kPerLane, int kWidth, bool kPlain>
-__global__ void __launch_bounds__(kRouteLanes* kRouteMaxWarps, 1)
+__global__ void __launch_bounds__(kRouteLanes* kRouteMaxWarps<kPerLane>, 1)
     RouteKernel(RouteParams params, RouteShape shape) {
-  __shared__ RouteScratch<kPerLane, kWidth, kPlain> scratches[kRouteMaxWarps];
+  __shared__ RouteScratch<kPerLane, kWidth, kPlain> scratches[kRouteMaxWarps<kPerLane>];
 
   GridDependencyWait();
   GridDependencyLaunch();

@@ -9,7 +9,7 @@
 
 namespace jaxmoe {
 
-inline constexpr int64_t kRouteMaxExperts = 512;
+inline constexpr int64_t kRouteMaxExperts = 1024;
 
 enum class RouteScore : int32_t { kLogits, kSoftmax, kSigmoid, kSqrtSoftplus };
 enum class RouteNormalize : int32_t { kNone, kSoftmax, kSum, kClampedSum };

@@ -30,7 +30,7 @@ inline RouteShape MakeRouteShape(const RouteParams& p) {
 // Returns launch.template Run<kPerLane, kWidth, kPlain>(), see RouteToken.
 template <typename Launch>
 cudaError_t DispatchRoute(const RouteParams& p, const RouteShape& shape, const Launch& launch) {
-  bool plain = !p.rule.by_score && p.rule.num_groups == 1;
+  bool plain = !p.rule.by_score && p.bias == nullptr && p.rule.num_groups == 1;
   auto sized = [&](auto per_lane, auto width) {
     constexpr int kPerLane = decltype(per_lane)::value;
     constexpr int kWidth = decltype(width)::value;
@@ -42,11 +42,15 @@ cudaError_t DispatchRoute(const RouteParams& p, const RouteShape& shape, const L
   std::integral_constant<int, 4> four;
   std::integral_constant<int, 8> eight;
   std::integral_constant<int, 16> sixteen;
+  std::integral_constant<int, 32> all;
   if (shape.per_lane <= 1) return sized(one, one);
   if (shape.per_lane <= 2) return sized(two, two);
   if (shape.per_lane <= 4) return shape.top_k <= 8 ? sized(four, one) : sized(four, four);
   if (shape.per_lane <= 8) return shape.top_k <= 8 ? sized(eight, two) : sized(eight, eight);
-  return shape.top_k <= 16 ? sized(sixteen, eight) : sized(sixteen, sixteen);
+  if (shape.per_lane <= 16) {
+    return shape.top_k <= 16 ? sized(sixteen, eight) : sized(sixteen, sixteen);
+  }
+  return shape.top_k <= 16 ? sized(all, sixteen) : sized(all, all);
 }
 
 }  // namespace jaxmoe

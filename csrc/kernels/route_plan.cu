@@ -49,21 +49,25 @@ struct LaunchCluster {
 
   template <int kPerLane, int kWidth, bool kPlain>
   cudaError_t Run() const {
-    int64_t warps = shape.threads / kRouteLanes;
-    int64_t smem_bytes = warps * sizeof(RouteScratch<kPerLane, kWidth, kPlain>) +
-                         PlanScratchBytes(PlanTotals::kCluster, shape) +
-                         shape.chunk_rows * sizeof(int);
-    return LaunchClusters(RoutePlanKernel<kPerLane, kWidth, kPlain>,
-                          dim3(static_cast<unsigned>(plan.batch * shape.chunks)),
-                          dim3(static_cast<unsigned>(shape.threads)),
-                          shape.cluster,
-                          smem_bytes,
-                          stream,
-                          route.pdl,
-                          route,
-                          route_shape,
-                          plan,
-                          shape);
+    if constexpr (kPerLane * kRouteLanes > kRoutePlanExperts) {
+      return cudaErrorInvalidValue;
+    } else {
+      int64_t warps = shape.threads / kRouteLanes;
+      int64_t smem_bytes = warps * sizeof(RouteScratch<kPerLane, kWidth, kPlain>) +
+                           PlanScratchBytes(PlanTotals::kCluster, shape) +
+                           shape.chunk_rows * sizeof(int);
+      return LaunchClusters(RoutePlanKernel<kPerLane, kWidth, kPlain>,
+                            dim3(static_cast<unsigned>(plan.batch * shape.chunks)),
+                            dim3(static_cast<unsigned>(shape.threads)),
+                            shape.cluster,
+                            smem_bytes,
+                            stream,
+                            route.pdl,
+                            route,
+                            route_shape,
+                            plan,
+                            shape);
+    }
   }
 };
 
@@ -78,7 +82,7 @@ cudaError_t LaunchRoutePlan(const RouteParams& route, const PlanParams& plan, cu
   if (route.num_tokens == 0) return LaunchPlan(plan, stream);
   bool fits = false;
   PlanShape shape = MakeClusterShape(plan, &fits);
-  if (fits) {
+  if (fits && route.num_experts <= kRoutePlanExperts) {
     RouteShape route_shape = MakeRouteShape(route);
     return DispatchRoute(
         route, route_shape, LaunchCluster{route, route_shape, plan, shape, stream});

@@ -1,11 +1,11 @@
 // Device code of route and plan in one kernel, for few tokens.
 //
-// Problem: that of route.cuh, then that of plan.cuh with its ids, for B entries of T tokens.
+// Problem: that of route.cuh, up to 512 experts, then that of plan.cuh with its ids, for B entries
+//   of T tokens.
 // An entry is a cluster of 1 to 8 blocks, a block a chunk of its tokens. The block's warps route
-// one
-//   token after the other and leave the ids in shared memory. Then the block places them as plan
-//   does, and tells the other blocks its count of each expert by 4-byte stores into their shared
-//   memory. No id is read back, no slot is counted twice.
+//   one token after the other and leave the ids in shared memory. Then the block places them as
+//   plan does, and tells the other blocks its count of each expert by 4-byte stores into their
+//   shared memory. No id is read back, no slot is counted twice.
 // Threads: a warp a token, at most 16 warps a block.
 // Shared memory: at most 172 KiB (E = 512, K > 16); 20 KiB for 64 tokens by logit at E = 256, K
 // = 8. Time and reason, and why not for more tokens: docs/notes.md#route-and-plan-in-one-call.

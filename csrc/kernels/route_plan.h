@@ -10,8 +10,10 @@
 
 namespace jaxmoe {
 
-// Entries of at most this many tokens take one kernel if their rows and experts fit in a cluster.
+// Entries of at most this many tokens take one kernel if their rows and experts fit in a cluster,
+// and no warp has more experts than this.
 inline constexpr int64_t kRoutePlanClusterTokens = 128;
+inline constexpr int64_t kRoutePlanExperts = 512;
 
 // `route` has the tokens of all `plan.batch` entries and the arrays that both know, `plan` the
 // rest: expert_ids, num_tokens of an entry, top_k with the columns of shared experts. plan.scratch
