@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jaxmoe._explain import explain
 from jaxmoe._jax import targets
+from jaxmoe._load.ahead import Ahead
 from jaxmoe.experts import Experts
 from jaxmoe.loading import Model
 from jaxmoe.mlp import moe_mlp
@@ -16,7 +17,8 @@ from jaxmoe.routing import Routing
 
 def _shapes(model: Model, at: str) -> Experts:
     """The experts of a module as shapes: the smallest number of them is read."""
-    read = [weight.read(model.shards, range(1)) for weight in model.weights(at)]
+    with Ahead(model.shards) as files:
+        read = [weight.read(files, range(1)) for weight in model.weights(at)]
     layer = model.layer(at, read, jnp.asarray)
     grown = lambda a: jax.ShapeDtypeStruct((model.num_experts, *a.shape[1:]), a.dtype)  # noqa: E731
     return jax.tree.map(grown, layer.experts)

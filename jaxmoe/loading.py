@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxmoe._load import families, stored
+from jaxmoe._load.ahead import Ahead
 from jaxmoe._load.shards import OP, Shards
 from jaxmoe.experts import Experts
 from jaxmoe.mlp import moe_mlp
@@ -88,8 +89,8 @@ def load(
     """Reads the layers of experts of a model, as the files store them.
 
     Weights keep their format: bf16, FP8 and every format of 4 bits that `jaxmoe.checkpoints` reads,
-    known by the names and dtypes of the tensors. Files are mapped into memory and read a weight at
-    a time, so the process holds some experts of one beside what lies on the devices.
+    known by the names and dtypes of the tensors. Files are read by threads, in order and a gigabyte
+    ahead, so the process holds two or three of its own beside what lies on the devices.
 
     Args:
       directory: with config.json and model.safetensors, or its shards and their index.
@@ -125,15 +126,24 @@ def load(
     weights = {n: model.weights(at) for n, at in chosen.items()}
     everyone = range(model.num_experts)
     total = sum(w.nbytes(model.shards, everyone) for those in weights.values() for w in those)
+    pieces = (
+        piece
+        for those in weights.values()
+        for weight in those
+        for part in spread.parts()
+        for piece in weight.pieces(model.shards, part)
+    )
     out, done = {}, 0
-    for number, at in chosen.items():
-        read = []
-        for weight in weights[number]:
-            read.append(spread(lambda part, w=weight: w.read(model.shards, part)))
-            done += weight.nbytes(model.shards, everyone)
-            if progress is not None:
-                progress(done, total, f"{weight.stem}{weight.parts[0]}")
-        out[number] = model.layer(at, read, spread.everywhere)
+    with Ahead(model.shards, pieces) as files:
+        for number, at in chosen.items():
+            read: list[Any] = []
+            for weight in weights[number]:
+                jax.block_until_ready(read[-1:])  # until then its bytes are on the host as well
+                read.append(spread(lambda part, w=weight: w.read(files, part)))
+                done += weight.nbytes(model.shards, everyone)
+                if progress is not None:
+                    progress(done, total, f"{weight.stem}{weight.parts[0]}")
+            out[number] = model.layer(at, read, spread.everywhere)
     return out
 
 
@@ -253,17 +263,28 @@ class _Spread:
         value = np.asarray(value)
         return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 
+    def parts(self) -> list[range]:
+        """The experts that are read, in order."""
+        if self._mesh is None:
+            return [range(self._num_experts)]
+        return list(dict.fromkeys(self._where().values()))
+
+    def _where(self) -> dict[Any, range]:
+        """The experts of each device of this process."""
+        assert self._mesh is not None
+        sharding = NamedSharding(self._mesh, PartitionSpec(self._axis))
+        where = sharding.addressable_devices_indices_map((self._num_experts,))
+        everyone = range(self._num_experts)
+        return {device: everyone[index[0]] for device, index in where.items() if index}
+
     def __call__(self, read: Callable[[range], Any]) -> Any:
         """The weight of all experts, of what `read` gives for some."""
         if self._mesh is None:
             return read(range(self._num_experts))
         sharding = NamedSharding(self._mesh, PartitionSpec(self._axis))
-        where = sharding.addressable_devices_indices_map((self._num_experts,))
         parts: dict[range, Any] = {}
         pieces = []
-        for device, index in where.items():
-            assert index is not None
-            mine = range(self._num_experts)[index[0]]
+        for device, mine in self._where().items():
             if mine not in parts:
                 with jax.default_device(device):
                     parts[mine] = read(mine)

@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))  # behind everything: `jaxmoe` stays the installed one
 
-from benchmarks import bounds, card, rows, run, runner, timing  # noqa: E402
+from benchmarks import bounds, card, load, rows, run, runner, timing  # noqa: E402
 from benchmarks.baselines import xla_ragged_dot  # noqa: E402
 from benchmarks.cases import Case, WeightSets, weight_sets  # noqa: E402
 from benchmarks.models import DEFAULT_MODELS, DEFAULT_TOKENS, MODELS, expert_bytes  # noqa: E402
@@ -316,3 +316,12 @@ def test_energy_is_flops_over_power() -> None:
     assert rows.Row.from_json(older).tflop_per_joule == pytest.approx(1.5)
     older["power_w"] = None
     assert rows.Row.from_json(older).tflop_per_joule is None
+
+
+def test_loading_is_timed_beside_cat(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "load.json"
+    load.main(["--model", "odd", "--gb", "1e-9", "--directory", str(tmp_path), "--json", str(out)])
+    row = json.loads(out.read_text())
+    assert row == json.loads(capsys.readouterr().out)
+    assert row["layers"] == 1 and row["load_s"] > 0 and row["cat_s"] > 0
+    assert [path.name for path in tmp_path.iterdir()] == ["load.json"]

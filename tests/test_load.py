@@ -1,5 +1,6 @@
 """Folders in the layouts of released models, to layers: the numbers that the importers give."""
 
+import concurrent.futures
 import dataclasses
 import json
 import math
@@ -14,7 +15,7 @@ import pytest
 
 import jaxmoe
 from jaxmoe import Experts, checkpoints, inspect
-from jaxmoe._load import stored
+from jaxmoe._load import ahead, stored
 from jaxmoe._load.shards import _DTYPES, Shards
 from jaxmoe._testing import assert_equal
 
@@ -492,6 +493,45 @@ def test_experts_are_stacked_some_at_a_time(tmp_path, monkeypatch):
     (layer,) = jaxmoe.load(path).values()
     assert set(largest) == {2}
     assert_same(layer.experts, wanted(tensors, files))
+
+
+@pytest.mark.parametrize("name", ("kimi", "qwen3"))
+def test_files_are_read_in_parts(name, tmp_path, monkeypatch):
+    files = FILES[name]
+    path, tensors = folder(tmp_path, files)
+    monkeypatch.setattr(ahead, "_READ_BYTES", 7)
+    monkeypatch.setattr(ahead, "_AHEAD_BYTES", 1)
+    (layer,) = jaxmoe.load(path).values()
+    assert_same(layer.experts, wanted(tensors, files))
+
+
+def test_pieces_are_read_before_they_are_asked_for(tmp_path, monkeypatch):
+    tensors = {f"t{i}": np.arange(6 * i, 6 * i + 6, dtype=np.int32).reshape(3, 2) for i in range(5)}
+    path = save_folder(tmp_path, {}, tensors)
+    shards = Shards(path)
+    pieces = [shards.stacked([f"t{i}"]) for i in range(4)]
+    monkeypatch.setattr(ahead, "_AHEAD_BYTES", 2 * tensors["t0"].nbytes)
+    with ahead.Ahead(shards, pieces) as files:
+        np.testing.assert_array_equal(files.take(pieces[0])[0], tensors["t0"])
+        begun = [part for reading in files._begun for part in reading.parts]
+        concurrent.futures.wait(begun)
+        assert len(begun) == 2
+        (path / "model.safetensors").write_bytes(b"")
+        for i in (1, 2):
+            np.testing.assert_array_equal(files.take(pieces[i])[0], tensors[f"t{i}"])
+        with pytest.raises(ValueError, match="was cut off while it was read"):
+            files.take(pieces[3])
+
+
+def test_pieces_that_are_not_the_next(tmp_path):
+    tensors = {"a": np.arange(12, dtype=np.float32).reshape(4, 3), "b": np.ones((4, 3), BF16)}
+    shards = Shards(save_folder(tmp_path, {}, tensors))
+    with ahead.Ahead(shards, [shards.stacked(["a"])]) as files:
+        np.testing.assert_array_equal(files.take(shards.part("a", 1, 3)), tensors["a"][1:3])
+        np.testing.assert_array_equal(files.take(shards.stacked(["a", "a"]))[1], tensors["a"])
+        got = files.take(shards.stacked(["b"]))
+        np.testing.assert_array_equal(got[0].view(np.uint16), tensors["b"].view(np.uint16))
+        np.testing.assert_array_equal(files.take(shards.stacked(["a"]))[0], tensors["a"])
 
 
 MISSING = (

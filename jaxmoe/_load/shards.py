@@ -4,8 +4,9 @@ import bisect
 import dataclasses
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -28,6 +29,22 @@ class _Place:
     shape: tuple[int, ...]
     begin: int  # bytes from the start of the file
     end: int
+
+
+class Span(NamedTuple):
+    """Bytes of a file."""
+
+    path: Path
+    begin: int
+    end: int
+
+
+class Piece(NamedTuple):
+    """An array whose bytes are those of the spans, one after the other."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    spans: tuple[Span, ...]
 
 
 class Shards:
@@ -84,6 +101,23 @@ class Shards:
     def dtype(self, name: str) -> np.dtype[Any]:
         """The dtype of a tensor."""
         return np.dtype(_DTYPES[self._place(name).dtype])
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor."""
+        return self._place(name).shape
+
+    def stacked(self, names: Sequence[str]) -> Piece:
+        """Tensors of one dtype and shape, as one array."""
+        places = [self._place(name) for name in names]
+        spans = tuple(Span(place.path, place.begin, place.end) for place in places)
+        return Piece(self.dtype(names[0]), (len(names), *places[0].shape), spans)
+
+    def part(self, name: str, first: int, last: int) -> Piece:
+        """Rows of a tensor."""
+        path, _, shape, begin, end = dataclasses.astuple(self._place(name))
+        row = (end - begin) // max(shape[0], 1)
+        span = Span(path, begin + first * row, begin + last * row)
+        return Piece(self.dtype(name), (last - first, *shape[1:]), (span,))
 
     def nbytes(self, name: str) -> int:
         """The bytes of a tensor."""

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmoe import checkpoints
-from jaxmoe._load.shards import OP, Shards
+from jaxmoe._load.ahead import Ahead
+from jaxmoe._load.shards import OP, Piece, Shards
 
 _FLOATS = ("bfloat16", "float16", "float32")
 _GPTQ = ("gptq", "gptq_v2")
@@ -55,14 +56,27 @@ class Stored:
             return total
         return total * len(experts) // max(shards[self.stem + self.parts[0]].shape[0], 1)
 
-    def read(self, shards: Shards, experts: range) -> Any:
+    def read(self, files: Ahead, experts: range) -> Any:
         """The weight of these experts on JAX's default device, some experts at a time."""
-        step = max(1, _CHUNK_BYTES // max(self.nbytes(shards, experts[:1]), 1))
-        read = [self._chunk(shards, experts[i : i + step]) for i in range(0, len(experts), step)]
+        read: list[Any] = []
+        for some in self._chunks(files.shards, experts):
+            jax.block_until_ready(read[-1:])  # until then its bytes are on the host as well
+            read.append(self._chunk(files, some))
         return read[0] if len(read) == 1 else jax.tree.map(lambda *a: jnp.concatenate(a), *read)
 
-    def _chunk(self, shards: Shards, experts: range) -> Any:
-        *parts, last = [self._stack(shards, part, experts) for part in self.parts]
+    def pieces(self, shards: Shards, experts: range) -> Iterator[Piece]:
+        """What `read` takes from files, in its order."""
+        for some in self._chunks(shards, experts):
+            for part in self.parts:
+                yield self._piece(shards, part, some)
+
+    def _chunks(self, shards: Shards, experts: range) -> list[range]:
+        step = max(1, _CHUNK_BYTES // max(self.nbytes(shards, experts[:1]), 1))
+        return [experts[i : i + step] for i in range(0, len(experts), step)]
+
+    def _chunk(self, files: Ahead, experts: range) -> Any:
+        taken = (self._piece(files.shards, part, experts) for part in self.parts)
+        *parts, last = [files.take(piece) for piece in taken]
         if self.reader is None:
             return jax.device_put(last)
         try:
@@ -78,19 +92,17 @@ class Stored:
         assert self.reader is not None
         return self.reader(*parts, last)
 
-    def _stack(self, shards: Shards, part: str, experts: range) -> np.ndarray[Any, Any]:
+    def _piece(self, shards: Shards, part: str, experts: range) -> Piece:
         if self.stacked:
-            return shards[self.stem + part][experts.start : experts.stop]
-        tensors = [shards[self.stem.format(e=e) + part] for e in experts]
-        shapes = {a.shape for a in tensors}
+            return shards.part(self.stem + part, experts.start, experts.stop)
+        names = [self.stem.format(e=e) + part for e in experts]
+        shapes = set(map(shards.shape, names))
         if len(shapes) > 1:
             raise ValueError(
                 f"jaxmoe.{OP}: {self.stem}{part} must have one shape, not "
                 f"{', '.join(map(str, sorted(shapes)))}"
             )
-        # As bytes: NumPy copies the elements of ml_dtypes one by one.
-        raw = np.stack([a.reshape(-1).view(np.uint8) for a in tensors])
-        return raw.view(tensors[0].dtype).reshape(len(tensors), *tensors[0].shape)
+        return shards.stacked(names)
 
 
 @functools.lru_cache(maxsize=32)
