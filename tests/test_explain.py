@@ -104,8 +104,8 @@ def test_refusals_say_why():
     ("num_experts", "options", "why"),
     (
         (8, {}, None),
-        (512, {"method": "softmax"}, None),
-        (513, {}, "the route kernel takes at most 512 experts"),
+        (1024, {"method": "softmax"}, None),
+        (1025, {}, "the route kernel takes at most 1024 experts"),
         (512, {"method": "deepseek_v3", "num_groups": 8, "top_groups": 4, "scale": 2.0}, None),
     ),
 )
@@ -184,7 +184,7 @@ def test_on_a_gpu_it_names_what_is_left_to_xla(monkeypatch):
     monkeypatch.setattr(_targets, "cuda_available", lambda: True)
     runs = [
         explain(lambda a: route(a, top_k=2), struct(4, num_experts, dtype=F32)).ops[0].runs
-        for num_experts in (512, 513)
+        for num_experts in (1024, 1025)
     ]
     assert runs == ["FFI call jaxmoe_route_v2", "pure XLA"]
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
