@@ -4,19 +4,18 @@
 //   outside the best groups of experts are replaced. The K largest keys are chosen, ties to the
 //   smaller id; NaN is no key and never chosen. Weights are the scores of the chosen, normalized.
 //   The exact rules are `route_xla` and `weights_xla` of jaxmoe/_route.py.
-// Threads: one warp per token, at most 4 tokens a block, 2 above 512 experts. Lane l holds the
-// experts [l v, (l + 1) v),
-//   v = ceil(E / 32), as integers of the same order as the key, so that among equal keys the lowest
-//   lane has the smallest id.
+// Threads: one warp per token, at most 4 tokens a block, 2 above 512 experts. Lane l
+//   holds the experts [l v, (l + 1) v), v = ceil(E / 32), as integers of the same order as the
+//   key, so that among equal keys the lowest lane has the smallest id.
 // Selection: each lane sorts its keys; K rounds of a warp-wide maximum (redux.sync) over the heads
 //   take one each. The K best keys lie in the K lanes of the best heads: for few choices
 //   (kWidth < kPerLane) only those lanes' keys are dealt out again, kWidth a lane. Of them hardly
 //   more than K are as large as the least of the K heads (E = 256, K = 8: 9 in the mean); those go
 //   to a lane each, which counts the larger ones. More than 32, of equal keys: sorted and taken in
 //   rounds as above.
-// Shared memory: at most 8.5 KiB a warp, 16.3 above 512 experts; where E <= 256 and K <= 8, 1.2 KiB
-// by logit, 2.3 by score. Bytes: T E s + 8 T K; T = 16384, E = 256, K = 8, fp32: 17.8 MB, 4.2 us.
-// Instructions of a token:
+// Shared memory: at most 8.5 KiB a warp, 16.3 above 512 experts; 1.2 KiB by logit and 2.3 by score
+//   where E <= 256 and K <= 8.
+// Bytes: T E s + 8 T K; T = 16384, E = 256, K = 8, fp32: 17.8 MB, 4.2 us. Instructions of a token:
 //   about 370 by logit, 560 by sigmoid and groups (estimated), more than half of them on the
 //   integer pipe, which takes two a cycle and not four: 7 and 9 us on 132 SMs at 1.98 GHz.
 // Why this shape: a sort does all of E for the sake of K; recomputing a lane's best key in every

@@ -10,8 +10,8 @@
 
 namespace jaxmoe {
 
-// Entries of at most this many tokens take one kernel if their rows and experts fit in a cluster,
-// and no warp has more experts than this.
+// Entries of at most so many tokens take one kernel if their rows and experts fit in a cluster.
+// With more experts the scratch of its warps would not fit in shared memory.
 inline constexpr int64_t kRoutePlanClusterTokens = 128;
 inline constexpr int64_t kRoutePlanExperts = 512;
 
