@@ -4,6 +4,7 @@ from typing import Any
 
 from jaxmoe import _formats
 from jaxmoe._codes import CODES
+from jaxmoe._ep import peers
 from jaxmoe._formats import quantization
 from jaxmoe._formats.quantization import scratch_floats
 from jaxmoe._gemm import tiles
@@ -19,8 +20,12 @@ def own(theirs: dict[str, Any]) -> dict[str, Any]:
     """
     format_of = {f.code: f for f in _formats.kernels()}
 
-    def sizes(table: str, size: Any) -> dict[Any, int]:
+    def sizes(table: str, size: Any) -> dict[Any, Any]:
         return {args: size(*args) for args in theirs.get(table, ())}
+
+    def peer_bytes(tokens: int, top_k: int, devices: int, row: int, small: int) -> tuple[int, int]:
+        sent = peers.dispatch_bytes(tokens, top_k, devices, row, small)
+        return sent, peers.combine_bytes(tokens, devices, row)
 
     def floats(code: int, rule: int, tokens: int, rows: int, hidden: int, inner: int) -> int:
         format = _formats.beside_code(format_of[code], rule)
@@ -42,6 +47,9 @@ def own(theirs: dict[str, Any]) -> dict[str, Any]:
         "plan_scratch": sizes("plan_scratch", plan_scratch_size),
         "mlp_index": sizes("mlp_index", tiles.mlp_index_size),
         "mlp_floats": sizes("mlp_floats", floats),
+        "peer_bytes": sizes("peer_bytes", peer_bytes),
+        "peer_header": peers.HEADER_BYTES,
+        "max_peers": peers.MAX_PEERS,
     }
 
 

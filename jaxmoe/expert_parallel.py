@@ -14,6 +14,9 @@ from jaxmoe._ep import mesh as _ep_mesh
 from jaxmoe._ep.cost import DispatchChoice as DispatchChoice
 from jaxmoe._ep.cost import Links as Links
 from jaxmoe._ep.cost import choose_dispatch as choose_dispatch
+from jaxmoe._ep.peers import PeerMemory as PeerMemory
+from jaxmoe._ep.peers import open_peer_memory as open_peer_memory
+from jaxmoe._ep.peers import peer_memory_bytes as peer_memory_bytes
 from jaxmoe._jax import checks as _checks
 from jaxmoe.experts import Experts
 from jaxmoe.quantize import QuantizedArray
@@ -52,7 +55,11 @@ def moe_mlp(
         of a static size, and adds up the parts that come back.
       ragged: the same without boxes, by `jax.lax.ragged_all_to_all` on CUDA; elsewhere, where XLA
         has none, by an all_gather that gives the same result.
-      auto: all_gather or all_to_all, whichever `choose_dispatch` estimates to be faster.
+      direct: each device fetches the tokens that have a choice there from the memory of the others,
+        and leaves its sums with them: kernels over NVLink, in what `open_peer_memory` opened.
+        Elsewhere than on GPUs XLA's collectives, with the same bits.
+      auto: all_gather, all_to_all, or direct where memory is open, whichever `choose_dispatch`
+        estimates to be fastest.
 
     Args:
       x: [T, H] the tokens of this device, bfloat16, float16, float32, or quantized.
@@ -61,11 +68,11 @@ def moe_mlp(
       axis_name: the mesh axis, or axes, over which experts are spread: n devices.
       tokens: "sharded" if each device along the axis has tokens of its own, "replicated" if all of
         them have the same ones: then nothing is dispatched and a psum adds the parts.
-      dispatch: "auto", "all_gather", "all_to_all" or "ragged".
+      dispatch: "auto", "all_gather", "all_to_all", "ragged" or "direct".
       capacity_factor: None for room for every token wherever it goes (dropless). A factor c makes
         room for C = ceil(c * T * (1 - (1 - 1/n)^K)) tokens from each device to each other one (per
         chunk), c times what even routing sends. Then the result is a pair, see below. all_gather
-        has room for everything.
+        and direct have room for everything.
       num_chunks: tokens are split in so many parts, so that the collectives of one can run while
         another is computed. Divides T. Experts are read from memory once for each.
       own_apart: run this device's own tokens on its own experts as a separate call. It depends on
@@ -100,7 +107,7 @@ def moe_mlp(
       NotImplementedError: as `jaxmoe.moe_mlp`.
 
     Numerics: each device adds up its experts' rows of a token in float32 in k order and rounds
-      once. all_to_all and ragged add these parts in float32 in the order of devices and round once,
+      once. all_to_all, ragged and direct add these parts in float32 in their order and round once,
       so they agree to the bit with each other; all_gather adds in `sum_dtype`, in an order that
       XLA chooses, and with own_apart the device's own part in float32 after that. With K = 1 every
       way has the bits of a single device. In fp8_tensor a dynamic scale of the intermediate is made

@@ -47,8 +47,9 @@ def calls(text):
 
 
 def attributes(text):
-    """Parses `a = 1 : i64, b = {c = 2.0 : f32}` into a dict of typed strings."""
+    """Parses `a = 1 : i64, b = {c = 2.0 : f32}, d = "e"` into a dict, numbers as typed strings."""
     text = re.sub(r"(\w+) = (-?[\w.+-]+) : (i64|f32)", r'"\1": "\2:\3"', text)
+    text = re.sub(r'(\w+) = (")', r'"\1": \2', text)
     return eval("{" + re.sub(r"(\w+) = \{", r'"\1": {', text) + "}")  # our own text, no input
 
 

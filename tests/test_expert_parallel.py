@@ -430,7 +430,12 @@ def test_auto_asks_for_the_tokens_of_a_chunk(monkeypatch):
     jax.eval_shape(layer, jnp.asarray(ids_of("uniform")), a)
     given, options = asked[0]
     assert given == (NUM_TOKENS // 8 // 2, LAYER.hidden, 3, 8)
-    assert options == {"capacity_factor": 1.5, "itemsize": 2, "dispatch_itemsize": None}
+    assert options == {
+        "capacity_factor": 1.5,
+        "itemsize": 2,
+        "dispatch_itemsize": None,
+        "direct": False,
+    }
 
 
 def test_auto_takes_what_the_links_make_faster():

@@ -8,6 +8,7 @@ import pytest
 
 import jaxmoe
 from jaxmoe import GemmConfig, Plan, Routing, _gemm, grouped_gemm
+from jaxmoe._ep import direct
 from jaxmoe._jax import primitive as _primitive
 from jaxmoe._jax import targets as _targets
 from jaxmoe.activation import ACTIVATIONS
@@ -168,7 +169,33 @@ def test_tiles_of_grouped_gemm_are_for_its_columns(layout):
     assert splits == ["2:i64", "1:i64"]
 
 
+WAY = direct.Way("expert", 2, 3, "expert")
 OTHER_OPS = {
+    "peer_dispatch": (
+        lambda *a: direct.peer_dispatch_p(*a, None, way=WAY),
+        (struct(dtype=I32), struct(T, K, dtype=I32), struct(T, H)),
+        (
+            "jaxmoe_peer_dispatch_v1",
+            {"memory": "expert", "num_devices": "2:i64", "num_local": "3:i64"},
+        ),
+        ["i32", f"{T}x{K}xi32", f"{T}x{H}xbf16", "0x0xf32"],
+        [f"{2 * T}x{K}xi32", f"{2 * T}x{H}xbf16", "0x0xf32"],
+    ),
+    "peer_combine": (
+        lambda *a: direct.peer_combine_p(*a, None, way=WAY),
+        (
+            struct(dtype=I32),
+            struct(T, K, dtype=I32),
+            struct(2 * T, K, dtype=I32),
+            struct(2 * T, H),
+        ),
+        (
+            "jaxmoe_peer_combine_v1",
+            {"memory": "expert", "num_devices": "2:i64", "num_local": "3:i64"},
+        ),
+        ["i32", f"{T}x{K}xi32", f"{2 * T}x{K}xi32", f"{2 * T}x{H}xbf16", "0x0xbf16"],
+        [f"{T}x{H}xbf16"],
+    ),
     "route": (
         lambda logits, bias: jaxmoe.route(
             logits,

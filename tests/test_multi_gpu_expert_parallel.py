@@ -103,6 +103,17 @@ def _reference(a, dtype):
     return reference.moe_mlp(**a, gate_up="interleaved", dtype=dtype)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def memory():
+    """Of the axis of all devices, which `dispatch="direct"` along others reopens."""
+    with opened_memory(mesh()):
+        yield
+
+
+def opened_memory(over):
+    return expert_parallel.open_peer_memory(over, "expert", num_bytes=1 << 24, timeout_s=30)
+
+
 WAYS = [
     ((), {"dispatch": "all_gather"}),
     ((), {"dispatch": "all_gather", "sum_dtype": "float32", "num_chunks": 2}),
@@ -110,6 +121,8 @@ WAYS = [
     ((), {"dispatch": "all_to_all"}),
     ((), {"dispatch": "all_to_all", "num_chunks": 3}),
     ((), {"dispatch": "ragged"}),
+    ((), {"dispatch": "direct"}),
+    ((), {"dispatch": "direct", "num_chunks": 3}),
     ((), {"tokens": "replicated"}),
     ((("data", 2),), {"dispatch": "all_to_all"}),
     ((("tensor", 2),), {"dispatch": "all_gather"}),
@@ -135,11 +148,12 @@ def test_sums_of_chunks_are_sent_apart():
     assert len(re.findall(r" reduce-scatter(-start)?\(", program)) == 2
 
 
-def test_ragged_has_the_bits_of_all_to_all():
+@pytest.mark.parametrize("mode", ("ragged", "direct"))
+def test_the_bits_are_those_of_all_to_all(mode):
     a, _ = inputs("with_invalid")
     values = [
-        jax.device_get(jax.jit(functools.partial(split, dispatch=mode))(a))
-        for mode in ("ragged", "all_to_all")
+        jax.device_get(jax.jit(functools.partial(split, dispatch=way))(a))
+        for way in (mode, "all_to_all")
     ]
     assert_equal(*values)
 
@@ -167,7 +181,7 @@ def test_lost_choices_are_counted(mode):
 
 
 @pytest.mark.parametrize("format", ("fp8_tensor", "fp8_channel", "fp8_block"))
-@pytest.mark.parametrize("mode", ("all_gather", "all_to_all", "ragged"))
+@pytest.mark.parametrize("mode", ("all_gather", "all_to_all", "ragged", "direct"))
 def test_tokens_travel_in_fp8(format, mode):
     """Quantized before or after they are sent: the same bits, and near those of one device."""
     a = dict(inputs("uniform")[0])

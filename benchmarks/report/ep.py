@@ -11,7 +11,7 @@ from benchmarks.suites import ep
 
 _BARE = "xla[all_gather+psum_scatter]"
 _HEAD = [
-    *("model", "devices", "tokens", "one device", "local", "all_gather", "all_to_all", "ragged"),
+    *("model", "devices", "tokens", "one device", "local", *ep.DISPATCHES),
     *("best", "to one device", "over local", "GB/s", "bare GB/s", "ragged_dot"),
 ]
 _NOTE = (

@@ -68,6 +68,9 @@ IMPLS = (
 )
 
 
+_memory: dict[str, expert_parallel.PeerMemory] = {}
+
+
 @functools.cache
 def mesh() -> Mesh:
     """All devices along one axis."""
@@ -134,10 +137,28 @@ class Spread:
         key = jax.random.key(self.case.seed)
         return tokens(key, 2 * self.wide.num_tokens, self.case.model.hidden)
 
+    @functools.cached_property
+    def no_memory(self) -> str | None:
+        """Opens the memory of "direct" for these tokens. Returns why there is none."""
+        model, num_tokens = self.case.model, self.case.num_tokens
+        sizes = num_tokens, model.hidden, model.top_k, self.count
+        needed = expert_parallel.peer_memory_bytes(*sizes, itemsize=BYTES)
+        held = _memory.get("open")
+        if held is not None and held.num_bytes >= needed:
+            return None
+        if held is not None:
+            held.close()
+            del _memory["open"]
+        try:
+            _memory["open"] = expert_parallel.open_peer_memory(mesh(), AXIS, num_bytes=needed)
+        except RuntimeError as error:  # NotImplementedError too
+            return f"not run: {error}"
+        return None
+
     def sent(self, mode: str) -> float:
         """Bytes that a device sends in one layer: tokens, what goes with them, and sums."""
         model, num_tokens = self.case.model, float(self.case.num_tokens)
-        if mode == "ragged":
+        if mode in ("ragged", "direct"):
             num_tokens *= share_per_device(self.count, model.top_k)
         row = 2 * model.hidden * BYTES + 8 * model.top_k
         return (self.count - 1) * num_tokens * row
@@ -284,8 +305,9 @@ def _spread_entry(
 
 
 def _variant(spread: Spread, impl: str) -> Entry:
-    call = _ep_call(impl)
-    return _spread_entry(spread, impl, call, _SPLIT, spread.sent(VARIANTS[impl].dispatch))
+    call, dispatch = _ep_call(impl), VARIANTS[impl].dispatch
+    why = spread.no_memory if dispatch == "direct" else None
+    return _spread_entry(spread, impl, call, _SPLIT, spread.sent(dispatch), refusal=why)
 
 
 def _local(spread: Spread) -> Entry:

@@ -1,9 +1,10 @@
-// The Python module `jaxmoe._cuda_ffi`: FFI handlers by target name, their execution counts, and
-// tables to compare with the package.
+// The Python module `jaxmoe._cuda_ffi`: FFI handlers by target name, their execution counts, tables
+// to compare with the package, and the memory of peers.
 #include <nanobind/nanobind.h>
 
 #include <cstring>
 
+#include "csrc/ffi/peer_memory.h"
 #include "csrc/ffi/tables.h"
 #include "csrc/ffi/target.h"
 
@@ -33,6 +34,7 @@ NB_MODULE(_cuda_ffi, m) {
   m.def("registrations", &Registrations);
   m.def("execute_count", &ExecuteCount);
   m.def("tables", &Tables);
+  AddPeerMemory(m);
   m.def("ffi_api_version", [] { return nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR); });
 }
 

@@ -9,6 +9,7 @@
 #include "csrc/kernels/plan.h"
 #include "csrc/kernels/quantize.h"
 #include "csrc/kernels/route.h"
+#include "csrc/peers/exchange.h"
 
 namespace jaxmoe {
 namespace {
@@ -74,6 +75,25 @@ void AddScratch(nb::dict& tables) {
   tables["gemm_scratch"] = kGemmScratchInts;
 }
 
+// Bytes of a half of peer memory: (T, K, n, bytes of a row, small floats) -> of a dispatch and of a
+// combine.
+nb::dict PeerBytes() {
+  nb::dict bytes;
+  for (int64_t tokens : {0, 1, 24, 4096}) {
+    for (int64_t top_k : {1, 3, 8}) {
+      for (int devices : {1, 2, 8}) {
+        for (int64_t row : {2, 96, 14336}) {
+          const ExchangeSize size{tokens, top_k, 1};
+          const int64_t small = 2 * top_k;
+          bytes[nb::make_tuple(tokens, top_k, devices, row, small)] = nb::make_tuple(
+              PeerDispatchBytes(size, devices, row, small), PeerCombineBytes(size, devices, row));
+        }
+      }
+    }
+  }
+  return bytes;
+}
+
 }  // namespace
 
 nb::dict Tables() {
@@ -95,6 +115,9 @@ nb::dict Tables() {
   tables["max_route_experts"] = kRouteMaxExperts;
   tables["quant_block"] = kQuantBlock;
   tables["max_quant_partials"] = kMaxQuantPartials;
+  tables["peer_bytes"] = PeerBytes();
+  tables["peer_header"] = kPeerHeaderBytes;
+  tables["max_peers"] = kMaxPeers;
   AddScratch(tables);
   return tables;
 }

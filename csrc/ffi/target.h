@@ -46,12 +46,13 @@ struct Target {
   static inline const Target* first = nullptr;  // of the list
 };
 
-// Registers `fn` when the module is loaded. XLA may record its launches in a CUDA graph.
-template <auto fn>
+// Registers `fn` when the module is loaded. XLA may record its launches in a CUDA graph if
+// `recordable`: where calls that depend on nothing of each other may run at the same time.
+template <auto fn, bool recordable = true>
 struct Registered;
 
-template <class... Params, ffi::Error (*fn)(Params...)>
-struct Registered<fn> : Target {
+template <class... Params, ffi::Error (*fn)(Params...), bool recordable>
+struct Registered<fn, recordable> : Target {
   explicit Registered(const char* name) : Target(name, &Handle, &executions) {}
 
  private:
@@ -64,7 +65,13 @@ struct Registered<fn> : Target {
   }
 
   static XLA_FFI_Error* Handle(XLA_FFI_CallFrame* frame) {
-    static auto* handler = ffi::Ffi::BindTo(&Count, {ffi::Traits::kCmdBufferCompatible}).release();
+    static auto* handler = [] {
+      if constexpr (recordable) {
+        return ffi::Ffi::BindTo(&Count, {ffi::Traits::kCmdBufferCompatible}).release();
+      } else {
+        return ffi::Ffi::BindTo(&Count).release();
+      }
+    }();
     return handler->Call(frame);
   }
 };

@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxmoe._ep.cost import DISPATCHES, TOKENS, capacity_of, choose_dispatch
 from jaxmoe._ep.exchange import Axis
+from jaxmoe._ep.peers import PeerMemory, opened, peer_memory_bytes
 from jaxmoe._formats import Format
 from jaxmoe._jax import checks as _checks
 from jaxmoe._mlp.checks import check_experts, check_tokens
@@ -28,12 +29,13 @@ class Setup:
     Attributes:
       num_experts: global experts.
       num_local: experts that each device holds.
-      dispatch: "all_gather", "all_to_all", "ragged" or "replicated".
+      dispatch: "all_gather", "all_to_all", "ragged", "direct" or "replicated".
       capacity: tokens that a device can send to each other one, of a chunk.
       format: of the weights.
       quantizes: whether tokens are quantized before they are sent.
       tensor_axis: the mesh axis that splits I, "" for none.
       own_apart: whether a device's own tokens are computed apart from the others'.
+      memory: what "direct" sends through, None for other ways.
     """
 
     axis: Axis
@@ -45,6 +47,7 @@ class Setup:
     quantizes: bool
     tensor_axis: str
     own_apart: bool
+    memory: PeerMemory | None = None
 
 
 def check_all(
@@ -96,8 +99,18 @@ def check_all(
         raise ValueError(_checks.message(OP, rule))
     per_chunk = num_tokens // num_chunks
     one_byte = quantizes or isinstance(x, QuantizedArray)
+    memory = opened(axis_name, size)
     name = _dispatch(
-        dispatch, tokens, capacity_factor, x, per_chunk, top_k, size, 1 if one_byte else None
+        dispatch,
+        tokens,
+        capacity_factor,
+        x,
+        per_chunk,
+        top_k,
+        size,
+        1 if one_byte else None,
+        memory,
+        axis_name,
     )
     if own_apart and name != "all_gather":
         rule = f"own_apart=True needs dispatch 'all_gather', and this is {name!r}"
@@ -117,6 +130,7 @@ def check_all(
         quantizes,
         tensor_axis or "",
         bool(own_apart),
+        memory if name == "direct" else None,
     )
 
 
@@ -291,6 +305,8 @@ def _dispatch(
     top_k: int,
     num_devices: int,
     dispatch_itemsize: int | None,
+    memory: PeerMemory | None,
+    axis_name: Any,
 ) -> str:
     _checks.check_choice(OP, "dispatch", dispatch, ("auto", *DISPATCHES))
     if tokens == "replicated":
@@ -301,14 +317,27 @@ def _dispatch(
             )
             raise ValueError(_checks.message(OP, rule))
         return "replicated"
+    if dispatch == "direct" and memory is None:
+        rule = (
+            f"dispatch='direct' needs memory along axis_name={axis_name!r} that its {num_devices} "
+            "devices reach: call jaxmoe.expert_parallel.open_peer_memory(mesh, axis_name, "
+            "num_bytes=...) first"
+        )
+        raise ValueError(_checks.message(OP, rule, x=x))
     if dispatch != "auto":
         return dispatch
+    itemsize = np.dtype(x.dtype).itemsize
+    room = memory is not None and memory.on_gpus
+    if memory is not None and num_tokens:
+        sizes = num_tokens, x.shape[1], top_k, num_devices
+        room &= peer_memory_bytes(*sizes, itemsize=itemsize) <= memory.num_bytes
     return choose_dispatch(
         num_tokens,
         x.shape[1],
         top_k,
         num_devices,
         capacity_factor=capacity_factor,
-        itemsize=np.dtype(x.dtype).itemsize,
+        itemsize=itemsize,
         dispatch_itemsize=dispatch_itemsize,
+        direct=room,
     ).name

@@ -6,7 +6,7 @@ import math
 from jaxmoe._jax import checks as _checks
 
 OP = "expert_parallel.choose_dispatch"
-DISPATCHES = ("all_gather", "all_to_all", "ragged")
+DISPATCHES = ("all_gather", "all_to_all", "ragged", "direct")
 TOKENS = ("sharded", "replicated")
 
 
@@ -20,6 +20,7 @@ class Links:
       gather_us, gather_gbps: all_gather and psum_scatter together, microseconds and GB/s.
       all_to_all_us, all_to_all_gbps: one dense all_to_all.
       ragged_us, ragged_gbps: one ragged_all_to_all.
+      direct_us, direct_gbps: a dispatch and a combine through peer memory together.
     """
 
     gather_us: float = 115.0
@@ -28,6 +29,8 @@ class Links:
     all_to_all_gbps: float = 240.0
     ragged_us: float = 130.0
     ragged_gbps: float = 8.0
+    direct_us: float = 30.0
+    direct_gbps: float = 320.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,9 +38,10 @@ class DispatchChoice:
     """The choice of dispatch="auto", and its reason.
 
     Attributes:
-      name: "all_gather", "all_to_all" or "ragged".
+      name: "all_gather", "all_to_all" or "direct".
       reason: one sentence.
-      microseconds: the estimate for each way that was compared; "ragged" is, but never taken.
+      microseconds: the estimate for each way that was compared; "ragged" is, but never taken,
+        "direct" if it can be.
       capacity: tokens that a device can send to each other one.
     """
 
@@ -82,6 +86,7 @@ def choose_dispatch(
     itemsize: int = 2,
     dispatch_itemsize: int | None = None,
     links: Links | None = None,
+    direct: bool = False,
 ) -> DispatchChoice:
     """Returns the dispatch that `moe_mlp` takes for dispatch="auto". A pure function.
 
@@ -91,7 +96,7 @@ def choose_dispatch(
 
       all_gather: (n - 1) * T tokens and as many sums;  all_to_all: (n - 1) * C of both
 
-    and the shorter of latency + bytes / rate is taken, `all_gather` if they are equal. Without a
+    and the shortest of latency + bytes / rate is taken, the first of equal ones. Without a
     capacity factor they send the same, and all_gather is faster. With one, all_to_all pays where p
     is well below 1: K is below the number of devices. "ragged" sends least, (n - 1) * p * T, but
     XLA's ragged_all_to_all is so far from the rate of the links that it is never taken.
@@ -107,6 +112,8 @@ def choose_dispatch(
       dispatch_itemsize: bytes of an element of a token on its way to the experts, 1 for FP8; by
         default `itemsize`.
       links: of your machine, from your own measurement; by default those of 4 H200 in one host.
+      direct: whether there is peer memory for this, see `open_peer_memory`. It sends what "ragged"
+        sends.
 
     Returns:
       `DispatchChoice`.
@@ -145,10 +152,10 @@ def choose_dispatch(
         "all_to_all": 2 * links.all_to_all_us + 1e3 * megabytes * capacity / links.all_to_all_gbps,
         "ragged": 2 * links.ragged_us + 1e3 * megabytes * expected / links.ragged_gbps,
     }
-    name = "all_to_all" if us["all_to_all"] < us["all_gather"] else "all_gather"
+    if direct:
+        us["direct"] = links.direct_us + 1e3 * megabytes * expected / links.direct_gbps
+    name = min((way for way in us if way != "ragged"), key=us.__getitem__)
     room = f"room for {capacity} of {num_tokens} tokens from each to each of {num_devices} devices"
-    reason = (
-        f"{room}: all_gather about {us['all_gather']:.0f} us, "
-        f"all_to_all about {us['all_to_all']:.0f} us"
-    )
+    times = ", ".join(f"{way} about {t:.0f} us" for way, t in us.items() if way != "ragged")
+    reason = f"{room}: {times}"
     return DispatchChoice(name, reason, us, capacity)

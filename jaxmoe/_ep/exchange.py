@@ -1,4 +1,4 @@
-"""The three ways in which tokens reach their experts and sums come back.
+"""The ways in which tokens reach their experts and sums come back.
 
 Each takes what there is of a token, in arrays with a row for each, and returns what this device
 received, a function that brings results home, and how many choices found no room. Rows of no token
@@ -12,11 +12,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxmoe._ep import direct as _direct
+from jaxmoe._ep import peers as _peers
+from jaxmoe._jax import checks as _checks
 from jaxmoe.finalize import sum_rows
 from jaxmoe.permute import permute_p
 from jaxmoe.plan import plan
 
 Arrays = tuple[jax.Array, ...]
+
+_OP = "expert_parallel.moe_mlp"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +75,40 @@ def replicated(payload: Arrays, residual: jax.Array | None, axis: Axis) -> Excha
         return plus(jax.lax.psum(y.astype(axis.sum_dtype), axis.name), residual, y.dtype)
 
     return Exchange(payload, combine, jnp.int32(0))
+
+
+def direct(
+    payload: Arrays,
+    residual: jax.Array | None,
+    axis: Axis,
+    slots: jax.Array,
+    num_local: int,
+    memory: _peers.PeerMemory,
+    row_bytes: int,
+) -> Exchange:
+    """Each device fetches the tokens that have a choice there, and leaves sums at their source.
+
+    `row_bytes`: of a sum.
+    """
+    tokens, small = payload
+    token_bytes = tokens.shape[1] * tokens.dtype.itemsize
+    count, top_k = slots.shape
+    sent = _peers.dispatch_bytes(count, top_k, axis.size, token_bytes, small.shape[1])
+    half = max(sent, _peers.combine_bytes(count, axis.size, row_bytes))
+    if (needed := _peers.total_bytes(half)) > memory.num_bytes:
+        rule = (
+            f"dispatch='direct' needs {needed} bytes of peer memory for {count} tokens of "
+            f"each of {axis.size} devices, and num_bytes={memory.num_bytes} are open along "
+            f"{axis.name!r}; open more, or give num_chunks"
+        )
+        raise ValueError(_checks.message(_OP, rule, x=tokens))
+    way = _direct.way_of(axis.name, num_local, memory)
+    all_slots, *rows = _direct.send(way, slots, tokens, small)
+
+    def combine(y: jax.Array) -> jax.Array:
+        return _direct.bring(way, slots, all_slots, y, residual)
+
+    return Exchange(tuple(rows), combine, jnp.int32(0))
 
 
 def all_to_all(

@@ -89,6 +89,10 @@ def _chunk(
             out = _ep_exchange.replicated(payload, added, s.axis)
         elif s.dispatch == "all_gather":
             out = _ep_exchange.all_gather(payload, added, s.axis)
+        elif s.memory is not None:
+            row_bytes = x.shape[1] * jnp.dtype(x.dtype).itemsize
+            sent = payload, added, s.axis, slots, s.num_local
+            out = _ep_exchange.direct(*sent, s.memory, row_bytes)
         else:
             exchange = _ep_exchange.ragged if s.dispatch == "ragged" else _ep_exchange.all_to_all
             out = exchange(payload, added, s.axis, slots, s.num_local, s.capacity)

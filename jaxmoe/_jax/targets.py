@@ -74,6 +74,11 @@ def cuda_available() -> bool:
     return _extension is not None
 
 
+def extension() -> Any:
+    """The extension, for what is no program: None where `cuda_available` says no."""
+    return _extension
+
+
 def why_not() -> str | None:
     """The reason why the CUDA handlers are not registered, None if they are."""
     return _why_not

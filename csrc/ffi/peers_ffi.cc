@@ -1,0 +1,122 @@
+// FFI handlers jaxmoe_peer_dispatch_v1 and jaxmoe_peer_combine_v1: tokens to the devices of their
+// experts and sums back, through memory that was opened under the name `memory`.
+#include <cuda_runtime_api.h>
+
+#include <string>
+#include <string_view>
+
+#include "csrc/ffi/checks.h"
+#include "csrc/peers/exchange.h"
+
+namespace jaxmoe {
+
+struct PeerAttrs {
+  std::string_view memory;
+  int64_t num_devices;
+  int64_t num_local;
+};
+
+}  // namespace jaxmoe
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jaxmoe::PeerAttrs,
+                                      ::xla::ffi::StructMember<std::string_view>("memory"),
+                                      ::xla::ffi::StructMember<int64_t>("num_devices"),
+                                      ::xla::ffi::StructMember<int64_t>("num_local"));
+
+namespace jaxmoe {
+namespace {
+
+// What an earlier step has come to, if it failed.
+std::string Failed(const Peers& peers, const std::string& name) {
+  const PeerFailure& failure = *peers.failure;
+  const std::string who = "device " + std::to_string(peers.rank) + " of " + name;
+  const std::string after = "; close the memory and open it again";
+  if (failure.code == PeerFailure::kTimeout) {
+    return who + " waited " + std::to_string(peers.timeout_ns / 1000000) + " ms for device " +
+           std::to_string(failure.waited_for) + " in step " + std::to_string(failure.step) + after;
+  }
+  if (failure.code == PeerFailure::kOtherOrder) {
+    return who + " is device " + std::to_string(failure.waited_for) +
+           " of the program: its mesh has the devices in another order than the one that the "
+           "memory was opened for" +
+           after;
+  }
+  return "";
+}
+
+// The current device's memory.
+Peers TakePeers(const PeerAttrs& attrs, Operands* take) {
+  Peers peers{};
+  int device = 0;
+  const std::string name(attrs.memory);
+  if (cudaGetDevice(&device) != cudaSuccess || !FindPeers(name, device, &peers)) {
+    take->Refuse("no peer memory '" + name + "' is open on GPU " + std::to_string(device) + ".");
+    return peers;
+  }
+  if (const std::string why = Failed(peers, name); !why.empty()) take->Refuse(why + ".");
+  take->Range("devices of the memory", peers.num_devices, attrs.num_devices, attrs.num_devices);
+  take->Range("num_local", attrs.num_local, 1, kMaxInt);
+  return peers;
+}
+
+ffi::Error PeerDispatch(cudaStream_t stream,
+                        In index,
+                        In slots,
+                        In tokens,
+                        In small,
+                        Out all_slots,
+                        Out all_tokens,
+                        Out all_small,
+                        PeerAttrs attrs) {
+  Operands take("expert_parallel.moe_mlp");
+  Dim T, K, H, S;
+  PeerDispatchParams params{};
+  params.peers = TakePeers(attrs, &take);
+  const int64_t n = attrs.num_devices;
+  params.index = take.Ints("index", index, {});
+  params.slots = take.Ints("slots", slots, {T, K});
+  const bool words = tokens.element_type() == ffi::DataType::U32;
+  params.tokens = take.Any("tokens", tokens, {T, H}, words ? Types(ffi::DataType::U32) : kFloats);
+  params.small = take.FloatsOrNull("small", small, {T, S});
+  params.small_floats = params.small == nullptr ? 0 : static_cast<int64_t>(S);
+  params.all_slots = take.Ints("all_slots", *all_slots, {n * T, K});
+  params.all_tokens = take.Any("all_tokens", *all_tokens, {n * T, H}, Like(tokens));
+  params.all_small = take.FloatsOrNull("all_small", *all_small, {n * T, S});
+  if (take.failed()) return take.error();
+  params.size = {T, K, attrs.num_local};
+  params.token_bytes = H * (words ? 4 : ElementSize(TypeOf(tokens)));
+  return take.Result(LaunchPeerDispatch(params, stream));
+}
+
+ffi::Error PeerCombine(cudaStream_t stream,
+                       In index,
+                       In slots,
+                       In all_slots,
+                       In rows,
+                       In residual,
+                       Out y,
+                       PeerAttrs attrs) {
+  Operands take("expert_parallel.moe_mlp");
+  Dim T, K, H;
+  PeerCombineParams params{};
+  params.peers = TakePeers(attrs, &take);
+  const int64_t n = attrs.num_devices;
+  params.index = take.Ints("index", index, {});
+  params.slots = take.Ints("slots", slots, {T, K});
+  params.all_slots = take.Ints("all_slots", all_slots, {n * T, K});
+  params.rows = take.Any("rows", rows, {n * T, H}, kFloats);
+  params.residual = take.AnyOrNull("residual", residual, {T, H}, Like(rows));
+  params.y = take.Any("y", *y, {T, H}, Like(rows));
+  if (take.failed()) return take.error();
+  params.size = {T, K, attrs.num_local};
+  params.dtype = TypeOf(rows);
+  params.hidden = H;
+  return take.Result(LaunchPeerCombine(params, stream));
+}
+
+// NOTE: not recordable, as steps of a device must not run at the same time.
+const Registered<PeerDispatch, false> dispatch("jaxmoe_peer_dispatch_v1");
+const Registered<PeerCombine, false> combine("jaxmoe_peer_combine_v1");
+
+}  // namespace
+}  // namespace jaxmoe

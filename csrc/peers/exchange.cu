@@ -1,0 +1,170 @@
+// Launches dispatch and combine of peers with the widest unit that rows allow.
+#include <algorithm>
+
+#include "csrc/common/launch.h"
+#include "csrc/peers/exchange.cuh"
+#include "csrc/peers/exchange.h"
+
+namespace jaxmoe {
+namespace {
+
+constexpr int64_t kMaxInt = 0x7fffffff;
+constexpr int64_t kWarps = kPeerThreads / 32;
+constexpr int64_t kCtasPerSm = 4;
+
+// CTAs for so many tasks of a warp each.
+cudaError_t GetGrid(int64_t tasks, dim3* grid) {
+  int sm_count = 0;
+  JAXMOE_RETURN_IF_CUDA_ERROR(GetSmCount(&sm_count));
+  *grid = dim3(
+      static_cast<unsigned>(std::clamp<int64_t>(CeilDiv(tasks, kWarps), 1, sm_count * kCtasPerSm)));
+  return cudaSuccess;
+}
+
+int64_t PartsOfRow(int64_t row_units) {
+  return std::max<int64_t>(1, CeilDiv(row_units, 32 * kPeerUnits));
+}
+
+cudaError_t LaunchWait(const Peers& peers, const int32_t* index, cudaStream_t stream) {
+  return LaunchKernel(PeerWaitKernel, dim3(1), dim3(32), 0, stream, false, peers, index);
+}
+
+template <class Unit>
+cudaError_t LaunchDispatchUnit(const PeerDispatchParams& p, cudaStream_t stream) {
+  const int64_t units = p.token_bytes / static_cast<int64_t>(sizeof(Unit));
+  const int64_t slots = p.size.num_tokens * p.size.top_k * p.peers.num_devices;
+  const int64_t floats = p.size.num_tokens * p.small_floats;
+  const int64_t copied = CeilDiv(p.size.num_tokens * units, kPeerUnits);
+  dim3 grid;
+  JAXMOE_RETURN_IF_CUDA_ERROR(GetGrid(CeilDiv(std::max({slots, floats, copied}), 32), &grid));
+  JAXMOE_RETURN_IF_CUDA_ERROR(
+      LaunchKernel(PeerStageKernel<Unit>, grid, dim3(kPeerThreads), 0, stream, false, p));
+  JAXMOE_RETURN_IF_CUDA_ERROR(LaunchWait(p.peers, p.index, stream));
+  const int64_t rows = p.size.num_tokens * p.peers.num_devices;
+  JAXMOE_RETURN_IF_CUDA_ERROR(GetGrid(rows * PartsOfRow(units), &grid));
+  return LaunchKernel(PeerPullKernel<Unit>, grid, dim3(kPeerThreads), 0, stream, false, p);
+}
+
+template <class Unit>
+cudaError_t LaunchPush(const PeerCombineParams& p, cudaStream_t stream) {
+  const int64_t row_bytes = p.hidden * ElementSize(p.dtype);
+  const int64_t units = row_bytes / static_cast<int64_t>(sizeof(Unit));
+  const int64_t rows = p.size.num_tokens * p.peers.num_devices;
+  dim3 grid;
+  JAXMOE_RETURN_IF_CUDA_ERROR(GetGrid(rows * PartsOfRow(units), &grid));
+  return LaunchKernel(
+      PeerPushKernel<Unit>, grid, dim3(kPeerThreads), 0, stream, false, p, static_cast<int>(units));
+}
+
+template <typename T, int kSize>
+cudaError_t LaunchSum(const PeerCombineParams& p, cudaStream_t stream) {
+  const int64_t pieces = p.hidden / kSize;
+  dim3 grid;
+  JAXMOE_RETURN_IF_CUDA_ERROR(GetGrid(p.size.num_tokens * CeilDiv(pieces, 32), &grid));
+  return LaunchKernel(PeerSumKernel<T, kSize>,
+                      grid,
+                      dim3(kPeerThreads),
+                      0,
+                      stream,
+                      false,
+                      p,
+                      static_cast<int>(pieces));
+}
+
+template <typename T>
+cudaError_t LaunchCombineType(const PeerCombineParams& p, cudaStream_t stream) {
+  const uintptr_t bits = reinterpret_cast<uintptr_t>(p.rows) |
+                         reinterpret_cast<uintptr_t>(p.residual) |
+                         reinterpret_cast<uintptr_t>(p.y) |
+                         static_cast<uintptr_t>(p.hidden * static_cast<int64_t>(sizeof(T)));
+  using Element = std::conditional_t<sizeof(T) == 2, uint16_t, uint32_t>;
+  const bool wide = bits % 16 == 0;
+  JAXMOE_RETURN_IF_CUDA_ERROR(wide ? LaunchPush<uint4>(p, stream) : LaunchPush<Element>(p, stream));
+  JAXMOE_RETURN_IF_CUDA_ERROR(LaunchWait(p.peers, p.index, stream));
+  constexpr int kSize = 16 / sizeof(T);
+  return wide ? LaunchSum<T, kSize>(p, stream) : LaunchSum<T, 1>(p, stream);
+}
+
+bool TooLarge(const ExchangeSize& size, const Peers& peers, int64_t row_bytes) {
+  return size.num_tokens > kMaxInt / peers.num_devices || size.top_k > kMaxInt ||
+         size.num_local > kMaxInt || row_bytes > kMaxInt;
+}
+
+template <class... Kernels>
+cudaError_t Load(Kernels... kernels) {
+  cudaFuncAttributes attributes;
+  for (const void* kernel : {reinterpret_cast<const void*>(kernels)...}) {
+    JAXMOE_RETURN_IF_CUDA_ERROR(cudaFuncGetAttributes(&attributes, kernel));
+  }
+  return cudaSuccess;
+}
+
+}  // namespace
+
+cudaError_t LaunchPeerDispatch(const PeerDispatchParams& params, cudaStream_t stream) {
+  if (TooLarge(params.size, params.peers, params.token_bytes) ||
+      PeerDispatchBytes(
+          params.size, params.peers.num_devices, params.token_bytes, params.small_floats) >
+          params.peers.half_bytes) {
+    return cudaErrorInvalidValue;
+  }
+  if (params.size.num_tokens == 0) return cudaSuccess;
+  const uintptr_t bits = reinterpret_cast<uintptr_t>(params.tokens) |
+                         reinterpret_cast<uintptr_t>(params.all_tokens) |
+                         static_cast<uintptr_t>(params.token_bytes);
+  if (bits % 16 == 0) return LaunchDispatchUnit<uint4>(params, stream);
+  if (bits % 4 == 0) return LaunchDispatchUnit<uint32_t>(params, stream);
+  return LaunchDispatchUnit<uint16_t>(params, stream);
+}
+
+cudaError_t LaunchPeerCombine(const PeerCombineParams& params, cudaStream_t stream) {
+  const int64_t row_bytes = params.hidden * ElementSize(params.dtype);
+  if (TooLarge(params.size, params.peers, row_bytes) ||
+      PeerCombineBytes(params.size, params.peers.num_devices, row_bytes) >
+          params.peers.half_bytes) {
+    return cudaErrorInvalidValue;
+  }
+  if (params.size.num_tokens == 0 || params.hidden == 0) return cudaSuccess;
+  switch (params.dtype) {
+    case DType::kBFloat16:
+      return LaunchCombineType<__nv_bfloat16>(params, stream);
+    case DType::kFloat16:
+      return LaunchCombineType<__half>(params, stream);
+    case DType::kFloat32:
+      return LaunchCombineType<float>(params, stream);
+    default:
+      return cudaErrorInvalidValue;
+  }
+}
+
+int64_t PeerDispatchBytes(const ExchangeSize& size,
+                          int num_devices,
+                          int64_t token_bytes,
+                          int64_t small_floats) {
+  return PlacesOf(size, num_devices, token_bytes, small_floats).end;
+}
+
+int64_t PeerCombineBytes(const ExchangeSize& size, int num_devices, int64_t row_bytes) {
+  return PeerAligned(num_devices * size.num_tokens * row_bytes);
+}
+
+cudaError_t LoadPeerKernels() {
+  return Load(PeerWaitKernel,
+              PeerStageKernel<uint4>,
+              PeerStageKernel<uint32_t>,
+              PeerStageKernel<uint16_t>,
+              PeerPullKernel<uint4>,
+              PeerPullKernel<uint32_t>,
+              PeerPullKernel<uint16_t>,
+              PeerPushKernel<uint4>,
+              PeerPushKernel<uint32_t>,
+              PeerPushKernel<uint16_t>,
+              PeerSumKernel<__nv_bfloat16, 8>,
+              PeerSumKernel<__nv_bfloat16, 1>,
+              PeerSumKernel<__half, 8>,
+              PeerSumKernel<__half, 1>,
+              PeerSumKernel<float, 4>,
+              PeerSumKernel<float, 1>);
+}
+
+}  // namespace jaxmoe

@@ -1,0 +1,66 @@
+// Launchers of dispatch and combine through memory that all devices of an axis reach.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "csrc/common/types.h"
+#include "csrc/peers/memory.h"
+
+namespace jaxmoe {
+
+// Sizes of an exchange: T tokens of each of n devices, K choices of each. A choice is a slot,
+// device * num_local + local expert; one outside [0, n * num_local) goes nowhere.
+struct ExchangeSize {
+  int64_t num_tokens;  // T < 2^31 / n
+  int64_t top_k;       // K < 2^31
+  int64_t num_local;   // experts of a device
+};
+
+// Each device receives the rows of all tokens that have a choice there, at s T + t for token t of
+// device s; other rows become 0. All slots arrive.
+struct PeerDispatchParams {
+  Peers peers;
+  ExchangeSize size;
+  const int32_t* index;  // [], this device as the program counts; another than its rank is refused
+  const int32_t* slots;  // [T,K]
+  const void* tokens;    // [T, token_bytes]
+  const float* small;    // [T, small_floats], or null
+  int32_t* all_slots;    // [n T,K]
+  void* all_tokens;      // [n T, token_bytes]
+  float* all_small;      // [n T, small_floats]
+  int64_t token_bytes;   // < 2^31
+  int64_t small_floats;  // < 2^31, 0 without `small`
+};
+
+cudaError_t LaunchPeerDispatch(const PeerDispatchParams& params, cudaStream_t stream);
+
+// The way back: y[t] is the sum over the devices d that token t has a choice on of their rows
+// [me T + t], float32 in the order of devices, then the residual, rounded once.
+struct PeerCombineParams {
+  Peers peers;
+  ExchangeSize size;
+  const int32_t* index;      // as above
+  const int32_t* slots;      // [T,K], of this device's tokens
+  const int32_t* all_slots;  // [n T,K], as dispatch gave them
+  const void* rows;          // [n T,H]
+  const void* residual;      // [T,H], or null
+  void* y;                   // [T,H]
+  DType dtype;               // of rows, residual and y: bf16, fp16 or fp32
+  int64_t hidden;            // H < 2^29
+};
+
+cudaError_t LaunchPeerCombine(const PeerCombineParams& params, cudaStream_t stream);
+
+// Bytes of a half that the two need.
+int64_t PeerDispatchBytes(const ExchangeSize& size,
+                          int num_devices,
+                          int64_t token_bytes,
+                          int64_t small_floats);
+int64_t PeerCombineBytes(const ExchangeSize& size, int num_devices, int64_t row_bytes);
+
+// Loads all kernels of both on the current device.
+cudaError_t LoadPeerKernels();
+
+}  // namespace jaxmoe

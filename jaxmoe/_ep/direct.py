@@ -1,0 +1,222 @@
+"""The exchange of dispatch="direct": kernels that reach the memory of the other devices.
+
+`send` brings tokens to the devices of their experts and `bring` their sums home. Each is the
+other's transpose. On CUDA they are calls through peer memory, elsewhere collectives.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxmoe._ep.peers import PeerMemory
+from jaxmoe._jax import primitive as _primitive
+from jaxmoe.finalize import sum_rows
+
+_OP = "expert_parallel.moe_mlp"
+
+
+class Way(NamedTuple):
+    """What a program knows of an exchange; hashable.
+
+    Attributes:
+      axis_name: as collectives take it.
+      num_devices: n.
+      num_local: experts of a device.
+      memory: name of the peer memory; "" for none, where collectives do it.
+    """
+
+    axis_name: Any
+    num_devices: int
+    num_local: int
+    memory: str
+
+
+def _with_transpose(fn: Callable[..., Any]) -> Any:
+    return jax.custom_vjp(fn, nondiff_argnums=(0,))
+
+
+def way_of(axis_name: Any, num_local: int, memory: PeerMemory) -> Way:
+    """The exchange through that memory."""
+    name = memory.name if memory.on_gpus else ""
+    return Way(axis_name, memory.num_devices, num_local, name)
+
+
+@_with_transpose
+def send(way: Way, slots: jax.Array, tokens: jax.Array, small: jax.Array) -> tuple[jax.Array, ...]:
+    """Brings tokens to the devices of their choices.
+
+    Args:
+      way: the exchange.
+      slots: [T, K] int32, device * num_local + local id, others go nowhere.
+      tokens: [T, H] floats or uint32.
+      small: [T, S] float32.
+
+    Returns:
+      (slots [n T, K] of all devices, tokens [n T, H], small [n T, S]), rows of token t of device s
+      at s T + t; tokens and small are 0 where no choice is on this device.
+    """
+    return _send(way, slots, tokens, small)
+
+
+def _send_fwd(way: Way, slots: jax.Array, tokens: jax.Array, small: jax.Array) -> Any:
+    out = _send(way, slots, tokens, small)
+    return out, (slots, out[0])
+
+
+def _send_bwd(way: Way, kept: Any, cts: Any) -> Any:
+    slots, all_slots = kept
+
+    def back(ct: jax.Array) -> jax.Array | None:
+        if not jnp.issubdtype(ct.dtype, jnp.floating):
+            return None
+        return _bring(way, slots, all_slots, ct, None)
+
+    return None, back(cts[1]), back(cts[2])
+
+
+send.defvjp(_send_fwd, _send_bwd)
+
+
+@_with_transpose
+def bring(
+    way: Way,
+    slots: jax.Array,
+    all_slots: jax.Array,
+    rows: jax.Array,
+    residual: jax.Array | None,
+) -> jax.Array:
+    """Adds up the rows of each token of this device over the devices of its choices.
+
+    Args:
+      way: the exchange.
+      slots: [T, K] as in `send`.
+      all_slots: [n T, K] as `send` gives them.
+      rows: [n T, H] floats.
+      residual: [T, H] or None.
+
+    Returns:
+      [T, H], sums in float32 in the order of devices, residual last, rounded once.
+    """
+    return _bring(way, slots, all_slots, rows, residual)
+
+
+def _bring_fwd(way: Way, slots: Any, all_slots: Any, rows: Any, residual: Any) -> Any:
+    return _bring(way, slots, all_slots, rows, residual), (slots, residual is not None)
+
+
+def _bring_bwd(way: Way, kept: Any, ct: jax.Array) -> Any:
+    slots, has_residual = kept
+    rows = _send(way, slots, ct, None)[1]
+    return None, None, rows, ct if has_residual else None
+
+
+bring.defvjp(_bring_fwd, _bring_bwd)
+
+
+def _send(way: Way, slots: jax.Array, tokens: jax.Array, small: Any) -> tuple[jax.Array, ...]:
+    index = jax.lax.axis_index(way.axis_name)
+    given = (slots, tokens) if small is None else (slots, tokens, small)
+
+    def collectives(index: jax.Array, *given: jax.Array) -> tuple[jax.Array, ...]:
+        everything = [jax.lax.all_gather(a, way.axis_name, axis=0, tiled=True) for a in given]
+        comes = _has_choice(everything[0], way, index)[:, None]
+        rows = (jnp.where(comes, a, jnp.zeros((), a.dtype)) for a in everything[1:])
+        return (everything[0], *rows)
+
+    def kernels(index: jax.Array, *given: jax.Array) -> tuple[jax.Array, ...]:
+        operands = (*given, None)[:3]
+        return peer_dispatch_p(index, *operands, way=way)[: len(given)]
+
+    return _on(way, kernels, collectives, index, *given)
+
+
+def _bring(way: Way, slots: Any, all_slots: Any, rows: jax.Array, residual: Any) -> jax.Array:
+    index = jax.lax.axis_index(way.axis_name)
+    given = (slots, all_slots, rows) if residual is None else (slots, all_slots, rows, residual)
+
+    def collectives(_index: jax.Array, slots: Any, _all_slots: Any, rows: Any, *more: Any) -> Any:
+        count = slots.shape[0]
+        parts = jax.lax.all_to_all(rows, way.axis_name, 0, 0, tiled=True)
+        device = jnp.arange(way.num_devices, dtype=jnp.int32)
+        token = jnp.arange(count, dtype=jnp.int32)[:, None]
+        there = jnp.stack([_has_choice(slots, way, d) for d in device], axis=1)
+        return (sum_rows(parts, jnp.where(there, device[None, :] * count + token, -1), *more),)
+
+    def kernels(index: jax.Array, *given: jax.Array) -> Any:
+        return peer_combine_p(index, *(*given, None)[:4], way=way)
+
+    (y,) = _on(way, kernels, collectives, index, *given)
+    return y
+
+
+def _on(way: Way, kernels: Any, collectives: Any, *operands: jax.Array) -> Any:
+    if not way.memory:
+        return collectives(*operands)
+    return jax.lax.platform_dependent(*operands, cuda=kernels, default=collectives)
+
+
+def _has_choice(slots: jax.Array, way: Way, device: Any) -> jax.Array:
+    """Which rows of slots have one on a device."""
+    first = device * way.num_local
+    return ((slots >= first) & (slots < first + way.num_local)).any(axis=1)
+
+
+def _no_xla(*_operands: Any, way: Way) -> Any:
+    raise NotImplementedError(
+        f"jaxmoe.{_OP}: dispatch='direct' along {way.axis_name!r} needs the jax.shard_map around "
+        "the call to have all axes of its mesh, and the CUDA kernels of jaxmoe"
+    )
+
+
+def _batch(op: Any) -> Any:
+    """One example after the other: all devices take their steps in one order."""
+    return lambda args, dims, **params: _primitive.one_by_one(op(), args, dims, **params)
+
+
+def _attrs(_avals: Any, *, way: Way) -> dict[str, Any]:
+    return {"memory": way.memory, "num_devices": way.num_devices, "num_local": way.num_local}
+
+
+def _dispatch_out(_index: Any, slots: Any, tokens: Any, small: Any, *, way: Way) -> Any:
+    count = way.num_devices * slots.shape[0]
+    given = [a for a in (slots, tokens, small) if a is not None]
+    return [((count, a.shape[1]), a.dtype) for a in given]
+
+
+def _dispatch_scratch(avals: Any, *, way: Way) -> list[_primitive.Spec]:
+    del way
+    return [((0, 0), jnp.dtype(jnp.float32))] if avals.small is None else []
+
+
+def _combine_out(_index: Any, slots: Any, _all: Any, rows: Any, _residual: Any, *, way: Way) -> Any:
+    del way
+    return [((slots.shape[0], rows.shape[1]), rows.dtype)]
+
+
+peer_dispatch_p = _primitive.define(
+    "jaxmoe_peer_dispatch",
+    out=_dispatch_out,
+    xla=_no_xla,
+    batch=_batch(lambda: peer_dispatch_p),
+    operands=_primitive.named_operands(["index", "slots", "tokens", "small"]),
+    cuda=_primitive.CudaTarget(
+        "jaxmoe_peer_dispatch_v1",
+        attrs=_attrs,
+        scratch=_dispatch_scratch,
+        absent={"small": (2, jnp.float32)},
+    ),
+)
+peer_combine_p = _primitive.define(
+    "jaxmoe_peer_combine",
+    out=_combine_out,
+    xla=_no_xla,
+    batch=_batch(lambda: peer_combine_p),
+    operands=_primitive.named_operands(["index", "slots", "all_slots", "rows", "residual"]),
+    cuda=_primitive.CudaTarget(
+        "jaxmoe_peer_combine_v1",
+        attrs=_attrs,
+        absent={"residual": (2, "rows")},
+    ),
+)

@@ -1,0 +1,259 @@
+"""dispatch="direct": what its memory is, what a program asks of it, and the bits of its results."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jaxmoe
+from jaxmoe import expert_parallel, quantize
+from jaxmoe._ep import direct, peers
+from jaxmoe._jax import targets as _targets
+from jaxmoe._testing import assert_equal
+from tests.test_expert_parallel import (
+    DATA,
+    EIGHT,
+    NUM_TOKENS,
+    ROUTINGS,
+    arrays,
+    close,
+    ids_of,
+    mesh,
+    run,
+    split_layer,
+    whole,
+)
+
+ENOUGH = 1 << 20
+
+
+@pytest.fixture
+def memory():
+    """Of an axis of eight devices, and of one of four."""
+    with expert_parallel.open_peer_memory(mesh(**EIGHT), "expert", num_bytes=ENOUGH) as opened:
+        yield opened
+
+
+@pytest.fixture
+def on_gpus(monkeypatch):
+    """As if it were open on eight GPUs, for programs that are not run."""
+    opened = peers.PeerMemory(("expert",), 8, ENOUGH, on_gpus=True)
+    monkeypatch.setitem(peers._open, ("expert",), opened)
+    with _targets.force_cuda_lowering():
+        yield opened
+
+
+def half_precision():
+    a = {n: v if n == "weights" else v.astype("bfloat16") for n, v in arrays().items()}
+    return jnp.asarray(ids_of("uniform")), a
+
+
+def layer(**options):
+    return functools.partial(split_layer, sizes=EIGHT, **{"dispatch": "direct", **options})
+
+
+@pytest.mark.parametrize("sizes, chunks", [(EIGHT, 2), (DATA, 1)], ids=str)
+def test_values_and_gradients_are_those_of_one_device(sizes, chunks):
+    """Also where a device gets no tokens, and where one gets all of them."""
+    with expert_parallel.open_peer_memory(mesh(**sizes), "expert", num_bytes=ENOUGH):
+        for kind in ROUTINGS:
+            got = run(ids_of(kind), sizes, arrays(), dispatch="direct", num_chunks=chunks)
+            close(got, whole()(ids_of(kind), arrays()))
+
+
+@pytest.mark.usefixtures("memory")
+def test_the_bits_are_those_of_ragged():
+    ids = ids_of("with_invalid")
+    got, want = (
+        run(ids, EIGHT, arrays(), gradients=False, dispatch=way) for way in ("direct", "ragged")
+    )
+    assert_equal(got, want)
+
+
+@pytest.mark.usefixtures("memory")
+def test_under_scan_remat_and_vmap():
+    ids, a = ids_of("with_invalid"), arrays()
+
+    @jax.jit
+    def both(ids, a):
+        one = lambda x: split_layer(ids, a | {"x": x}, EIGHT, dispatch="direct")  # noqa: E731
+        twice, _ = jax.lax.scan(lambda x, _: (jax.checkpoint(one)(x), None), a["x"], length=2)
+        mapped = jax.vmap(one)(jnp.stack([a["x"], one(a["x"])]))
+        return twice, mapped[1]
+
+    twice, mapped = both(ids, a)
+    close(mapped, twice)
+
+
+@pytest.mark.usefixtures("memory")
+def test_tokens_travel_in_fp8():
+    """And in no format with a gradient: they are words of it."""
+    a = arrays()
+    a |= {n: quantize(a[n], "fp8_block", weight_layout="kn") for n in ("w_gate_up", "w_down")}
+    ids = ids_of("uniform")
+    sent, plain = (jax.jit(layer(dispatch_format=format))(ids, a) for format in ("fp8_block", None))
+    assert_equal(sent, plain)
+
+
+@pytest.mark.usefixtures("memory")
+def test_nothing_is_lost_whatever_the_factor():
+    ids = ids_of("one_shard")
+    y, lost = jax.jit(layer(capacity_factor=0.1))(ids, arrays())
+    assert int(lost) == 0
+    close(y, whole()(ids, arrays())[0])
+
+
+@pytest.mark.usefixtures("on_gpus")
+def test_a_program_for_gpus_has_two_calls_and_no_collective():
+    program = jax.jit(layer()).trace(*half_precision()).lower(lowering_platforms=("cuda",))
+    text = program.as_text()
+    assert text.count("jaxmoe_peer_dispatch_v1") == text.count("jaxmoe_peer_combine_v1") == 1
+    assert not re.search(r"stablehlo\.(all_|reduce_|collective)", text)
+    for attribute in ('memory = "expert"', "num_devices = 8 ", "num_local = 2 "):
+        assert text.count(attribute) == 2, attribute
+
+
+@pytest.mark.usefixtures("on_gpus")
+def test_the_transpose_of_a_call_is_the_other():
+    """Cotangents of tokens and of what travels beside them come home, those of sums go out."""
+
+    def loss(a, ids):
+        return jnp.sum(layer()(ids, a).astype(jnp.float32) ** 2)
+
+    ids, a = half_precision()
+    program = jax.jit(jax.grad(loss)).trace(a, ids).lower(lowering_platforms=("cuda",))
+    text = program.as_text()
+    assert text.count("jaxmoe_peer_dispatch_v1") == 2
+    assert text.count("jaxmoe_peer_combine_v1") == 3
+
+
+@pytest.mark.usefixtures("on_gpus")
+def test_explain_names_the_calls():
+    report = jaxmoe.explain(layer(), *half_precision())
+    calls = {op.op: op for op in report.ops}
+    call = calls["jaxmoe_peer_dispatch"]
+    assert call.cuda_target == "jaxmoe_peer_dispatch_v1"
+    assert call.cuda_attrs == {"memory": "expert", "num_devices": 8, "num_local": 2}
+    assert "bf16[2,16]" in call.operands
+
+
+def test_auto_takes_it_where_memory_is_large_enough(on_gpus, monkeypatch):
+    def ways():
+        report = str(jaxmoe.explain(layer(dispatch="auto"), *half_precision()))
+        return "peer_dispatch" in report
+
+    assert ways()
+    needed = expert_parallel.peer_memory_bytes(NUM_TOKENS // 8, 16, 3, 8)
+    for num_bytes, taken in ((needed, True), (needed - 1, False)):
+        small = peers.PeerMemory(("expert",), 8, num_bytes, on_gpus=True)
+        monkeypatch.setitem(peers._open, ("expert",), small)
+        assert ways() == taken
+    monkeypatch.setitem(peers._open, ("expert",), peers.PeerMemory(("expert",), 8, needed, False))
+    assert not ways()  # collectives by another name
+    del on_gpus
+
+
+def test_direct_is_estimated_where_there_is_memory():
+    choose = functools.partial(expert_parallel.choose_dispatch, 4096, 7168, 8, 8)
+    assert choose().name == "all_gather" and "direct" not in choose().microseconds
+    assert choose(direct=True).name == "direct" and "direct about" in choose(direct=True).reason
+    slow = expert_parallel.Links(direct_gbps=10.0)
+    assert choose(direct=True, links=slow).name == "all_gather"
+
+
+def test_without_memory_it_is_refused():
+    with pytest.raises(ValueError, match="call jaxmoe.expert_parallel.open_peer_memory"):
+        jax.eval_shape(layer(), ids_of("uniform"), arrays())
+    with (
+        expert_parallel.open_peer_memory(mesh(**DATA), "expert", num_bytes=ENOUGH),
+        pytest.raises(ValueError, match="that its 8 devices reach"),  # it is open for four
+    ):
+        jax.eval_shape(layer(), ids_of("uniform"), arrays())
+
+
+def test_memory_that_is_too_small_is_refused_with_what_is_needed():
+    ids, a = ids_of("uniform"), arrays()
+    rule = r"needs (\d+) bytes of peer memory for 2 tokens of each of 8 devices, and num_bytes=4608"
+    with (
+        expert_parallel.open_peer_memory(mesh(**EIGHT), "expert", num_bytes=4608),
+        pytest.raises(ValueError, match=rule) as caught,
+    ):
+        jax.eval_shape(layer(), ids, a)
+    needed = int(re.search(rule, str(caught.value))[1])
+    for num_bytes, fits in ((needed, True), (needed - 1, False)):
+        with expert_parallel.open_peer_memory(mesh(**EIGHT), "expert", num_bytes=num_bytes):
+            try:
+                jax.eval_shape(layer(), ids, a)
+            except ValueError:
+                assert not fits
+            else:
+                assert fits
+
+
+def test_own_apart_is_refused(memory):
+    del memory
+    with pytest.raises(ValueError, match="own_apart=True needs dispatch 'all_gather'"):
+        jax.eval_shape(layer(own_apart=True), ids_of("uniform"), arrays())
+
+
+@pytest.mark.parametrize(
+    "given, error, message",
+    [
+        ({"mesh": "eight"}, TypeError, "mesh must be a jax.sharding.Mesh"),
+        ({"axis_name": "experts"}, ValueError, "axis_name='experts' must be one of"),
+        ({"num_bytes": 4607}, ValueError, "num_bytes=4607 must be at least 4608"),
+        ({"num_bytes": 1e6}, TypeError, "num_bytes"),
+        ({"timeout_s": 0}, ValueError, "timeout_s=0 must be a number of seconds above 0"),
+        ({"timeout_s": float("inf")}, ValueError, "timeout_s=inf"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_opened(given, error, message):
+    options = {"mesh": mesh(**EIGHT), "axis_name": "expert", "num_bytes": ENOUGH, **given}
+    with pytest.raises(error, match=re.escape(message)):
+        expert_parallel.open_peer_memory(**options)
+    assert not peers._open
+
+
+def test_an_axis_has_one_memory_until_it_is_closed(memory):
+    again = functools.partial(expert_parallel.open_peer_memory, mesh(**EIGHT), num_bytes=ENOUGH)
+    with pytest.raises(ValueError, match="axis_name='expert' has open memory already"):
+        again("expert")
+    memory.close()
+    with again("expert") as other:
+        memory.close()  # closed before: not the other one
+        assert peers.opened("expert", 8) is other
+    assert peers.opened("expert", 8) is None
+
+
+def test_groups_are_the_devices_along_an_axis_as_programs_count_them():
+    grid = jax.make_mesh((2, 2, 2), ("a", "b", "c"), axis_types=(AxisType.Auto,) * 3)
+
+    def place(names):
+        split = jax.shard_map(
+            lambda x: x + jax.lax.axis_index(names),
+            mesh=grid,
+            in_specs=P(("a", "b", "c")),
+            out_specs=P(("a", "b", "c")),
+        )
+        return np.asarray(split(jnp.zeros(8, jnp.int32)))
+
+    flat = list(grid.devices.flat)
+    for names in (("b",), ("a", "c"), ("c", "a")):
+        groups = peers._groups(grid, names)
+        assert groups.shape == (8 // 2 ** len(names), 2 ** len(names))
+        index = place(names)
+        for group in groups:
+            assert [int(index[flat.index(device)]) for device in group] == list(range(len(group)))
+
+
+def test_the_way_is_known_by_its_memory():
+    on_cpu = peers.PeerMemory(("a", "b"), 4, ENOUGH, on_gpus=False)
+    assert direct.way_of(("a", "b"), 2, on_cpu).memory == ""
+    on_gpu = peers.PeerMemory(("a", "b"), 4, ENOUGH, on_gpus=True)
+    assert direct.way_of(("a", "b"), 2, on_gpu) == (("a", "b"), 4, 2, "a,b")
