@@ -4,6 +4,7 @@ import concurrent.futures
 import dataclasses
 import json
 import math
+import os
 import subprocess
 import sys
 
@@ -499,8 +500,8 @@ def test_experts_are_stacked_some_at_a_time(tmp_path, monkeypatch):
 def test_files_are_read_in_parts(name, tmp_path, monkeypatch):
     files = FILES[name]
     path, tensors = folder(tmp_path, files)
-    monkeypatch.setattr(ahead, "_READ_BYTES", 7)
-    monkeypatch.setattr(ahead, "_AHEAD_BYTES", 1)
+    for limit, value in (("_READ_BYTES", 7), ("_AHEAD_BYTES", 1), ("_BATCH_BYTES", 1)):
+        monkeypatch.setattr(ahead, limit, value)
     (layer,) = jaxmoe.load(path).values()
     assert_same(layer.experts, wanted(tensors, files))
 
@@ -511,9 +512,10 @@ def test_pieces_are_read_before_they_are_asked_for(tmp_path, monkeypatch):
     shards = Shards(path)
     pieces = [shards.stacked([f"t{i}"]) for i in range(4)]
     monkeypatch.setattr(ahead, "_AHEAD_BYTES", 2 * tensors["t0"].nbytes)
+    monkeypatch.setattr(ahead, "_BATCH_BYTES", 1)
     with ahead.Ahead(shards, pieces) as files:
         np.testing.assert_array_equal(files.take(pieces[0])[0], tensors["t0"])
-        begun = [part for reading in files._begun for part in reading.parts]
+        begun = [read for reading in files._begun for read in reading.reads]
         concurrent.futures.wait(begun)
         assert len(begun) == 2
         (path / "model.safetensors").write_bytes(b"")
@@ -521,6 +523,49 @@ def test_pieces_are_read_before_they_are_asked_for(tmp_path, monkeypatch):
             np.testing.assert_array_equal(files.take(pieces[i])[0], tensors[f"t{i}"])
         with pytest.raises(ValueError, match="was cut off while it was read"):
             files.take(pieces[3])
+
+
+def test_what_is_next_to_each_other_in_a_file_is_read_at_once(tmp_path, monkeypatch):
+    """Tensors of experts in turn, as files have them, of which pieces are every second one."""
+    tensors = {}
+    for e in range(6):
+        tensors |= {f"{e}.w": np.full((5, 3), e, np.int32), f"{e}.s": np.full(3, -e, np.int16)}
+    shards = Shards(save_folder(tmp_path, {}, tensors))
+    pieces = [shards.stacked([f"{e}.{name}" for e in range(6)]) for name in "ws"]
+    read, asked = ahead._read, []
+    monkeypatch.setattr(
+        ahead, "_read", lambda file, first, to: asked.append(len(to)) or read(file, first, to)
+    )
+    most = 3 * (60 + 6)  # a read may have so many bytes, or parts
+    for bytes_of_read, parts_of_read, wanted in (
+        (1 << 20, 512, [12]),
+        (most, 512, [6, 6]),
+        (1 << 20, 4, [4, 4, 4]),
+        (60, 512, [1] * 12),
+    ):
+        monkeypatch.setattr(ahead, "_READ_BYTES", bytes_of_read)
+        monkeypatch.setattr(ahead, "_READ_PARTS", parts_of_read)
+        with ahead.Ahead(shards, pieces) as files:
+            for piece, name in zip(pieces, "ws", strict=True):
+                for e, got in enumerate(files.take(piece)):
+                    np.testing.assert_array_equal(got, tensors[f"{e}.{name}"])
+        assert sorted(asked) == sorted(wanted)
+        asked.clear()
+
+
+def test_a_read_that_brings_less_goes_on(tmp_path, monkeypatch):
+    tensors = {"a": np.arange(40, dtype=np.int32), "b": np.arange(9, dtype=np.int16)}
+    shards = Shards(save_folder(tmp_path, {}, tensors))
+    whole = os.preadv
+
+    def some(file, to, at):
+        return whole(file, [to[0][:13]], at)
+
+    monkeypatch.setattr(os, "preadv", some)
+    pieces = [shards.stacked(["a"]), shards.stacked(["b"])]
+    with ahead.Ahead(shards, pieces) as files:
+        for piece, name in zip(pieces, "ab", strict=True):
+            np.testing.assert_array_equal(files.take(piece)[0], tensors[name])
 
 
 def test_pieces_that_are_not_the_next(tmp_path):
