@@ -81,7 +81,7 @@ def test_a_thousand_steps_with_other_choices_each():
         def step(x, i):
             mine = jnp.where(slots >= 0, (slots + i * shift) % (count * LOCAL), -1)
             all_slots, rows, _ = direct.send(way, mine, x, x[:, :1])
-            rows = rows * (1 + jax.lax.axis_index("expert"))
+            rows = rows * (1.0 + jax.lax.axis_index("expert").astype(jnp.float32))
             y = direct.bring(way, mine, all_slots, rows, None)
             largest = jax.lax.pmax(jnp.max(jnp.abs(y)), "expert")
             return y / jnp.maximum(largest, 1e-30) + tokens, None

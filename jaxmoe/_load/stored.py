@@ -107,7 +107,9 @@ class Stored:
 
 @functools.lru_cache(maxsize=32)
 def _compiled(reader: Callable[..., Any]) -> Callable[..., Any]:
-    return jax.jit(reader)
+    # What runs once for a weight, and takes milliseconds: XLA measures for seconds how to.
+    options = {"xla_gpu_autotune_level": 0} if jax.default_backend() == "gpu" else None
+    return jax.jit(reader, compiler_options=options)
 
 
 @functools.lru_cache(maxsize=64)
