@@ -10,6 +10,7 @@ in each dispatch mode, and compares its part with what one device makes of every
 """
 
 import argparse
+import contextlib
 import socket
 import subprocess
 import sys
@@ -23,7 +24,9 @@ from jax.sharding import PartitionSpec as P
 import jaxmoe
 from jaxmoe import expert_parallel
 
-MODES = ("all_gather", "all_to_all", "ragged")
+# "all_to_all+direct": between processes, then between the devices of one.
+MODES = ("all_gather", "all_to_all", "ragged", "direct", "all_to_all+direct")
+AXES = ("process", "expert")
 TOKENS, HIDDEN, INTER, TOP_K = 8, 128, 64, 2  # TOKENS of each device
 
 
@@ -66,15 +69,27 @@ def largest_error(got, want):
     return worst
 
 
+def peer_memory(mesh, mode):
+    """What "direct" sends through: along both axes, or between the devices of a process."""
+    if "direct" not in mode:
+        return contextlib.nullcontext()
+    axes = "expert" if "+" in mode else AXES
+    # Along one axis a device sends what it has received along the other.
+    sizes = TOKENS * mesh.size // mesh.shape["expert"], HIDDEN, TOP_K, mesh.size
+    num_bytes = expert_parallel.peer_memory_bytes(*sizes, itemsize=4)
+    return expert_parallel.open_peer_memory(mesh, axes, num_bytes=num_bytes)
+
+
 def run(modes):
     """Runs the modes on all devices of all processes. Returns whether all were right."""
     devices, dtype = jax.devices(), jnp.bfloat16
     if devices[0].platform == "cpu":
         dtype = jnp.float32
-    mesh = jax.make_mesh((len(devices),), ("expert",), axis_types=(AxisType.Auto,))
+    sizes = jax.process_count(), len(devices) // jax.process_count()
+    mesh = jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * 2)
     arrays = draw(TOKENS * len(devices), 2 * len(devices), dtype)
     want = jax.jit(lambda a: value_and_gradient(jaxmoe.moe_mlp, a))(arrays)  # on one device
-    split = NamedSharding(mesh, P("expert"))
+    split = NamedSharding(mesh, P(AXES))
     mine = {
         name: jax.make_array_from_callback(a.shape, split, lambda index, a=a: a[index])
         for name, a in arrays.items()
@@ -87,13 +102,17 @@ def run(modes):
     )
     right = True
     for mode in modes:
+        dispatch = tuple(mode.split("+")) if "+" in mode else mode
 
-        def layer(x, routing, experts, mode=mode):
+        def layer(x, routing, experts, dispatch=dispatch):
             return expert_parallel.sharded_moe_mlp(
-                x, routing, experts, mesh=mesh, axis_name="expert", dispatch=mode
+                x, routing, experts, mesh=mesh, axis_name=AXES, dispatch=dispatch
             )
 
-        got = jax.jit(lambda a, layer=layer: value_and_gradient(layer, a))(mine)
+        with peer_memory(mesh, mode):
+            got = jax.block_until_ready(
+                jax.jit(lambda a, layer=layer: value_and_gradient(layer, a))(mine)
+            )
         error = largest_error(got, want)
         right &= error <= limit
         print(f"{mode}: largest error {error:.1e} of the largest value", flush=True)

@@ -68,11 +68,14 @@ def moe_mlp(
       axis_name: the mesh axis, or axes, over which experts are spread: n devices.
       tokens: "sharded" if each device along the axis has tokens of its own, "replicated" if all of
         them have the same ones: then nothing is dispatched and a psum adds the parts.
-      dispatch: "auto", "all_gather", "all_to_all", "ragged" or "direct".
+      dispatch: "auto", "all_gather", "all_to_all", "ragged" or "direct"; or a tuple of them, one
+        for each axis of `axis_name`: tokens go along the first, then from there along the second,
+        and sums come back the other way. A row then crosses to each place of the first axis once:
+        ("all_to_all", "direct") between hosts and within one.
       capacity_factor: None for room for every token wherever it goes (dropless). A factor c makes
         room for C = ceil(c * T * (1 - (1 - 1/n)^K)) tokens from each device to each other one (per
         chunk), c times what even routing sends. Then the result is a pair, see below. all_gather
-        and direct have room for everything.
+        and direct have room for everything. Of several ways it is the first one's.
       num_chunks: tokens are split in so many parts, so that the collectives of one can run while
         another is computed. Divides T. Experts are read from memory once for each.
       own_apart: run this device's own tokens on its own experts as a separate call. It depends on

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmoe
 from jaxmoe import expert_parallel, quantize
-from jaxmoe._ep import direct, peers
+from jaxmoe._ep import direct, hops, peers
 from jaxmoe._jax import targets as _targets
 from jaxmoe._testing import assert_equal
 from tests.test_expert_parallel import (
@@ -143,18 +143,22 @@ def test_explain_names_the_calls():
 
 
 def test_auto_takes_it_where_memory_is_large_enough(on_gpus, monkeypatch):
-    def ways():
+    quick = expert_parallel.Links(direct_us=0.0)
+    choose = functools.partial(expert_parallel.choose_dispatch, links=quick)
+    monkeypatch.setattr(hops, "choose_dispatch", choose)
+
+    def taken():
         report = str(jaxmoe.explain(layer(dispatch="auto"), *half_precision()))
         return "peer_dispatch" in report
 
-    assert ways()
+    assert taken()
     needed = expert_parallel.peer_memory_bytes(NUM_TOKENS // 8, 16, 3, 8)
-    for num_bytes, taken in ((needed, True), (needed - 1, False)):
+    for num_bytes, fits in ((needed, True), (needed - 1, False)):
         small = peers.PeerMemory(("expert",), 8, num_bytes, on_gpus=True)
         monkeypatch.setitem(peers._open, ("expert",), small)
-        assert ways() == taken
+        assert taken() == fits
     monkeypatch.setitem(peers._open, ("expert",), peers.PeerMemory(("expert",), 8, needed, False))
-    assert not ways()  # collectives by another name
+    assert not taken()  # collectives by another name
     del on_gpus
 
 
@@ -162,6 +166,8 @@ def test_direct_is_estimated_where_there_is_memory():
     choose = functools.partial(expert_parallel.choose_dispatch, 4096, 7168, 8, 8)
     assert choose().name == "all_gather" and "direct" not in choose().microseconds
     assert choose(direct=True).name == "direct" and "direct about" in choose(direct=True).reason
+    few = functools.partial(expert_parallel.choose_dispatch, 8, 7168, 8, 8, direct=True)
+    assert few().name == "all_gather"
     slow = expert_parallel.Links(direct_gbps=10.0)
     assert choose(direct=True, links=slow).name == "all_gather"
 

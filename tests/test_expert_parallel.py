@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmoe
 from jaxmoe import Routing, expert_parallel, quantize, reference
-from jaxmoe._ep import checks
+from jaxmoe._ep import hops
 from jaxmoe._ep.slots import slots_of
 from jaxmoe._jax import targets as _targets
 from jaxmoe._testing import (
@@ -421,9 +421,9 @@ def test_tiles_are_those_of_the_rows_that_come(options, num_experts):
 
 
 def test_auto_asks_for_the_tokens_of_a_chunk(monkeypatch):
-    asked, choose = [], checks.choose_dispatch
+    asked, choose = [], hops.choose_dispatch
     monkeypatch.setattr(
-        checks, "choose_dispatch", lambda *a, **kw: asked.append((a, kw)) or choose(*a, **kw)
+        hops, "choose_dispatch", lambda *a, **kw: asked.append((a, kw)) or choose(*a, **kw)
     )
     a = jax.tree.map(lambda v: v.astype("bfloat16"), arrays()) | {"weights": arrays()["weights"]}
     layer = functools.partial(split_layer, sizes=EIGHT, num_chunks=2, capacity_factor=1.5)

@@ -17,12 +17,12 @@ def load():
 
 
 def test_two_processes_of_two_devices_agree_with_one_device(capsys):
-    command = "--processes 2 --cpu-devices 2 --timeout 120 --modes all_to_all"
+    command = "--processes 2 --cpu-devices 2 --timeout 120 --modes all_to_all+direct"
     assert load().main(command.split()) == 0
     printed = capsys.readouterr().out
     for process in (0, 1):
         assert f"process {process} of 2: 2 of 4 cpu devices" in printed
-    assert printed.count("all_to_all: largest error") == 2
+    assert printed.count("all_to_all+direct: largest error") == 2
 
 
 def test_a_wrong_part_is_seen():

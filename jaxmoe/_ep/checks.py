@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmoe._ep.cost import DISPATCHES, TOKENS, capacity_of, choose_dispatch
+from jaxmoe._ep import hops as _hops
+from jaxmoe._ep.cost import TOKENS
 from jaxmoe._ep.exchange import Axis
-from jaxmoe._ep.peers import PeerMemory, opened, peer_memory_bytes
 from jaxmoe._formats import Format
 from jaxmoe._jax import checks as _checks
 from jaxmoe._mlp.checks import check_experts, check_tokens
@@ -29,25 +29,26 @@ class Setup:
     Attributes:
       num_experts: global experts.
       num_local: experts that each device holds.
-      dispatch: "all_gather", "all_to_all", "ragged", "direct" or "replicated".
-      capacity: tokens that a device can send to each other one, of a chunk.
+      hops: the exchanges that tokens take, of a chunk, in order.
       format: of the weights.
       quantizes: whether tokens are quantized before they are sent.
       tensor_axis: the mesh axis that splits I, "" for none.
       own_apart: whether a device's own tokens are computed apart from the others'.
-      memory: what "direct" sends through, None for other ways.
     """
 
     axis: Axis
     num_experts: int
     num_local: int
-    dispatch: str
-    capacity: int
+    hops: tuple[_hops.Hop, ...]
     format: Format
     quantizes: bool
     tensor_axis: str
     own_apart: bool
-    memory: PeerMemory | None = None
+
+    @property
+    def dispatch(self) -> str:
+        """The names of the ways."""
+        return "+".join(hop.dispatch for hop in self.hops)
 
 
 def check_all(
@@ -99,38 +100,23 @@ def check_all(
         raise ValueError(_checks.message(OP, rule))
     per_chunk = num_tokens // num_chunks
     one_byte = quantizes or isinstance(x, QuantizedArray)
-    memory = opened(axis_name, size)
-    name = _dispatch(
-        dispatch,
-        tokens,
-        capacity_factor,
-        x,
-        per_chunk,
-        top_k,
-        size,
-        1 if one_byte else None,
-        memory,
-        axis_name,
-    )
+    ways = _hops.names_of(dispatch, axis_name, tokens, capacity_factor)
+    sent = _hops.Tokens(x, per_chunk, top_k, 1 if one_byte else None)
+    dtype = x.dtype if sum_dtype is None else sum_dtype
+    hops = _hops.hops_of(ways, sent, experts.num_experts, capacity_factor, dtype)
+    name = "+".join(hop.dispatch for hop in hops)
     if own_apart and name != "all_gather":
         rule = f"own_apart=True needs dispatch 'all_gather', and this is {name!r}"
         raise ValueError(_checks.message(OP, rule, x=x))
     return Setup(
-        Axis(
-            axis_name,
-            size,
-            jax.lax.axis_index(axis_name),
-            np.dtype(x.dtype if sum_dtype is None else sum_dtype),
-        ),
+        Axis(axis_name, size, jax.lax.axis_index(axis_name), np.dtype(dtype)),
         num_experts,
         experts.num_experts,
-        name,
-        capacity_of(OP, capacity_factor, per_chunk, size, top_k),
+        hops,
         format,
         quantizes,
         tensor_axis or "",
         bool(own_apart),
-        memory if name == "direct" else None,
     )
 
 
@@ -294,50 +280,3 @@ def _check_dispatch_format(wanted: Any, format: Format, x: Any, w: Any) -> bool:
         rule = f"dispatch_format={wanted!r} must be None: {wanted} is a format of weights alone"
         raise ValueError(_checks.message(OP, rule, **{"experts.down": w}))
     return not isinstance(x, QuantizedArray)
-
-
-def _dispatch(
-    dispatch: Any,
-    tokens: str,
-    capacity_factor: Any,
-    x: Any,
-    num_tokens: int,
-    top_k: int,
-    num_devices: int,
-    dispatch_itemsize: int | None,
-    memory: PeerMemory | None,
-    axis_name: Any,
-) -> str:
-    _checks.check_choice(OP, "dispatch", dispatch, ("auto", *DISPATCHES))
-    if tokens == "replicated":
-        if dispatch not in ("auto", "all_gather"):
-            rule = (
-                f"dispatch={dispatch!r} must be 'auto' or 'all_gather' with tokens='replicated', "
-                "where every device has every token"
-            )
-            raise ValueError(_checks.message(OP, rule))
-        return "replicated"
-    if dispatch == "direct" and memory is None:
-        rule = (
-            f"dispatch='direct' needs memory along axis_name={axis_name!r} that its {num_devices} "
-            "devices reach: call jaxmoe.expert_parallel.open_peer_memory(mesh, axis_name, "
-            "num_bytes=...) first"
-        )
-        raise ValueError(_checks.message(OP, rule, x=x))
-    if dispatch != "auto":
-        return dispatch
-    itemsize = np.dtype(x.dtype).itemsize
-    room = memory is not None and memory.on_gpus
-    if memory is not None and num_tokens:
-        sizes = num_tokens, x.shape[1], top_k, num_devices
-        room &= peer_memory_bytes(*sizes, itemsize=itemsize) <= memory.num_bytes
-    return choose_dispatch(
-        num_tokens,
-        x.shape[1],
-        top_k,
-        num_devices,
-        capacity_factor=capacity_factor,
-        itemsize=itemsize,
-        dispatch_itemsize=dispatch_itemsize,
-        direct=room,
-    ).name

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jaxmoe import mlp
 from jaxmoe._ep import exchange as _ep_exchange
+from jaxmoe._ep import hops as _hops
 from jaxmoe._ep.checks import Setup
 from jaxmoe._ep.slots import local_ids, slots_of
 from jaxmoe.experts import Experts
@@ -84,19 +85,11 @@ def _chunk(
     added = None if s.tensor_axis else residual
     if own is not None:
         added = own if added is None else _ep_exchange.plus(own, added, jnp.float32)
+    top_k, row = slots.shape[1], x.shape[1] * jnp.dtype(x.dtype).itemsize
+    slots_of = lambda rows: _unpack(rows, x, top_k)[1]  # noqa: E731
     with jax.named_scope(f"dispatch_{s.dispatch}"):
-        if s.dispatch == "replicated":
-            out = _ep_exchange.replicated(payload, added, s.axis)
-        elif s.dispatch == "all_gather":
-            out = _ep_exchange.all_gather(payload, added, s.axis)
-        elif s.memory is not None:
-            row_bytes = x.shape[1] * jnp.dtype(x.dtype).itemsize
-            sent = payload, added, s.axis, slots, s.num_local
-            out = _ep_exchange.direct(*sent, s.memory, row_bytes)
-        else:
-            exchange = _ep_exchange.ragged if s.dispatch == "ragged" else _ep_exchange.all_to_all
-            out = exchange(payload, added, s.axis, slots, s.num_local, s.capacity)
-    y = local(_unpack(out.rows, x, slots.shape[1]), slots.shape[0])
+        out = _hops.travel(s.hops, payload, added, slots, row, slots_of)
+    y = local(_unpack(out.rows, x, top_k), slots.shape[0])
     if before:
         # Or XLA makes one collective of the sums of all chunks, which then waits for the last.
         y, held = jax.lax.optimization_barrier((y, before[-1]))

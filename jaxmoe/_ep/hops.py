@@ -1,0 +1,191 @@
+"""The exchanges of a layer: one over all devices, or one along each axis in turn."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmoe._ep import exchange as _exchange
+from jaxmoe._ep import peers as _peers
+from jaxmoe._ep.cost import DISPATCHES, capacity_of, choose_dispatch
+from jaxmoe._ep.exchange import Arrays, Axis, Exchange
+from jaxmoe._jax import checks as _checks
+
+OP = "expert_parallel.moe_mlp"
+
+
+@dataclasses.dataclass(frozen=True)
+class Hop:
+    """An exchange along an axis.
+
+    Attributes:
+      axis: whose devices exchange.
+      dispatch: "all_gather", "all_to_all", "ragged", "direct" or "replicated".
+      num_local: experts of all devices with the same place along it.
+      capacity: tokens that a device can send to each other one.
+      memory: what "direct" sends through, None for other ways.
+    """
+
+    axis: Axis
+    dispatch: str
+    num_local: int
+    capacity: int
+    memory: _peers.PeerMemory | None = None
+
+    def exchange(self, payload: Arrays, residual: Any, slots: jax.Array, row: int) -> Exchange:
+        """Sends what there is of tokens.
+
+        Args:
+          slots: [T, K], device along the axis * num_local + expert there, -1 for none.
+          row: bytes of a sum.
+        """
+        if self.dispatch == "replicated":
+            return _exchange.replicated(payload, residual, self.axis)
+        if self.dispatch == "all_gather":
+            return _exchange.all_gather(payload, residual, self.axis)
+        sent = payload, residual, self.axis, slots, self.num_local
+        if self.memory is not None:
+            return _exchange.direct(*sent, self.memory, row)
+        way = _exchange.ragged if self.dispatch == "ragged" else _exchange.all_to_all
+        return way(*sent, self.capacity)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokens:
+    """What the choice of ways depends on.
+
+    Attributes:
+      x: the tokens of a device.
+      count: T, of them in a chunk.
+      top_k: K.
+      itemsize: bytes of an element on its way to the experts, None for that of x.
+    """
+
+    x: Any
+    count: int
+    top_k: int
+    itemsize: int | None
+
+
+def names_of(dispatch: Any, axis_name: Any, tokens: str, capacity_factor: Any) -> tuple[Any, ...]:
+    """Checks `dispatch`, and pairs each of its ways with the axis, or axes, that it is along."""
+    choices = ("auto", *DISPATCHES)
+    if not isinstance(dispatch, tuple):
+        _checks.check_choice(OP, "dispatch", dispatch, choices)
+        if tokens == "replicated" and dispatch not in ("auto", "all_gather"):
+            rule = (
+                f"dispatch={dispatch!r} must be 'auto' or 'all_gather' with tokens='replicated', "
+                "where every device has every token"
+            )
+            raise ValueError(_checks.message(OP, rule))
+        return ((dispatch if tokens == "sharded" else "replicated", axis_name),)
+    axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    if tokens == "replicated" or len(dispatch) != len(axes):
+        rule = (
+            f"dispatch={dispatch!r} must name a way for each axis of axis_name={axis_name!r}, with "
+            "tokens='sharded'"
+        )
+        raise ValueError(_checks.message(OP, rule))
+    for way in dispatch:
+        _checks.check_choice(OP, "dispatch", way, choices)
+    if capacity_factor is not None and dispatch[0] not in ("all_to_all", "ragged"):
+        rule = (
+            f"capacity_factor={capacity_factor} is that of the first way, and "
+            f"dispatch={dispatch!r} begins with none of all_to_all, ragged"
+        )
+        raise ValueError(_checks.message(OP, rule))
+    return tuple(zip(dispatch, axes, strict=True))
+
+
+def hops_of(
+    ways: tuple[Any, ...], tokens: Tokens, num_local: int, capacity_factor: Any, sum_dtype: Any
+) -> tuple[Hop, ...]:
+    """The exchanges of `names_of`, in order; a capacity factor is the first one's."""
+    sizes = [jax.lax.axis_size(axis) for _, axis in ways]
+    hops: list[Hop] = []
+    for i, (way, axis) in enumerate(ways):
+        factor = capacity_factor if i == 0 else None
+        received = dataclasses.replace(tokens, count=tokens.count * math.prod(sizes[:i]))
+        memory = _peers.opened(axis, sizes[i])
+        name = _chosen(way, axis, sizes[i], received, memory, factor)
+        hops.append(
+            Hop(
+                Axis(axis, sizes[i], jax.lax.axis_index(axis), np.dtype(sum_dtype)),
+                name,
+                num_local * math.prod(sizes[i + 1 :]),
+                capacity_of(OP, factor, received.count, sizes[i], tokens.top_k),
+                memory if name == "direct" else None,
+            )
+        )
+    return tuple(hops)
+
+
+def travel(
+    hops: tuple[Hop, ...],
+    payload: Arrays,
+    residual: jax.Array | None,
+    slots: jax.Array,
+    row: int,
+    slots_of: Any,
+) -> Exchange:
+    """Sends what there is of tokens, one exchange after the other.
+
+    Args:
+      slots: [T, K] of this device's tokens, counted over all devices.
+      row: bytes of a sum.
+      slots_of: from what has arrived to the slots of its tokens.
+    """
+    ways: list[Exchange] = []
+    first: Any = 0  # slot of the first expert beyond what this device may still send to
+    for i, hop in enumerate(hops):
+        if i:
+            before = hops[i - 1]
+            first = first + before.axis.index * before.num_local
+            slots = slots_of(payload) - first
+            slots = jnp.where((slots >= 0) & (slots < before.num_local), slots, -1)
+        ways.append(hop.exchange(payload, None if i else residual, slots, row))
+        payload = ways[-1].rows
+
+    def combine(y: jax.Array) -> jax.Array:
+        for way in reversed(ways):
+            y = way.combine(y)
+        return y
+
+    return Exchange(payload, combine, ways[0].lost)
+
+
+def _chosen(
+    way: str,
+    axis: Any,
+    size: int,
+    tokens: Tokens,
+    memory: _peers.PeerMemory | None,
+    capacity_factor: Any,
+) -> str:
+    if way == "direct" and memory is None:
+        rule = (
+            f"dispatch='direct' needs memory along axis_name={axis!r} that its {size} devices "
+            "reach: call jaxmoe.expert_parallel.open_peer_memory(mesh, axis_name, num_bytes=...) "
+            "first"
+        )
+        raise ValueError(_checks.message(OP, rule, x=tokens.x))
+    if way != "auto":
+        return way
+    itemsize, hidden = np.dtype(tokens.x.dtype).itemsize, tokens.x.shape[1]
+    room = memory is not None and memory.on_gpus
+    if memory is not None and tokens.count:
+        sizes = tokens.count, hidden, tokens.top_k, size
+        room &= _peers.peer_memory_bytes(*sizes, itemsize=itemsize) <= memory.num_bytes
+    return choose_dispatch(
+        tokens.count,
+        hidden,
+        tokens.top_k,
+        size,
+        capacity_factor=capacity_factor,
+        itemsize=itemsize,
+        dispatch_itemsize=tokens.itemsize,
+        direct=room,
+    ).name

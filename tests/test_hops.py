@@ -1,0 +1,156 @@
+"""expert_parallel along two axes in turn: between hosts, then within one."""
+
+import contextlib
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxmoe
+from jaxmoe import Routing, expert_parallel, quantize
+from tests import layers
+from tests.test_expert_parallel import (
+    NUM_TOKENS,
+    ROUTINGS,
+    arrays,
+    close,
+    ids_of,
+    mesh,
+    whole,
+    with_gradients,
+)
+
+GRID = {"host": 2, "expert": 4}
+LEFT = {"host": 4, "expert": 2}
+AXES = ("host", "expert")
+
+
+def layer(ids, a, sizes=GRID, **options):
+    a = dict(a)
+    x, weights, w1, w2 = (a.pop(n) for n in ("x", "weights", "w_gate_up", "w_down"))
+    return layers.sharded(
+        *(x, Routing(ids, weights), w1, w2),
+        mesh=mesh(**sizes),
+        axis_name=AXES,
+        gate_up="interleaved",
+        **a,
+        **options,
+    )
+
+
+@contextlib.contextmanager
+def memory(dispatch, sizes):
+    """Where a way is "direct"."""
+    with contextlib.ExitStack() as stack:
+        for way, axis in zip(dispatch, AXES, strict=True):
+            if way == "direct":
+                opened = expert_parallel.open_peer_memory(mesh(**sizes), axis, num_bytes=1 << 20)
+                stack.enter_context(opened)
+        yield
+
+
+@pytest.mark.parametrize(
+    "dispatch, sizes, chunks",
+    [
+        (("all_gather", "direct"), GRID, 2),
+        (("all_to_all", "direct"), LEFT, 1),
+        (("direct", "all_to_all"), GRID, 1),
+        (("ragged", "all_gather"), LEFT, 1),
+    ],
+    ids=str,
+)
+def test_values_and_gradients_are_those_of_one_device(dispatch, sizes, chunks):
+    """Also where a host, or a device, gets no tokens, and where one gets all of them."""
+    with memory(dispatch, sizes):
+        run = with_gradients(
+            functools.partial(layer, sizes=sizes, dispatch=dispatch, num_chunks=chunks)
+        )
+        for kind in ROUTINGS:
+            close(run(ids_of(kind), arrays()), whole()(ids_of(kind), arrays()))
+
+
+def test_experts_where_a_table_says():
+    table = expert_parallel.expert_placement(13, 8, copies={0: 3, 5: 2})
+    a = {n: v if n in ("x", "weights", "residual") else v[:13] for n, v in arrays().items()}
+    ids = np.where(ids_of("with_invalid") >= 13, 0, ids_of("with_invalid"))
+
+    def placed(ids, a):
+        own = [n for n in a if n.startswith("w_")]
+        a = a | {n: expert_parallel.place_experts(a[n], table) for n in own}
+        return layer(ids, a, dispatch=("all_to_all", "all_to_all"), expert_map=table)
+
+    close(jax.jit(placed)(ids, a), whole()(ids, a)[0])
+
+
+def test_tokens_travel_in_fp8():
+    a = arrays()
+    a |= {n: quantize(a[n], "fp8_block", weight_layout="kn") for n in ("w_gate_up", "w_down")}
+    call = functools.partial(layer, dispatch=("all_to_all", "all_gather"))
+    sent, plain = (
+        jax.jit(functools.partial(call, dispatch_format=format))(ids_of("uniform"), a)
+        for format in ("fp8_block", None)
+    )
+    close(sent, plain)
+
+
+def test_a_row_crosses_to_another_host_once():
+    """Between hosts go the rows of one device, to its like; within a host what it has received."""
+    ids = jnp.asarray(ids_of("uniform"))
+    call = functools.partial(layer, dispatch=("all_to_all", "all_gather"))
+    found = jaxmoe.explain(call, ids, arrays()).collectives
+    tokens = [text for text in found if re.search(r"f32\[\d+,16\]", text)]
+    assert tokens == [
+        "all_to_all of f32[4,16] over host",  # 2 tokens, a box for each host
+        "all_gather of f32[4,16] over expert",
+        "psum_scatter of f32[16,16] over expert",
+        "all_to_all of f32[4,16] over host",
+    ]
+
+
+def test_a_capacity_factor_is_that_of_the_first_way():
+    """A device sends the first of its tokens that have a choice on a host; all are lost or none."""
+    dispatch, per_device = ("all_to_all", "all_to_all"), NUM_TOKENS // 8
+    ids = ids_of("one_shard")  # every token has two choices on the last host
+    y, lost = jax.jit(functools.partial(layer, dispatch=dispatch, capacity_factor=0.5))(
+        ids, arrays()
+    )
+    capacity = expert_parallel.choose_dispatch(per_device, 16, 3, 2, capacity_factor=0.5).capacity
+    assert capacity == 1
+    gone = np.arange(NUM_TOKENS) % per_device >= capacity
+    assert int(lost) == 2 * gone.sum()
+    close(y, whole()(np.where(gone[:, None], -1, ids), arrays())[0])
+
+
+def test_auto_chooses_for_each_axis():
+    ids = jnp.asarray(ids_of("uniform"))
+    report = str(jaxmoe.explain(functools.partial(layer, dispatch=("auto", "auto")), ids, arrays()))
+    assert report.count("all_gather of") == 4 and report.count("psum_scatter of") == 2
+
+
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        ({"dispatch": ("all_gather",)}, ValueError, "must name a way for each axis of axis_name"),
+        ({"dispatch": ("all_gather", "nccl")}, ValueError, "dispatch='nccl' must be one of auto"),
+        ({"dispatch": ("ragged", "auto"), "tokens": "replicated"}, ValueError, "each axis"),
+        (
+            {"dispatch": ("all_gather", "all_to_all"), "capacity_factor": 1.0},
+            ValueError,
+            "capacity_factor=1.0 is that of the first way, and dispatch=('all_gather', "
+            "'all_to_all') begins with none of all_to_all, ragged",
+        ),
+        ({"dispatch": ("all_gather", "direct")}, ValueError, "along axis_name='expert' that its 4"),
+        (
+            {"dispatch": ("all_gather", "all_gather"), "own_apart": True},
+            ValueError,
+            "own_apart=True needs dispatch 'all_gather', and this is 'all_gather+all_gather'",
+        ),
+    ],
+    ids=str,
+)
+def test_what_is_refused(options, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        jax.eval_shape(functools.partial(layer, **options), ids_of("uniform"), arrays())
