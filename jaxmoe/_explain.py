@@ -11,6 +11,7 @@ from jaxmoe._codes import Choice
 from jaxmoe._jax import checks as _checks
 from jaxmoe._jax import primitive as _primitive
 from jaxmoe._jax import targets as _targets
+from jaxmoe._jax import told
 
 # Operands of products that hold weights and their scales.
 _WEIGHTS = (
@@ -119,17 +120,21 @@ class Report:
       collectives: those that the function itself asks for, inside `shard_map`: what each device
         gives to it, over which mesh axes, such as "all_gather of bf16[8,2048] over expert". XLA may
         add others where it divides the work.
+      dispatches: how tokens reach experts on other devices (`expert_parallel`): the way, along
+        which axis, the bytes that a device sends for each chunk, and why this way.
     """
 
     platform: str
     why_no_cuda: str | None
     ops: tuple[OpReport, ...]
     collectives: tuple[str, ...] = ()
+    dispatches: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         loaded = "loaded" if self.why_no_cuda is None else f"not loaded: {self.why_no_cuda}"
         head = f"default platform: {self.platform}; CUDA kernels {loaded}"
         lines = [head, *(map(str, self.ops) if self.ops else ["no jaxmoe op found"])]
+        lines += [f"dispatch: {text}" for text in self.dispatches]
         return "\n".join(lines + [f"collective: {text}" for text in self.collectives])
 
 
@@ -160,9 +165,11 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
       True
     """
     platform = jax.default_backend()
-    jaxpr = jax.make_jaxpr(fn)(*args, **kwargs).jaxpr
+    with told.listening() as dispatches:
+        jaxpr = jax.make_jaxpr(fn)(*args, **kwargs).jaxpr
     ops = tuple(_explain_op(op, eqn, where, platform) for op, eqn, where in _find_ops(jaxpr, ()))
-    return Report(platform, _targets.why_not(), ops, tuple(_find_collectives(jaxpr)))
+    collectives = tuple(_find_collectives(jaxpr))
+    return Report(platform, _targets.why_not(), ops, collectives, tuple(dispatches))
 
 
 def _find_ops(jaxpr: Any, where: tuple[str, ...]) -> Iterator[tuple[_primitive.Op, Any, str]]:

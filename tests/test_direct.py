@@ -140,6 +140,10 @@ def test_explain_names_the_calls():
     assert call.cuda_target == "jaxmoe_peer_dispatch_v1"
     assert call.cuda_attrs == {"memory": "expert", "num_devices": 8, "num_local": 2}
     assert "bf16[2,16]" in call.operands
+    row = 2 * 2 * 16 + 8 * 3  # a token and a sum in bf16, three ids and weights
+    sent = round(7 * 2 * (1 - (7 / 8) ** 3) * row)
+    line = f"direct along 'expert': {sent} bytes that a device sends; asked for"
+    assert report.dispatches == (line,) and f"\ndispatch: {line}" in str(report)
 
 
 def test_auto_takes_it_where_memory_is_large_enough(on_gpus, monkeypatch):

@@ -415,6 +415,8 @@ def test_tiles_are_those_of_the_rows_that_come(options, num_experts):
     way = options.get("dispatch", "psum")
     assert f"\ncollective: {way} of bf16[" in str(report)
     assert all(line.endswith(" over expert") for line in report.collectives)
+    (told,) = report.dispatches
+    assert told.startswith(f"{options.get('dispatch', 'replicated')} along 'expert': ")
     (call,) = (op for op in report.ops if op.op == "jaxmoe_moe_mlp")
     assert call.cuda_attrs["num_experts"] == num_experts
     assert call.cuda_attrs["num_local_experts"] == 2 and "shard_map" in call.where

@@ -126,8 +126,18 @@ def test_a_capacity_factor_is_that_of_the_first_way():
 
 def test_auto_chooses_for_each_axis():
     ids = jnp.asarray(ids_of("uniform"))
-    report = str(jaxmoe.explain(functools.partial(layer, dispatch=("auto", "auto")), ids, arrays()))
-    assert report.count("all_gather of") == 4 and report.count("psum_scatter of") == 2
+    call = jax.jit(functools.partial(layer, dispatch=("auto", "auto")))
+    call.trace(ids, arrays())
+    for _ in range(2):  # traced before
+        report = jaxmoe.explain(call, ids, arrays())
+        text = str(report)
+        assert text.count("all_gather of") == 4 and text.count("psum_scatter of") == 2
+        row = 2 * 4 * 16 + 8 * 3  # float32
+        assert [line.split(" bytes")[0] for line in report.dispatches] == [
+            f"all_gather along 'host': {2 * row}",
+            f"all_gather along 'expert': {3 * 4 * row}",
+        ]
+        assert all("; room for" in line for line in report.dispatches)
 
 
 @pytest.mark.parametrize(

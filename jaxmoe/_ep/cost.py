@@ -44,12 +44,15 @@ class DispatchChoice:
       microseconds: the estimate for each way that was compared; "ragged" is, but never taken,
         "direct" if it can be.
       capacity: tokens that a device can send to each other one.
+      sent_bytes: what a device sends by each way, there and back; of "ragged" and "direct" what
+        even choices send.
     """
 
     name: str
     reason: str
     microseconds: dict[str, float]
     capacity: int
+    sent_bytes: dict[str, int]
 
 
 def share_per_device(num_devices: int, top_k: int) -> float:
@@ -142,21 +145,23 @@ def choose_dispatch(
     capacity = capacity_of(OP, capacity_factor, num_tokens, num_devices, top_k)
     if tokens == "replicated":
         reason = "tokens='replicated': every device has every token, nothing is dispatched"
-        return DispatchChoice("all_gather", reason, {}, num_tokens)
+        return DispatchChoice("all_gather", reason, {}, num_tokens, {})
     links = Links() if links is None else links
     expected = min(float(capacity), num_tokens * share_per_device(num_devices, top_k))
     # To the experts: the token, K ids and K weights. Back: the sum.
     row = hidden * (dispatch_itemsize + itemsize) + 8 * top_k
-    megabytes = (num_devices - 1) * row * 1e-6
+    tokens_of = {"all_gather": num_tokens, "all_to_all": capacity}
+    tokens_of |= {"ragged": expected, "direct": num_tokens * share_per_device(num_devices, top_k)}
+    sent = {way: round((num_devices - 1) * row * count) for way, count in tokens_of.items()}
     us = {
-        "all_gather": links.gather_us + 1e3 * megabytes * num_tokens / links.gather_gbps,
-        "all_to_all": 2 * links.all_to_all_us + 1e3 * megabytes * capacity / links.all_to_all_gbps,
-        "ragged": 2 * links.ragged_us + 1e3 * megabytes * expected / links.ragged_gbps,
+        "all_gather": links.gather_us + 1e-3 * sent["all_gather"] / links.gather_gbps,
+        "all_to_all": 2 * links.all_to_all_us + 1e-3 * sent["all_to_all"] / links.all_to_all_gbps,
+        "ragged": 2 * links.ragged_us + 1e-3 * sent["ragged"] / links.ragged_gbps,
     }
     if direct:
-        us["direct"] = links.direct_us + 1e3 * megabytes * expected / links.direct_gbps
+        us["direct"] = links.direct_us + 1e-3 * sent["direct"] / links.direct_gbps
     name = min((way for way in us if way != "ragged"), key=us.__getitem__)
     room = f"room for {capacity} of {num_tokens} tokens from each to each of {num_devices} devices"
     times = ", ".join(f"{way} about {t:.0f} us" for way, t in us.items() if way != "ragged")
     reason = f"{room}: {times}"
-    return DispatchChoice(name, reason, us, capacity)
+    return DispatchChoice(name, reason, us, capacity, sent)

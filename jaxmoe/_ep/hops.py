@@ -13,6 +13,7 @@ from jaxmoe._ep import peers as _peers
 from jaxmoe._ep.cost import DISPATCHES, capacity_of, choose_dispatch
 from jaxmoe._ep.exchange import Arrays, Axis, Exchange
 from jaxmoe._jax import checks as _checks
+from jaxmoe._jax import told
 
 OP = "expert_parallel.moe_mlp"
 
@@ -172,20 +173,27 @@ def _chosen(
             "first"
         )
         raise ValueError(_checks.message(OP, rule, x=tokens.x))
-    if way != "auto":
+    if way == "replicated":
+        told.tell(
+            f"replicated along {axis!r}: every device has every token, sums are added by psum"
+        )
         return way
     itemsize, hidden = np.dtype(tokens.x.dtype).itemsize, tokens.x.shape[1]
     room = memory is not None and memory.on_gpus
     if memory is not None and tokens.count:
         sizes = tokens.count, hidden, tokens.top_k, size
         room &= _peers.peer_memory_bytes(*sizes, itemsize=itemsize) <= memory.num_bytes
-    return choose_dispatch(
+    choice = choose_dispatch(
         tokens.count,
-        hidden,
+        max(hidden, 1),
         tokens.top_k,
         size,
         capacity_factor=capacity_factor,
         itemsize=itemsize,
         dispatch_itemsize=tokens.itemsize,
         direct=room,
-    ).name
+    )
+    name = choice.name if way == "auto" else way
+    why = choice.reason if way == "auto" else "asked for"
+    told.tell(f"{name} along {axis!r}: {choice.sent_bytes[name]} bytes that a device sends; {why}")
+    return name
