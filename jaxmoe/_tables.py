@@ -4,7 +4,7 @@ from typing import Any
 
 from jaxmoe import _formats
 from jaxmoe._codes import CODES
-from jaxmoe._ep import peers
+from jaxmoe._ep import connect, peers
 from jaxmoe._formats import quantization
 from jaxmoe._formats.quantization import scratch_floats
 from jaxmoe._gemm import tiles
@@ -49,7 +49,7 @@ def own(theirs: dict[str, Any]) -> dict[str, Any]:
         "mlp_floats": sizes("mlp_floats", floats),
         "peer_bytes": sizes("peer_bytes", peer_bytes),
         "peer_header": peers.HEADER_BYTES,
-        "max_peers": peers.MAX_PEERS,
+        "max_peers": connect.MAX_PEERS,
     }
 
 

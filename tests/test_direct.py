@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmoe
 from jaxmoe import expert_parallel, quantize
-from jaxmoe._ep import direct, hops, peers
+from jaxmoe._ep import connect, direct, hops, peers
 from jaxmoe._jax import targets as _targets
 from jaxmoe._testing import assert_equal
 from tests.test_expert_parallel import (
@@ -218,7 +218,7 @@ def test_own_apart_is_refused(memory):
         ({"axis_name": "experts"}, ValueError, "axis_name='experts' must be one of"),
         ({"num_bytes": 4607}, ValueError, "num_bytes=4607 must be at least 4608"),
         ({"num_bytes": 1e6}, TypeError, "num_bytes"),
-        ({"timeout_s": 0}, ValueError, "timeout_s=0 must be a number of seconds above 0"),
+        ({"timeout_s": 0}, ValueError, "timeout_s=0 must be a number of seconds in (0, 1e+06]"),
         ({"timeout_s": float("inf")}, ValueError, "timeout_s=inf"),
     ],
     ids=str,
@@ -255,7 +255,8 @@ def test_groups_are_the_devices_along_an_axis_as_programs_count_them():
 
     flat = list(grid.devices.flat)
     for names in (("b",), ("a", "c"), ("c", "a")):
-        groups = peers._groups(grid, names)
+        others = tuple(name for name in grid.axis_names if name not in names)
+        groups = connect.groups_of(grid, names, others)
         assert groups.shape == (8 // 2 ** len(names), 2 ** len(names))
         index = place(names)
         for group in groups:
@@ -266,4 +267,146 @@ def test_the_way_is_known_by_its_memory():
     on_cpu = peers.PeerMemory(("a", "b"), 4, ENOUGH, on_gpus=False)
     assert direct.way_of(("a", "b"), 2, on_cpu).memory == ""
     on_gpu = peers.PeerMemory(("a", "b"), 4, ENOUGH, on_gpus=True)
-    assert direct.way_of(("a", "b"), 2, on_gpu) == (("a", "b"), 4, 2, "a,b")
+    assert direct.way_of(("a", "b"), 2, on_gpu) == (("a", "b"), 4, 2, "a,b", ())
+
+
+def test_a_program_with_another_mesh_is_refused():
+    """One that has not the devices of the other axes, or others of them."""
+    with expert_parallel.open_peer_memory(mesh(**DATA), "expert", num_bytes=ENOUGH) as opened:
+        assert (opened.group_axes, opened.num_groups) == (("data",), 2)
+        four = functools.partial(split_layer, sizes={"expert": 4}, dispatch="direct")
+        message = "needs the mesh that its memory was opened for, whose other axes ('data',) have 2"
+        with pytest.raises(ValueError, match=re.escape(message)):
+            jax.eval_shape(four, ids_of("uniform"), arrays())
+
+
+def test_a_place_is_one_of_the_whole_mesh():
+    """Which kernels compare with the one that the memory was opened for."""
+    with expert_parallel.open_peer_memory(mesh(**DATA), "expert", num_bytes=ENOUGH) as opened:
+        both = P(("data", "expert"))
+
+        def place(x):
+            return x + direct._place(direct.way_of("expert", 1, opened))
+
+        split = jax.shard_map(place, mesh=mesh(**DATA), in_specs=both, out_specs=both)
+        assert split(jnp.zeros(8, jnp.int32)).tolist() == list(range(8))
+        groups = connect.groups_of(mesh(**DATA), ("expert",), ("data",))
+        assert list(groups.flat) == list(mesh(**DATA).devices.flat)
+
+
+def test_memory_has_room_for_the_backward_pass():
+    """Cotangents of ids and weights come home as sums do, which are narrower here."""
+    sizes = {"num_tokens": 256, "top_k": 8, "num_devices": 8, "small": 16, "row_bytes": 32}
+    needed = peers.needed_bytes(token_bytes=32, **sizes)
+    assert needed == peers.HEADER_BYTES + 2 * peers.combine_bytes(256, 8, 4 * 16)
+    packed = peers.needed_bytes(256, 8, 1, 16, 0, 4096)
+    assert packed == peers.HEADER_BYTES + 2 * peers.dispatch_bytes(256, 8, 1, 4096, 0)
+
+
+@pytest.mark.usefixtures("on_gpus")
+def test_processes_that_agree_on_nothing_say_so(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    told = []
+
+    def gather(mine):
+        told.append(mine)
+        other = mine.copy()
+        other[0] ^= differs
+        return np.stack([mine, other])
+
+    monkeypatch.setattr(connect.multihost_utils, "process_allgather", gather)
+    differs = 0
+    connect._agree(connect.OPEN, "open", "expert", 4096)
+    differs = 1
+    message = "all processes must open the same memory, with the same mesh and sizes"
+    with pytest.raises(ValueError, match=message):
+        connect._agree(connect.OPEN, "open", "expert", 4096)
+    assert (told[0] == told[1]).all() and told[0].shape == (32,)
+
+
+class Extension:
+    """What the CUDA extension does for memory, without any."""
+
+    def __init__(self, fails=""):
+        self.calls, self.fails = [], fails
+
+    def __getattr__(self, name):
+        def call(*given):
+            self.calls.append((name, *given))
+            if name == self.fails:
+                raise RuntimeError(f"{name} out of memory")
+            return (
+                (4096 * given[1] + 64, bytes([given[1]]) * 64) if name == "peer_allocate" else None
+            )
+
+        return call
+
+
+def connected(monkeypatch, extension, others, good=True):
+    """Opens memory between two devices of this process and what another one tells."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(connect, "_extension", lambda: extension)
+    monkeypatch.setattr(connect, "_free", lambda name: extension.peer_free(name))
+    monkeypatch.setattr(connect, "_check", lambda groups: None)
+
+    def gather(mine):
+        if mine.dtype == bool:
+            return np.stack([mine, np.array([good])])
+        if mine.ndim == 1:
+            return np.stack([mine, mine])
+        return np.stack([mine, others(mine)])
+
+    monkeypatch.setattr(connect.multihost_utils, "process_allgather", gather)
+    devices = np.array([Device(0, 0), Device(1, 0), Device(0, 1), Device(1, 1)])
+    connect.connect("expert", devices[None, :], 1024, 2.0)
+
+
+class Device:
+    def __init__(self, ordinal, process):
+        self.local_hardware_id, self.process_index = ordinal, process
+        self.id = 2 * process + ordinal
+
+
+def told_by_another(mine, host=None):
+    rows = np.zeros(4, connect._ROW)
+    own = mine.view(connect._ROW).reshape(-1)
+    for i in (2, 3):
+        rows[i] = (own["host"][0] if host is None else host, 7 + i, bytes([90 + i]) * 64)
+    return rows.view(np.uint8).reshape(mine.shape)
+
+
+def test_processes_tell_each_other_where_their_memory_is(monkeypatch):
+    extension = Extension()
+    connected(monkeypatch, extension, told_by_another)
+    allocated, opened = extension.calls[:2], extension.calls[2:]
+    assert allocated == [("peer_allocate", "expert", i, 1024, True) for i in (0, 1)]
+    own = [(0, 64, bytes(64)), (1, 4160, bytes([1]) * 64)]
+    everyone = [*own, (-1, 9, bytes([92]) * 64), (-1, 10, bytes([93]) * 64)]
+    assert opened == [("peer_connect", "expert", i, i, 0, 2.0, everyone) for i in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    "fails, others, good, error, message",
+    [
+        ("peer_allocate", told_by_another, True, RuntimeError, "peer_allocate out of memory"),
+        ("peer_connect", told_by_another, True, RuntimeError, "peer_connect out of memory"),
+        ("", np.zeros_like, True, RuntimeError, "another process has no memory"),
+        ("", told_by_another, False, RuntimeError, "another process could not open the memory"),
+        (
+            "",
+            functools.partial(told_by_another, host=b"elsewhere"),
+            True,
+            NotImplementedError,
+            "the axis has GPUs of 2 hosts",
+        ),
+    ],
+    ids=("no memory", "no access", "none there", "failed there", "hosts"),
+)
+def test_what_fails_in_one_process_is_undone_in_all(
+    fails, others, good, error, message, monkeypatch
+):
+    extension = Extension(fails)
+    with pytest.raises(error, match=message) as caught:
+        connected(monkeypatch, extension, others, good)
+    assert type(caught.value) is error
+    assert [call[0] for call in extension.calls[-2:]] == ["peer_disconnect", "peer_free"]

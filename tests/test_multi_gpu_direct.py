@@ -64,7 +64,8 @@ def by_both(memory, fn, *arrays):
 
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16", "float32"))
 @pytest.mark.parametrize(
-    "num_tokens, hidden, top_k", [(1, 8, 1), (7, 257, 3), (64, 7168, 8), (300, 2880, 40)]
+    "num_tokens, hidden, top_k",
+    [(1, 8, 1), (7, 257, 3), (64, 7168, 8), (300, 2880, 40), (1100, 2880, 4), (1100, 257, 3)],
 )
 def test_rows_and_sums_are_those_of_collectives(num_tokens, hidden, top_k, dtype):
     with opened(1 << 28) as memory:
@@ -72,10 +73,11 @@ def test_rows_and_sums_are_those_of_collectives(num_tokens, hidden, top_k, dtype
         jax.tree.map(assert_equal, *by_both(memory, there_and_back, *arrays))
 
 
-def test_a_thousand_steps_with_other_choices_each():
-    """In two programs by turns, beside a collective of all devices."""
+@pytest.mark.parametrize("num_tokens", (48, 1500))
+def test_a_thousand_steps_with_other_choices_each(num_tokens):
+    """In two programs by turns, beside a collective; a step is one launch, or three."""
     count, steps = len(jax.devices("cuda")), 250
-    slots, tokens, _ = drawn(48, 512, 4, "float32")
+    slots, tokens, _ = drawn(num_tokens, 512, 4, "float32")
 
     def walk(way, shift, slots, tokens):
         def step(x, i):
@@ -120,10 +122,10 @@ def test_derivatives_are_those_of_collectives():
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-def alone(way, rank=0):
-    """What the first GPU does of a dispatch, which says that it is device `rank`."""
+def alone(way, place=0):
+    """What the first GPU does of a dispatch, which says that it is device `place`."""
     slots, tokens, _ = drawn(4, 64, 2, "bfloat16")
-    mine = jax.device_put((np.int32(rank), slots[:4], tokens[:4]), jax.devices("cuda")[0])
+    mine = jax.device_put((np.int32(place), slots[:4], tokens[:4]), jax.devices("cuda")[0])
     call = lambda *a: direct.peer_dispatch_p(*a, None, way=way)  # noqa: E731
     return jax.device_get(jax.jit(call)(*mine))
 
@@ -143,11 +145,13 @@ def test_a_device_that_does_not_come_is_named():
         jax.tree.map(assert_equal, *by_both(memory, there_and_back, *arrays))
 
 
-def test_another_order_of_devices_is_refused():
+def test_another_mesh_is_refused():
     with opened() as memory:
         way = collectives_and_kernels(memory)[1]
-        assert np.isnan(alone(way, rank=1)[1].astype(np.float32)).all()
-        with pytest.raises(jax.errors.JaxRuntimeError, match="in another order than the one"):
+        assert np.isnan(alone(way, place=1)[1].astype(np.float32)).all()
+        with pytest.raises(
+            jax.errors.JaxRuntimeError, match="device 0 of expert is device 1 of the program"
+        ):
             alone(way)
 
 

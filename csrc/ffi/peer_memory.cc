@@ -15,17 +15,29 @@ namespace nb = nanobind;
 namespace jaxmoe {
 namespace {
 
-// Returns (address, handle), which `Connect` of this process and of others takes.
-nb::tuple Allocate(const std::string& name, int ordinal, int64_t half_bytes) {
-  const PeerAddress address = AllocatePeerMemory(name, ordinal, half_bytes);
+// NOTE: without the GIL, which a callback of another program may need before a GPU is idle.
+template <class Work>
+auto WithoutGil(const Work& work) {
+  const nb::gil_scoped_release release;
+  return work();
+}
+
+// Returns (address, handle), which `Connect` of this process and, if `shared`, of others takes.
+nb::tuple Allocate(const std::string& name, int ordinal, int64_t half_bytes, bool shared) {
+  const PeerAddress address =
+      WithoutGil([&] { return AllocatePeerMemory(name, ordinal, half_bytes, shared); });
   return nb::make_tuple(
       address.address,
       nb::bytes(reinterpret_cast<const char*>(&address.handle), sizeof(address.handle)));
 }
 
 // `devices`: (ordinal or -1 of another process, address, handle) of each along the axis.
-void Connect(
-    const std::string& name, int ordinal, int rank, double timeout_s, const nb::list& devices) {
+void Connect(const std::string& name,
+             int ordinal,
+             int rank,
+             int group,
+             double timeout_s,
+             const nb::list& devices) {
   const size_t count = nb::len(devices);
   if (count < 1 || count > kMaxPeers || rank < 0 || rank >= static_cast<int>(count)) {
     throw std::runtime_error(std::to_string(count) + " devices, rank " + std::to_string(rank));
@@ -40,7 +52,7 @@ void Connect(
     std::memcpy(&address.handle, handle.c_str(), sizeof(address.handle));
     addresses.push_back(address);
   }
-  ConnectPeers(name, ordinal, rank, timeout_s, addresses);
+  WithoutGil([&] { ConnectPeers(name, ordinal, rank, group, timeout_s, addresses); });
 }
 
 }  // namespace
@@ -49,7 +61,7 @@ void AddPeerMemory(nb::module_& m) {
   m.def("peer_allocate", &Allocate);
   m.def("peer_connect", &Connect);
   m.def("peer_disconnect", &DisconnectPeers, nb::call_guard<nb::gil_scoped_release>());
-  m.def("peer_free", &FreePeerMemory);
+  m.def("peer_free", &FreePeerMemory, nb::call_guard<nb::gil_scoped_release>());
 }
 
 }  // namespace jaxmoe

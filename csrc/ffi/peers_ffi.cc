@@ -30,37 +30,58 @@ namespace {
 std::string Failed(const Peers& peers, const std::string& name) {
   const PeerFailure& failure = *peers.failure;
   const std::string who = "device " + std::to_string(peers.rank) + " of " + name;
+  const std::string other = "device " + std::to_string(failure.device);
+  const std::string in_step = " in step " + std::to_string(failure.step);
   const std::string after = "; close the memory and open it again";
-  if (failure.code == PeerFailure::kTimeout) {
-    return who + " waited " + std::to_string(peers.timeout_ns / 1000000) + " ms for device " +
-           std::to_string(failure.waited_for) + " in step " + std::to_string(failure.step) + after;
+  switch (failure.code) {
+    case PeerFailure::kTimeout:
+      return who + " waited " + std::to_string(peers.timeout_ns / 1000000) + " ms for " + other +
+             in_step + after;
+    case PeerFailure::kOtherMesh:
+      return who + " is " + other + " of the program's mesh, and device " +
+             std::to_string(peers.place) + " of the one that the memory was opened for" + after;
+    case PeerFailure::kGaveUp:
+      return who + " stopped" + in_step + ", as " + other + " gave up" + after;
+    case PeerFailure::kOtherStep:
+      return who + " and " + other + " had other calls" + in_step +
+             ": all devices must make them in one order" + after;
+    default:
+      return "";
   }
-  if (failure.code == PeerFailure::kOtherOrder) {
-    return who + " is device " + std::to_string(failure.waited_for) +
-           " of the program: its mesh has the devices in another order than the one that the "
-           "memory was opened for" +
-           after;
-  }
-  return "";
 }
 
 // The current device's memory.
-Peers TakePeers(const PeerAttrs& attrs, Operands* take) {
-  Peers peers{};
-  int device = 0;
-  const std::string name(attrs.memory);
-  if (cudaGetDevice(&device) != cudaSuccess || !FindPeers(name, device, &peers)) {
-    take->Refuse("no peer memory '" + name + "' is open on GPU " + std::to_string(device) + ".");
-    return peers;
+class PeersOfCall {
+ public:
+  PeersOfCall(const PeerAttrs& attrs, Operands* take)
+      : name_(attrs.memory), device_(Device(take)), in_use_(name_, device_) {
+    if (in_use_.get() == nullptr) {
+      take->Refuse("no peer memory '" + name_ + "' is open on GPU " + std::to_string(device_) +
+                   ".");
+      return;
+    }
+    const Peers& peers = *in_use_.get();
+    if (const std::string why = Failed(peers, name_); !why.empty()) take->Refuse(why + ".");
+    take->Range("devices of the memory", peers.num_devices, attrs.num_devices, attrs.num_devices);
+    take->Range("num_local", attrs.num_local, 1, kMaxInt);
   }
-  if (const std::string why = Failed(peers, name); !why.empty()) take->Refuse(why + ".");
-  take->Range("devices of the memory", peers.num_devices, attrs.num_devices, attrs.num_devices);
-  take->Range("num_local", attrs.num_local, 1, kMaxInt);
-  return peers;
-}
+
+  Peers get() const { return in_use_.get() == nullptr ? Peers{} : *in_use_.get(); }
+
+ private:
+  static int Device(Operands* take) {
+    int device = -1;
+    if (cudaGetDevice(&device) != cudaSuccess) take->Refuse("there is no current GPU.");
+    return device;
+  }
+
+  const std::string name_;
+  const int device_;
+  const PeersInUse in_use_;
+};
 
 ffi::Error PeerDispatch(cudaStream_t stream,
-                        In index,
+                        In place,
                         In slots,
                         In tokens,
                         In small,
@@ -71,9 +92,10 @@ ffi::Error PeerDispatch(cudaStream_t stream,
   Operands take("expert_parallel.moe_mlp");
   Dim T, K, H, S;
   PeerDispatchParams params{};
-  params.peers = TakePeers(attrs, &take);
+  const PeersOfCall peers(attrs, &take);
+  params.peers = peers.get();
   const int64_t n = attrs.num_devices;
-  params.index = take.Ints("index", index, {});
+  params.place = take.Ints("place", place, {});
   params.slots = take.Ints("slots", slots, {T, K});
   const bool words = tokens.element_type() == ffi::DataType::U32;
   params.tokens = take.Any("tokens", tokens, {T, H}, words ? Types(ffi::DataType::U32) : kFloats);
@@ -81,7 +103,7 @@ ffi::Error PeerDispatch(cudaStream_t stream,
   params.small_floats = params.small == nullptr ? 0 : static_cast<int64_t>(S);
   params.all_slots = take.Ints("all_slots", *all_slots, {n * T, K});
   params.all_tokens = take.Any("all_tokens", *all_tokens, {n * T, H}, Like(tokens));
-  params.all_small = take.FloatsOrNull("all_small", *all_small, {n * T, S});
+  if (params.small != nullptr) params.all_small = take.Floats("all_small", *all_small, {n * T, S});
   if (take.failed()) return take.error();
   params.size = {T, K, attrs.num_local};
   params.token_bytes = H * (words ? 4 : ElementSize(TypeOf(tokens)));
@@ -89,7 +111,7 @@ ffi::Error PeerDispatch(cudaStream_t stream,
 }
 
 ffi::Error PeerCombine(cudaStream_t stream,
-                       In index,
+                       In place,
                        In slots,
                        In all_slots,
                        In rows,
@@ -99,9 +121,10 @@ ffi::Error PeerCombine(cudaStream_t stream,
   Operands take("expert_parallel.moe_mlp");
   Dim T, K, H;
   PeerCombineParams params{};
-  params.peers = TakePeers(attrs, &take);
+  const PeersOfCall peers(attrs, &take);
+  params.peers = peers.get();
   const int64_t n = attrs.num_devices;
-  params.index = take.Ints("index", index, {});
+  params.place = take.Ints("place", place, {});
   params.slots = take.Ints("slots", slots, {T, K});
   params.all_slots = take.Ints("all_slots", all_slots, {n * T, K});
   params.rows = take.Any("rows", rows, {n * T, H}, kFloats);

@@ -1,5 +1,6 @@
 // Launches dispatch and combine of peers with the widest unit that rows allow.
 #include <algorithm>
+#include <initializer_list>
 
 #include "csrc/common/launch.h"
 #include "csrc/peers/exchange.cuh"
@@ -11,6 +12,10 @@ namespace {
 constexpr int64_t kMaxInt = 0x7fffffff;
 constexpr int64_t kWarps = kPeerThreads / 32;
 constexpr int64_t kCtasPerSm = 4;
+// Up to so many tasks of a warp are one launch, of CTAs that run at once whatever else does: for
+// few tokens three launches take longer than what they do.
+constexpr int64_t kMostTasksOfOne = 2048;
+constexpr unsigned kMostCtasOfOne = 64;
 
 // CTAs for so many tasks of a warp each.
 cudaError_t GetGrid(int64_t tasks, dim3* grid) {
@@ -21,12 +26,31 @@ cudaError_t GetGrid(int64_t tasks, dim3* grid) {
   return cudaSuccess;
 }
 
+cudaError_t GetGridOfOne(int64_t tasks, dim3* grid) {
+  JAXMOE_RETURN_IF_CUDA_ERROR(GetGrid(tasks, grid));
+  int sm_count = 0;  // each has room for a CTA
+  JAXMOE_RETURN_IF_CUDA_ERROR(GetSmCount(&sm_count));
+  grid->x = std::min({grid->x, kMostCtasOfOne, static_cast<unsigned>(sm_count)});
+  return cudaSuccess;
+}
+
 int64_t PartsOfRow(int64_t row_units) {
   return std::max<int64_t>(1, CeilDiv(row_units, 32 * kPeerUnits));
 }
 
-cudaError_t LaunchWait(const Peers& peers, const int32_t* index, cudaStream_t stream) {
-  return LaunchKernel(PeerWaitKernel, dim3(1), dim3(32), 0, stream, false, peers, index);
+cudaError_t LaunchWait(const Peers& peers, uint32_t tag, cudaStream_t stream) {
+  return LaunchKernel(PeerWaitKernel, dim3(1), dim3(32), 0, stream, false, peers, tag);
+}
+
+// Programs whose steps differ in kind or sizes are told apart by it.
+uint32_t TagOf(std::initializer_list<int64_t> numbers) {
+  uint64_t hash = 14695981039346656037u;  // FNV-1a
+  for (int64_t number : numbers) {
+    for (int byte = 0; byte < 8; ++byte) {
+      hash = (hash ^ (static_cast<uint64_t>(number) >> 8 * byte & 0xff)) * 1099511628211u;
+    }
+  }
+  return static_cast<uint32_t>(hash ^ hash >> 32);
 }
 
 template <class Unit>
@@ -35,40 +59,39 @@ cudaError_t LaunchDispatchUnit(const PeerDispatchParams& p, cudaStream_t stream)
   const int64_t slots = p.size.num_tokens * p.size.top_k * p.peers.num_devices;
   const int64_t floats = p.size.num_tokens * p.small_floats;
   const int64_t copied = CeilDiv(p.size.num_tokens * units, kPeerUnits);
+  const int64_t tasks = p.size.num_tokens * p.peers.num_devices * PartsOfRow(units);
   dim3 grid;
+  if (tasks <= kMostTasksOfOne) {
+    JAXMOE_RETURN_IF_CUDA_ERROR(GetGridOfOne(tasks, &grid));
+    return LaunchKernel(PeerDispatchKernel<Unit>, grid, dim3(kPeerThreads), 0, stream, false, p);
+  }
   JAXMOE_RETURN_IF_CUDA_ERROR(GetGrid(CeilDiv(std::max({slots, floats, copied}), 32), &grid));
   JAXMOE_RETURN_IF_CUDA_ERROR(
       LaunchKernel(PeerStageKernel<Unit>, grid, dim3(kPeerThreads), 0, stream, false, p));
-  JAXMOE_RETURN_IF_CUDA_ERROR(LaunchWait(p.peers, p.index, stream));
-  const int64_t rows = p.size.num_tokens * p.peers.num_devices;
-  JAXMOE_RETURN_IF_CUDA_ERROR(GetGrid(rows * PartsOfRow(units), &grid));
+  JAXMOE_RETURN_IF_CUDA_ERROR(LaunchWait(p.peers, p.size.tag, stream));
+  JAXMOE_RETURN_IF_CUDA_ERROR(GetGrid(tasks, &grid));
   return LaunchKernel(PeerPullKernel<Unit>, grid, dim3(kPeerThreads), 0, stream, false, p);
 }
 
-template <class Unit>
-cudaError_t LaunchPush(const PeerCombineParams& p, cudaStream_t stream) {
-  const int64_t row_bytes = p.hidden * ElementSize(p.dtype);
-  const int64_t units = row_bytes / static_cast<int64_t>(sizeof(Unit));
-  const int64_t rows = p.size.num_tokens * p.peers.num_devices;
-  dim3 grid;
-  JAXMOE_RETURN_IF_CUDA_ERROR(GetGrid(rows * PartsOfRow(units), &grid));
-  return LaunchKernel(
-      PeerPushKernel<Unit>, grid, dim3(kPeerThreads), 0, stream, false, p, static_cast<int>(units));
-}
-
+// The same kernels for rows of whole pieces of kSize elements, or of single ones.
 template <typename T, int kSize>
-cudaError_t LaunchSum(const PeerCombineParams& p, cudaStream_t stream) {
+cudaError_t LaunchCombineSized(const PeerCombineParams& p, cudaStream_t stream) {
+  using Unit = UnitOf<T, kSize>;
   const int64_t pieces = p.hidden / kSize;
+  const int row_pieces = static_cast<int>(pieces);
+  const dim3 block(kPeerThreads);
+  const int64_t tasks = p.size.num_tokens * p.peers.num_devices * PartsOfRow(pieces);
   dim3 grid;
+  if (tasks <= kMostTasksOfOne) {
+    JAXMOE_RETURN_IF_CUDA_ERROR(GetGridOfOne(tasks, &grid));
+    return LaunchKernel(PeerCombineKernel<T, kSize>, grid, block, 0, stream, false, p, row_pieces);
+  }
+  JAXMOE_RETURN_IF_CUDA_ERROR(GetGrid(tasks, &grid));
+  JAXMOE_RETURN_IF_CUDA_ERROR(
+      LaunchKernel(PeerPushKernel<Unit>, grid, block, 0, stream, false, p, row_pieces));
+  JAXMOE_RETURN_IF_CUDA_ERROR(LaunchWait(p.peers, p.size.tag, stream));
   JAXMOE_RETURN_IF_CUDA_ERROR(GetGrid(p.size.num_tokens * CeilDiv(pieces, 32), &grid));
-  return LaunchKernel(PeerSumKernel<T, kSize>,
-                      grid,
-                      dim3(kPeerThreads),
-                      0,
-                      stream,
-                      false,
-                      p,
-                      static_cast<int>(pieces));
+  return LaunchKernel(PeerSumKernel<T, kSize>, grid, block, 0, stream, false, p, row_pieces);
 }
 
 template <typename T>
@@ -77,12 +100,8 @@ cudaError_t LaunchCombineType(const PeerCombineParams& p, cudaStream_t stream) {
                          reinterpret_cast<uintptr_t>(p.residual) |
                          reinterpret_cast<uintptr_t>(p.y) |
                          static_cast<uintptr_t>(p.hidden * static_cast<int64_t>(sizeof(T)));
-  using Element = std::conditional_t<sizeof(T) == 2, uint16_t, uint32_t>;
-  const bool wide = bits % 16 == 0;
-  JAXMOE_RETURN_IF_CUDA_ERROR(wide ? LaunchPush<uint4>(p, stream) : LaunchPush<Element>(p, stream));
-  JAXMOE_RETURN_IF_CUDA_ERROR(LaunchWait(p.peers, p.index, stream));
-  constexpr int kSize = 16 / sizeof(T);
-  return wide ? LaunchSum<T, kSize>(p, stream) : LaunchSum<T, 1>(p, stream);
+  return bits % 16 == 0 ? LaunchCombineSized<T, 16 / sizeof(T)>(p, stream)
+                        : LaunchCombineSized<T, 1>(p, stream);
 }
 
 bool TooLarge(const ExchangeSize& size, const Peers& peers, int64_t row_bytes) {
@@ -101,7 +120,7 @@ cudaError_t Load(Kernels... kernels) {
 
 }  // namespace
 
-cudaError_t LaunchPeerDispatch(const PeerDispatchParams& params, cudaStream_t stream) {
+cudaError_t LaunchPeerDispatch(PeerDispatchParams params, cudaStream_t stream) {
   if (TooLarge(params.size, params.peers, params.token_bytes) ||
       PeerDispatchBytes(
           params.size, params.peers.num_devices, params.token_bytes, params.small_floats) >
@@ -109,6 +128,12 @@ cudaError_t LaunchPeerDispatch(const PeerDispatchParams& params, cudaStream_t st
     return cudaErrorInvalidValue;
   }
   if (params.size.num_tokens == 0) return cudaSuccess;
+  params.size.tag = TagOf({0,
+                           params.size.num_tokens,
+                           params.size.top_k,
+                           params.size.num_local,
+                           params.token_bytes,
+                           params.small_floats});
   const uintptr_t bits = reinterpret_cast<uintptr_t>(params.tokens) |
                          reinterpret_cast<uintptr_t>(params.all_tokens) |
                          static_cast<uintptr_t>(params.token_bytes);
@@ -117,7 +142,7 @@ cudaError_t LaunchPeerDispatch(const PeerDispatchParams& params, cudaStream_t st
   return LaunchDispatchUnit<uint16_t>(params, stream);
 }
 
-cudaError_t LaunchPeerCombine(const PeerCombineParams& params, cudaStream_t stream) {
+cudaError_t LaunchPeerCombine(PeerCombineParams params, cudaStream_t stream) {
   const int64_t row_bytes = params.hidden * ElementSize(params.dtype);
   if (TooLarge(params.size, params.peers, row_bytes) ||
       PeerCombineBytes(params.size, params.peers.num_devices, row_bytes) >
@@ -125,6 +150,12 @@ cudaError_t LaunchPeerCombine(const PeerCombineParams& params, cudaStream_t stre
     return cudaErrorInvalidValue;
   }
   if (params.size.num_tokens == 0 || params.hidden == 0) return cudaSuccess;
+  params.size.tag = TagOf({1,
+                           params.size.num_tokens,
+                           params.size.top_k,
+                           params.size.num_local,
+                           static_cast<int64_t>(params.dtype),
+                           params.hidden});
   switch (params.dtype) {
     case DType::kBFloat16:
       return LaunchCombineType<__nv_bfloat16>(params, stream);
@@ -150,6 +181,15 @@ int64_t PeerCombineBytes(const ExchangeSize& size, int num_devices, int64_t row_
 
 cudaError_t LoadPeerKernels() {
   return Load(PeerWaitKernel,
+              PeerDispatchKernel<uint4>,
+              PeerDispatchKernel<uint32_t>,
+              PeerDispatchKernel<uint16_t>,
+              PeerCombineKernel<__nv_bfloat16, 8>,
+              PeerCombineKernel<__nv_bfloat16, 1>,
+              PeerCombineKernel<__half, 8>,
+              PeerCombineKernel<__half, 1>,
+              PeerCombineKernel<float, 4>,
+              PeerCombineKernel<float, 1>,
               PeerStageKernel<uint4>,
               PeerStageKernel<uint32_t>,
               PeerStageKernel<uint16_t>,

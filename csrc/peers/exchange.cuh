@@ -16,9 +16,11 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "csrc/common/piece.cuh"
 #include "csrc/peers/exchange.h"
+#include "csrc/peers/system_scope.cuh"
 
 namespace jaxmoe {
 
@@ -26,22 +28,6 @@ inline constexpr int kPeerThreads = 256;
 inline constexpr int kPeerUnits = 8;  // loads of a lane in flight
 
 // ---- steps ----------------------------------------------------------------------------------
-
-__device__ __forceinline__ void StoreReleaseSystem(uint32_t* address, uint32_t value) {
-  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
-}
-
-__device__ __forceinline__ uint32_t LoadAcquireSystem(const uint32_t* address) {
-  uint32_t value;
-  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
-  return value;
-}
-
-__device__ __forceinline__ uint64_t GlobalTimer() {
-  uint64_t now;
-  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-  return now;
-}
 
 __device__ __forceinline__ PeerHeader* HeaderOf(const Peers& peers, int device) {
   return reinterpret_cast<PeerHeader*>(peers.bases[device]);
@@ -52,59 +38,101 @@ __device__ __forceinline__ char* HalfOf(const Peers& peers, int device, uint32_t
   return peers.bases[device] + kPeerHeaderBytes + (step % 2) * peers.half_bytes;
 }
 
-// Tells every device that this one has come to `step`, when the last CTA of the grid is here.
-__device__ __forceinline__ void AnnounceStep(const Peers& peers, uint32_t step) {
-  __shared__ bool last;
+// Whether the last CTA of the grid is here, for all threads; `counter` is 0 again then.
+__device__ __forceinline__ bool IsLastCta(uint32_t* counter) {
   __syncthreads();
-  PeerHeader* own = HeaderOf(peers, peers.rank);
+  bool last = false;
   if (threadIdx.x == 0) {
     __threadfence_system();
-    last = atomicAdd(&own->arrivals, 1u) == gridDim.x - 1;
-  }
-  __syncthreads();
-  if (!last) return;
-  if (threadIdx.x == 0) {
-    own->arrivals = 0;
+    last = atomicAdd(counter, 1u) == gridDim.x - 1;
+    if (last) *counter = 0;
     __threadfence_system();
   }
-  __syncthreads();
-  if (static_cast<int>(threadIdx.x) < peers.num_devices) {
-    __threadfence_system();
-    StoreReleaseSystem(&HeaderOf(peers, threadIdx.x)->flags[peers.rank].step, step);
+  return __syncthreads_or(last);
+}
+
+// Gives up, and tells the others: none of them may read what this device does not write any more.
+__device__ __forceinline__ void Fail(const Peers& peers,
+                                     uint32_t step,
+                                     PeerFailure::Code code,
+                                     int device) {
+  peers.failure->device = device;
+  peers.failure->step = step;
+  __threadfence_system();
+  peers.failure->code = code;
+  if (code == PeerFailure::kGaveUp) return;  // they have been told, and of whom
+  for (int i = 0; i < peers.num_devices; ++i) {
+    StoreReleaseSystem(&HeaderOf(peers, i)->failed, peers.rank + 1);
   }
 }
 
-__device__ __forceinline__ void Fail(const Peers& peers, PeerFailure::Code code, int waited_for) {
+// Whether something has failed, for all threads of a CTA, which see it change while they ask.
+__device__ __forceinline__ bool HasFailed(const Peers& peers) {
+  const uint32_t* failed = &HeaderOf(peers, peers.rank)->failed;
+  return __syncthreads_or(threadIdx.x == 0 && LoadAcquireSystem(failed) != 0);
+}
+
+// Whether this device may write what others need: nothing has failed, and the program has the
+// devices where the memory has them.
+__device__ __forceinline__ bool Begins(const Peers& peers, const int32_t* place, uint32_t step) {
+  if (HasFailed(peers)) return false;
+  const bool other = threadIdx.x == 0 && *place != peers.place;
+  if (other) Fail(peers, step, PeerFailure::kOtherMesh, *place);
+  return !__syncthreads_or(other);
+}
+
+// Tells every device that this one has come to `step`, when the last CTA of the grid is here.
+__device__ __forceinline__ void AnnounceStep(const Peers& peers, uint32_t step, uint32_t tag) {
+  if (!IsLastCta(&HeaderOf(peers, peers.rank)->arrivals)) return;
+  if (static_cast<int>(threadIdx.x) < peers.num_devices) {
+    __threadfence_system();
+    PeerHeader::Flag* flag = &HeaderOf(peers, threadIdx.x)->flags[peers.rank];
+    flag->tags[step % 2] = tag;
+    StoreReleaseSystem(&flag->step, step);
+  }
+}
+
+// Waits until all devices have come to `step`. Returns whether one gave up, for all threads.
+__device__ __forceinline__ bool WaitForStep(const Peers& peers, uint32_t step, uint32_t tag) {
   PeerHeader* own = HeaderOf(peers, peers.rank);
-  peers.failure->waited_for = waited_for;
-  peers.failure->step = own->step + 1;
-  __threadfence_system();
-  peers.failure->code = code;
-  own->failed = 1;
+  const int device = static_cast<int>(threadIdx.x);
+  bool failed = false;
+  if (device < peers.num_devices) {
+    const PeerHeader::Flag* flag = &own->flags[device];
+    const uint64_t begin = GlobalTimer();
+    // Not equal: another device may be a step ahead.
+    while (static_cast<int32_t>(LoadAcquireSystem(&flag->step) - step) < 0 && !failed) {
+      if (const uint32_t gave_up = LoadAcquireSystem(&own->failed); gave_up != 0) {
+        if (peers.failure->code == PeerFailure::kNone) {
+          Fail(peers, step, PeerFailure::kGaveUp, static_cast<int>(gave_up) - 1);
+        }
+        failed = true;
+      } else if (GlobalTimer() - begin > peers.timeout_ns) {
+        Fail(peers, step, PeerFailure::kTimeout, device);
+        failed = true;
+      }
+    }
+    // It is overwritten two steps later, which that device comes to after this one has passed this.
+    if (!failed && flag->tags[step % 2] != tag) {
+      Fail(peers, step, PeerFailure::kOtherStep, device);
+      failed = true;
+    }
+  }
+  return __syncthreads_or(failed);
 }
 
 // One warp: waits until all devices have come to the next step, and passes it.
-__global__ void __launch_bounds__(32) PeerWaitKernel(Peers peers, const int32_t* index) {
+__global__ void __launch_bounds__(32) PeerWaitKernel(Peers peers, uint32_t tag) {
   PeerHeader* own = HeaderOf(peers, peers.rank);
   const uint32_t step = own->step + 1;
-  const int device = static_cast<int>(threadIdx.x);
-  bool failed = own->failed != 0;
-  if (!failed && *index != peers.rank) {
-    failed = true;
-    if (device == 0) Fail(peers, PeerFailure::kOtherOrder, *index);
-  }
-  if (!failed && device < peers.num_devices) {
-    const uint64_t begin = GlobalTimer();
-    // Not equal: another device may be a step ahead.
-    while (static_cast<int32_t>(LoadAcquireSystem(&own->flags[device].step) - step) < 0) {
-      if (GlobalTimer() - begin > peers.timeout_ns) {
-        Fail(peers, PeerFailure::kTimeout, device);
-        break;
-      }
-    }
-  }
-  __syncwarp();
-  if (device == 0) own->step = step;
+  WaitForStep(peers, step, tag);
+  if (threadIdx.x == 0) own->step = step;
+}
+
+// Passes a step when the last CTA of the grid is here.
+__device__ __forceinline__ void PassStep(const Peers& peers, uint32_t step) {
+  PeerHeader* own = HeaderOf(peers, peers.rank);
+  if (IsLastCta(&own->departures) && threadIdx.x == 0) own->step = step;
 }
 
 // ---- rows -----------------------------------------------------------------------------------
@@ -209,10 +237,9 @@ __host__ __device__ constexpr DispatchPlaces PlacesOf(const ExchangeSize& size,
 
 // Unit: what divides a row of tokens, whose units are read and written at once.
 template <class Unit>
-__global__ void __launch_bounds__(kPeerThreads) PeerStageKernel(PeerDispatchParams params) {
+__device__ __forceinline__ void Stage(const PeerDispatchParams& params, uint32_t step) {
   const Peers& peers = params.peers;
   const ExchangeSize& size = params.size;
-  const uint32_t step = HeaderOf(peers, peers.rank)->step + 1;
   const DispatchPlaces places =
       PlacesOf(size, peers.num_devices, params.token_bytes, params.small_floats);
   char* own = HalfOf(peers, peers.rank, step);
@@ -240,16 +267,12 @@ __global__ void __launch_bounds__(kPeerThreads) PeerStageKernel(PeerDispatchPara
       CopyUnits(to + piece, from + piece, static_cast<int>(i), count);
     }
   }
-  AnnounceStep(peers, step);
 }
 
 template <class Unit>
-__global__ void __launch_bounds__(kPeerThreads) PeerPullKernel(PeerDispatchParams params) {
+__device__ __forceinline__ void Pull(const PeerDispatchParams& params, uint32_t step, bool failed) {
   const Peers& peers = params.peers;
   const ExchangeSize& size = params.size;
-  const PeerHeader* header = HeaderOf(peers, peers.rank);
-  const uint32_t step = header->step;
-  const bool failed = header->failed != 0;
   const DispatchPlaces places =
       PlacesOf(size, peers.num_devices, params.token_bytes, params.small_floats);
   const int32_t* arrived = reinterpret_cast<const int32_t*>(HalfOf(peers, peers.rank, step));
@@ -285,15 +308,41 @@ __global__ void __launch_bounds__(kPeerThreads) PeerPullKernel(PeerDispatchParam
   }
 }
 
+template <class Unit>
+__global__ void __launch_bounds__(kPeerThreads) PeerStageKernel(PeerDispatchParams params) {
+  const uint32_t step = HeaderOf(params.peers, params.peers.rank)->step + 1;
+  if (!Begins(params.peers, params.place, step)) return;  // others may still read
+  Stage<Unit>(params, step);
+  AnnounceStep(params.peers, step, params.size.tag);
+}
+
+template <class Unit>
+__global__ void __launch_bounds__(kPeerThreads) PeerPullKernel(PeerDispatchParams params) {
+  const uint32_t step = HeaderOf(params.peers, params.peers.rank)->step;
+  Pull<Unit>(params, step, HasFailed(params.peers));
+}
+
+// All of it in one launch, whose CTAs must all run at once.
+template <class Unit>
+__global__ void __launch_bounds__(kPeerThreads, 1) PeerDispatchKernel(PeerDispatchParams params) {
+  const uint32_t step = HeaderOf(params.peers, params.peers.rank)->step + 1;
+  if (Begins(params.peers, params.place, step)) {
+    Stage<Unit>(params, step);
+    AnnounceStep(params.peers, step, params.size.tag);
+  }
+  Pull<Unit>(params, step, WaitForStep(params.peers, step, params.size.tag));
+  PassStep(params.peers, step);
+}
+
 // ---- combine --------------------------------------------------------------------------------
 
 // A half holds the rows [n, T, H], by the device that sends them.
 template <class Unit>
-__global__ void __launch_bounds__(kPeerThreads)
-    PeerPushKernel(PeerCombineParams params, int row_units) {
+__device__ __forceinline__ void Push(const PeerCombineParams& params,
+                                     uint32_t step,
+                                     int row_units) {
   const Peers& peers = params.peers;
   const ExchangeSize& size = params.size;
-  const uint32_t step = HeaderOf(peers, peers.rank)->step + 1;
   const int64_t parts = PartsOf(row_units);
   const int64_t tasks = size.num_tokens * peers.num_devices * parts;
   for (int64_t task = WarpOfGrid(); task < tasks; task += WarpsOfGrid()) {
@@ -307,20 +356,25 @@ __global__ void __launch_bounds__(kPeerThreads)
               part.begin,
               row_units);
   }
-  AnnounceStep(peers, step);
 }
+
+// What moves a piece of kSize elements of T.
+template <typename T, int kSize>
+using UnitOf = std::conditional_t<kSize * sizeof(T) == 16,
+                                  uint4,
+                                  std::conditional_t<sizeof(T) == 2, uint16_t, uint32_t>>;
 
 // A lane sums pieces of kSize elements of T.
 template <typename T, int kSize>
-__global__ void __launch_bounds__(kPeerThreads)
-    PeerSumKernel(PeerCombineParams params, int row_pieces) {
+__device__ __forceinline__ void Sum(const PeerCombineParams& params,
+                                    uint32_t step,
+                                    bool failed,
+                                    int row_pieces) {
   using P = Piece<T, kSize>;
   using Bits = typename P::Bits;
   const Peers& peers = params.peers;
   const ExchangeSize& size = params.size;
-  const PeerHeader* header = HeaderOf(peers, peers.rank);
-  const bool failed = header->failed != 0;
-  const Bits* received = reinterpret_cast<const Bits*>(HalfOf(peers, peers.rank, header->step));
+  const Bits* received = reinterpret_cast<const Bits*>(HalfOf(peers, peers.rank, step));
   const Bits* rows = static_cast<const Bits*>(params.rows);
   const int64_t num_tokens = size.num_tokens;
   const int64_t parts = (row_pieces + 31) / 32;
@@ -370,6 +424,36 @@ __global__ void __launch_bounds__(kPeerThreads)
     }
     static_cast<Bits*>(params.y)[at] = P::Pack(sum);
   }
+}
+
+template <class Unit>
+__global__ void __launch_bounds__(kPeerThreads)
+    PeerPushKernel(PeerCombineParams params, int row_units) {
+  const uint32_t step = HeaderOf(params.peers, params.peers.rank)->step + 1;
+  if (!Begins(params.peers, params.place, step)) return;  // others may still read
+  Push<Unit>(params, step, row_units);
+  AnnounceStep(params.peers, step, params.size.tag);
+}
+
+template <typename T, int kSize>
+__global__ void __launch_bounds__(kPeerThreads)
+    PeerSumKernel(PeerCombineParams params, int row_pieces) {
+  const uint32_t step = HeaderOf(params.peers, params.peers.rank)->step;
+  Sum<T, kSize>(params, step, HasFailed(params.peers), row_pieces);
+}
+
+// All of it in one launch, whose CTAs must all run at once.
+template <typename T, int kSize>
+__global__ void __launch_bounds__(kPeerThreads, 1)
+    PeerCombineKernel(PeerCombineParams params, int row_pieces) {
+  const uint32_t step = HeaderOf(params.peers, params.peers.rank)->step + 1;
+  if (Begins(params.peers, params.place, step)) {
+    Push<UnitOf<T, kSize>>(params, step, row_pieces);
+    AnnounceStep(params.peers, step, params.size.tag);
+  }
+  const bool failed = WaitForStep(params.peers, step, params.size.tag);
+  Sum<T, kSize>(params, step, failed, row_pieces);
+  PassStep(params.peers, step);
 }
 
 }  // namespace jaxmoe

@@ -16,6 +16,7 @@ struct ExchangeSize {
   int64_t num_tokens;  // T < 2^31 / n
   int64_t top_k;       // K < 2^31
   int64_t num_local;   // experts of a device
+  uint32_t tag = 0;    // of the step, the same on all devices; the launchers make it
 };
 
 // Each device receives the rows of all tokens that have a choice there, at s T + t for token t of
@@ -23,7 +24,7 @@ struct ExchangeSize {
 struct PeerDispatchParams {
   Peers peers;
   ExchangeSize size;
-  const int32_t* index;  // [], this device as the program counts; another than its rank is refused
+  const int32_t* place;  // [], this device's place in the program's mesh; another is refused
   const int32_t* slots;  // [T,K]
   const void* tokens;    // [T, token_bytes]
   const float* small;    // [T, small_floats], or null
@@ -34,14 +35,14 @@ struct PeerDispatchParams {
   int64_t small_floats;  // < 2^31, 0 without `small`
 };
 
-cudaError_t LaunchPeerDispatch(const PeerDispatchParams& params, cudaStream_t stream);
+cudaError_t LaunchPeerDispatch(PeerDispatchParams params, cudaStream_t stream);
 
 // The way back: y[t] is the sum over the devices d that token t has a choice on of their rows
 // [me T + t], float32 in the order of devices, then the residual, rounded once.
 struct PeerCombineParams {
   Peers peers;
   ExchangeSize size;
-  const int32_t* index;      // as above
+  const int32_t* place;      // as above
   const int32_t* slots;      // [T,K], of this device's tokens
   const int32_t* all_slots;  // [n T,K], as dispatch gave them
   const void* rows;          // [n T,H]
@@ -51,7 +52,7 @@ struct PeerCombineParams {
   int64_t hidden;            // H < 2^29
 };
 
-cudaError_t LaunchPeerCombine(const PeerCombineParams& params, cudaStream_t stream);
+cudaError_t LaunchPeerCombine(PeerCombineParams params, cudaStream_t stream);
 
 // Bytes of a half that the two need.
 int64_t PeerDispatchBytes(const ExchangeSize& size,

@@ -1,26 +1,40 @@
 // Allocates the memory of peers, opens that of other devices and processes, and remembers it.
 #include "csrc/peers/memory.h"
 
+#include <exception>
 #include <map>
 #include <mutex>
 #include <new>
 #include <stdexcept>
-#include <utility>
+#include <thread>
 
 #include "csrc/peers/exchange.h"
 
 namespace jaxmoe {
-namespace {
 
-struct Opened {
+// A device's part of what is open under a name.
+struct OpenedPeers {
+  std::mutex launches;  // held while a step is launched, and to change `connected`
+  bool connected = false;
   void* own = nullptr;
   Peers peers{};
   std::vector<void*> foreign;  // memory of other processes
-  bool connected = false;
 };
 
+namespace {
+
+using Devices = std::map<int, std::shared_ptr<OpenedPeers>>;
+
+// NOTE: held for the map alone. What waits for a GPU must not hold a lock that another GPU's
+// handler takes, as the first may be waiting for the second.
 std::mutex mutex;
-std::map<std::string, std::map<int, Opened>, std::less<>> opened;
+std::map<std::string, Devices, std::less<>> opened;
+
+Devices DevicesOf(const std::string& name) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto found = opened.find(name);
+  return found == opened.end() ? Devices{} : found->second;
+}
 
 void Check(cudaError_t status, const std::string& what) {
   if (status == cudaSuccess) return;
@@ -28,20 +42,36 @@ void Check(cudaError_t status, const std::string& what) {
   throw std::runtime_error(what + ": " + cudaGetErrorString(status));
 }
 
-// Makes a device current until the end of the block.
-class WithDevice {
- public:
-  explicit WithDevice(int ordinal) {
-    Check(cudaGetDevice(&before_), "no current GPU");
-    Check(cudaSetDevice(ordinal), "GPU " + std::to_string(ordinal));
-  }
-  ~WithDevice() { (void)cudaSetDevice(before_); }
-  WithDevice(const WithDevice&) = delete;
-  WithDevice& operator=(const WithDevice&) = delete;
+// Does something with a device current, in a thread of its own: to make the one before current
+// again would create a context on it, if there was none.
+template <class Work>
+void OnDevice(int ordinal, const Work& work) {
+  std::exception_ptr failure;
+  std::thread thread([&] {
+    try {
+      Check(cudaSetDevice(ordinal), "GPU " + std::to_string(ordinal));
+      work();
+    } catch (...) {
+      failure = std::current_exception();
+    }
+  });
+  thread.join();
+  if (failure) std::rethrow_exception(failure);
+}
 
- private:
-  int before_ = 0;
-};
+// Does it for each device, also if one fails; throws the first failure at the end.
+template <class Work>
+void OnEach(const Devices& devices, const Work& work) {
+  std::exception_ptr failure;
+  for (const auto& [ordinal, entry] : devices) {
+    try {
+      OnDevice(ordinal, [&, &entry = *entry] { work(entry); });
+    } catch (...) {
+      if (!failure) failure = std::current_exception();
+    }
+  }
+  if (failure) std::rethrow_exception(failure);
+}
 
 // Lets kernels of the current device reach another one of this process.
 void EnablePeerAccess(int ordinal, int other) {
@@ -60,94 +90,108 @@ void EnablePeerAccess(int ordinal, int other) {
 
 }  // namespace
 
-PeerAddress AllocatePeerMemory(const std::string& name, int ordinal, int64_t half_bytes) {
-  WithDevice device(ordinal);
-  const int64_t bytes = kPeerHeaderBytes + 2 * half_bytes;
-  Opened entry;
-  Check(cudaMalloc(&entry.own, bytes),
-        std::to_string(bytes) + " bytes on GPU " + std::to_string(ordinal) +
-            ", beside what XLA has taken (XLA_PYTHON_CLIENT_MEM_FRACTION)");
-  entry.peers.half_bytes = half_bytes;
-  {
-    const std::lock_guard<std::mutex> lock(mutex);
-    opened[name][ordinal] = entry;
-  }
+PeerAddress AllocatePeerMemory(const std::string& name,
+                               int ordinal,
+                               int64_t half_bytes,
+                               bool shared) {
+  const auto entry = std::make_shared<OpenedPeers>();
+  entry->peers.half_bytes = half_bytes;
   PeerAddress out{};
-  Check(cudaMemset(entry.own, 0, kPeerHeaderBytes), "clearing flags");
-  Check(cudaDeviceSynchronize(), "clearing flags");
-  Check(cudaIpcGetMemHandle(&out.handle, entry.own), "a handle for other processes");
+  OnDevice(ordinal, [&] {
+    const int64_t bytes = kPeerHeaderBytes + 2 * half_bytes;
+    Check(cudaMalloc(&entry->own, bytes),
+          std::to_string(bytes) + " bytes on GPU " + std::to_string(ordinal) +
+              ", beside what XLA has taken (XLA_PYTHON_CLIENT_MEM_FRACTION)");
+    {
+      const std::lock_guard<std::mutex> lock(mutex);
+      opened[name][ordinal] = entry;
+    }
+    Check(cudaMemset(entry->own, 0, kPeerHeaderBytes), "clearing flags");
+    Check(cudaDeviceSynchronize(), "clearing flags");
+    if (shared) Check(cudaIpcGetMemHandle(&out.handle, entry->own), "a handle for other processes");
+  });
   out.ordinal = ordinal;
-  out.address = reinterpret_cast<uint64_t>(entry.own);
+  out.address = reinterpret_cast<uint64_t>(entry->own);
   return out;
 }
 
 void ConnectPeers(const std::string& name,
                   int ordinal,
                   int rank,
+                  int group,
                   double timeout_s,
                   const std::vector<PeerAddress>& addresses) {
-  WithDevice device(ordinal);
-  const std::lock_guard<std::mutex> lock(mutex);
-  Opened& entry = opened.at(name).at(ordinal);
+  OpenedPeers& entry = *DevicesOf(name).at(ordinal);
   Peers& peers = entry.peers;
   peers.num_devices = static_cast<int>(addresses.size());
   peers.rank = rank;
+  peers.place = group * peers.num_devices + rank;
   peers.timeout_ns = static_cast<uint64_t>(timeout_s * 1e9);
-  for (int i = 0; i < peers.num_devices; ++i) {
-    const PeerAddress& from = addresses[i];
-    void* base = reinterpret_cast<void*>(from.address);
-    if (from.ordinal >= 0) {
-      EnablePeerAccess(ordinal, from.ordinal);
-    } else {
-      Check(cudaIpcOpenMemHandle(&base, from.handle, cudaIpcMemLazyEnablePeerAccess),
-            "memory of device " + std::to_string(i) + " along the axis, of another process");
-      entry.foreign.push_back(base);
+  OnDevice(ordinal, [&] {
+    for (int i = 0; i < peers.num_devices; ++i) {
+      const PeerAddress& from = addresses[i];
+      void* base = reinterpret_cast<void*>(from.address);
+      if (from.ordinal >= 0) {
+        EnablePeerAccess(ordinal, from.ordinal);
+      } else {
+        Check(cudaIpcOpenMemHandle(&base, from.handle, cudaIpcMemLazyEnablePeerAccess),
+              "memory of device " + std::to_string(i) + " along the axis, of another process");
+        entry.foreign.push_back(base);
+      }
+      peers.bases[i] = static_cast<char*>(base);
     }
-    peers.bases[i] = static_cast<char*>(base);
-  }
-  // Loading a kernel may wait for those that run, and one that waits for a device that loads would
-  // never end.
-  Check(LoadPeerKernels(), "loading kernels");
-  void* failure = nullptr;
-  Check(cudaHostAlloc(&failure, sizeof(PeerFailure), cudaHostAllocPortable), "memory of the host");
-  peers.failure = new (failure) PeerFailure{};
+    // Loading a kernel may wait for those that run, and one that waits for a device that loads
+    // would never end.
+    Check(LoadPeerKernels(), "loading kernels");
+    void* failure = nullptr;
+    Check(cudaHostAlloc(&failure, sizeof(PeerFailure), cudaHostAllocPortable),
+          "memory of the host");
+    peers.failure = new (failure) PeerFailure{};
+  });
+  const std::lock_guard<std::mutex> lock(entry.launches);
   entry.connected = true;
 }
 
 void DisconnectPeers(const std::string& name) {
-  const std::lock_guard<std::mutex> lock(mutex);
-  const auto found = opened.find(name);
-  if (found == opened.end()) return;
-  for (auto& [ordinal, entry] : found->second) entry.connected = false;
-  for (auto& [ordinal, entry] : found->second) {
-    WithDevice device(ordinal);
-    Check(cudaDeviceSynchronize(), "GPU " + std::to_string(ordinal));
+  const Devices devices = DevicesOf(name);
+  for (const auto& [ordinal, entry] : devices) {
+    const std::lock_guard<std::mutex> lock(entry->launches);
+    entry->connected = false;
+  }
+  OnEach(devices, [](OpenedPeers& entry) {
+    Check(cudaDeviceSynchronize(), "waiting for a GPU");
     for (void* base : entry.foreign) Check(cudaIpcCloseMemHandle(base), "closing memory");
     entry.foreign.clear();
-  }
+  });
 }
 
 void FreePeerMemory(const std::string& name) {
-  const std::lock_guard<std::mutex> lock(mutex);
-  const auto found = opened.find(name);
-  if (found == opened.end()) return;
-  const auto entries = std::move(found->second);
-  opened.erase(found);
-  for (const auto& [ordinal, entry] : entries) {
-    WithDevice device(ordinal);
+  const Devices devices = DevicesOf(name);
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    opened.erase(name);
+  }
+  OnEach(devices, [](OpenedPeers& entry) {
     Check(cudaFree(entry.own), "freeing memory");
     Check(cudaFreeHost(entry.peers.failure), "freeing memory of the host");
-  }
+  });
 }
 
-bool FindPeers(std::string_view name, int ordinal, Peers* peers) {
-  const std::lock_guard<std::mutex> lock(mutex);
-  const auto found = opened.find(name);
-  if (found == opened.end()) return false;
-  const auto entry = found->second.find(ordinal);
-  if (entry == found->second.end() || !entry->second.connected) return false;
-  *peers = entry->second.peers;
-  return true;
+PeersInUse::PeersInUse(std::string_view name, int ordinal) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    const auto found = opened.find(name);
+    if (found == opened.end()) return;
+    const auto entry = found->second.find(ordinal);
+    if (entry == found->second.end()) return;
+    opened_ = entry->second;
+  }
+  opened_->launches.lock();
+  if (opened_->connected) peers_ = &opened_->peers;
+}
+
+PeersInUse::~PeersInUse() {
+  if (opened_) opened_->launches.unlock();
 }
 
 }  // namespace jaxmoe

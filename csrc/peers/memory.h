@@ -9,6 +9,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -22,20 +23,22 @@ inline constexpr int64_t kPeerAlignment = 256;  // of arrays in a half
 struct PeerHeader {
   // In a line of its own, as each is another device's to write.
   struct alignas(128) Flag {
-    uint32_t step;  // the last one that the device has come to
+    uint32_t step;     // the last one that the device has come to
+    uint32_t tags[2];  // what it is, and the one before, by step % 2
   };
   Flag flags[kMaxPeers];
-  uint32_t step;      // the last one that this device has passed
-  uint32_t arrivals;  // CTAs that have written what this step gives others
-  uint32_t failed;    // not 0: nothing is waited for, and results are NaN
+  uint32_t step;        // the last one that this device has passed
+  uint32_t arrivals;    // CTAs that have written what this step gives others
+  uint32_t departures;  // CTAs that have read all that they need of it
+  uint32_t failed;      // 1 + a device that gave up: nothing is sent any more, and results are NaN
 };
 static_assert(sizeof(PeerHeader) <= kPeerHeaderBytes);
 
 // Why a device gave up, in memory of the host.
 struct PeerFailure {
-  enum Code : int32_t { kNone = 0, kTimeout = 1, kOtherOrder = 2 };
+  enum Code : int32_t { kNone = 0, kTimeout = 1, kOtherMesh = 2, kGaveUp = 3, kOtherStep = 4 };
   volatile int32_t code;
-  int32_t waited_for;  // a device along the axis
+  int32_t device;  // that was waited for, that gave up, that takes another step
   uint32_t step;
 };
 
@@ -43,7 +46,8 @@ struct PeerFailure {
 struct Peers {
   char* bases[kMaxPeers];  // of the devices along the axis
   int num_devices;
-  int rank;  // this device's place among them
+  int rank;       // this device's place among them
+  int32_t place;  // and among all of the mesh, as the program counts: group * num_devices + rank
   int64_t half_bytes;
   uint64_t timeout_ns;
   PeerFailure* failure;
@@ -56,14 +60,19 @@ struct PeerAddress {
   cudaIpcMemHandle_t handle;
 };
 
-// Allocates and clears the memory of a device of this process. This and the next three throw
-// std::runtime_error with CUDA's reason, and leave the current device as it was.
-PeerAddress AllocatePeerMemory(const std::string& name, int ordinal, int64_t half_bytes);
+// Allocates and clears the memory of a device of this process; `shared`: with a handle for others.
+// This and the next three throw std::runtime_error with CUDA's reason, and leave the current device
+// as it was.
+PeerAddress AllocatePeerMemory(const std::string& name,
+                               int ordinal,
+                               int64_t half_bytes,
+                               bool shared);
 
 // Opens the memory of all devices along the axis for device `ordinal`, which is one of them.
 void ConnectPeers(const std::string& name,
                   int ordinal,
                   int rank,
+                  int group,
                   double timeout_s,
                   const std::vector<PeerAddress>& addresses);
 
@@ -73,7 +82,22 @@ void DisconnectPeers(const std::string& name);
 // Frees what this process has under a name. No other process may have it open.
 void FreePeerMemory(const std::string& name);
 
-// Looks up the memory of a device of this process. Returns whether it is connected.
-bool FindPeers(std::string_view name, int ordinal, Peers* peers);
+// The memory of a device of this process while a step is launched: nobody else launches one there,
+// or closes it.
+class PeersInUse {
+ public:
+  // Finds nothing if nothing is connected under that name.
+  PeersInUse(std::string_view name, int ordinal);
+  ~PeersInUse();
+  PeersInUse(const PeersInUse&) = delete;
+  PeersInUse& operator=(const PeersInUse&) = delete;
+
+  // Null if there is none.
+  const Peers* get() const { return peers_; }
+
+ private:
+  std::shared_ptr<struct OpenedPeers> opened_;
+  const Peers* peers_ = nullptr;
+};
 
 }  // namespace jaxmoe

@@ -4,6 +4,7 @@
 other's transpose. On CUDA they are calls through peer memory, elsewhere collectives.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -25,12 +26,14 @@ class Way(NamedTuple):
       num_devices: n.
       num_local: experts of a device.
       memory: name of the peer memory; "" for none, where collectives do it.
+      group_axes: the other axes of its mesh.
     """
 
     axis_name: Any
     num_devices: int
     num_local: int
     memory: str
+    group_axes: tuple[str, ...] = ()
 
 
 def _with_transpose(fn: Callable[..., Any]) -> Any:
@@ -39,8 +42,16 @@ def _with_transpose(fn: Callable[..., Any]) -> Any:
 
 def way_of(axis_name: Any, num_local: int, memory: PeerMemory) -> Way:
     """The exchange through that memory."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    groups = math.prod(jax.lax.axis_size(a) for a in memory.group_axes if a in manual)
+    if not set(memory.group_axes) <= set(manual) or groups != memory.num_groups:
+        rule = (
+            f"dispatch='direct' along {axis_name!r} needs the mesh that its memory was opened for, "
+            f"whose other axes {memory.group_axes} have {memory.num_groups} devices"
+        )
+        raise ValueError(f"jaxmoe.{_OP}: {rule}")
     name = memory.name if memory.on_gpus else ""
-    return Way(axis_name, memory.num_devices, num_local, name)
+    return Way(axis_name, memory.num_devices, num_local, name, memory.group_axes)
 
 
 @_with_transpose
@@ -115,28 +126,35 @@ def _bring_bwd(way: Way, kept: Any, ct: jax.Array) -> Any:
 bring.defvjp(_bring_fwd, _bring_bwd)
 
 
+def _place(way: Way) -> jax.Array:
+    """This device's among all of the mesh that the memory was opened for."""
+    rank = jax.lax.axis_index(way.axis_name)
+    if not way.group_axes:
+        return rank
+    return rank + way.num_devices * jax.lax.axis_index(way.group_axes)
+
+
 def _send(way: Way, slots: jax.Array, tokens: jax.Array, small: Any) -> tuple[jax.Array, ...]:
-    index = jax.lax.axis_index(way.axis_name)
     given = (slots, tokens) if small is None else (slots, tokens, small)
 
-    def collectives(index: jax.Array, *given: jax.Array) -> tuple[jax.Array, ...]:
+    def collectives(_place: jax.Array, *given: jax.Array) -> tuple[jax.Array, ...]:
+        index = jax.lax.axis_index(way.axis_name)
         everything = [jax.lax.all_gather(a, way.axis_name, axis=0, tiled=True) for a in given]
         comes = _has_choice(everything[0], way, index)[:, None]
         rows = (jnp.where(comes, a, jnp.zeros((), a.dtype)) for a in everything[1:])
         return (everything[0], *rows)
 
-    def kernels(index: jax.Array, *given: jax.Array) -> tuple[jax.Array, ...]:
+    def kernels(place: jax.Array, *given: jax.Array) -> tuple[jax.Array, ...]:
         operands = (*given, None)[:3]
-        return peer_dispatch_p(index, *operands, way=way)[: len(given)]
+        return peer_dispatch_p(place, *operands, way=way)[: len(given)]
 
-    return _on(way, kernels, collectives, index, *given)
+    return _on(way, kernels, collectives, _place(way), *given)
 
 
 def _bring(way: Way, slots: Any, all_slots: Any, rows: jax.Array, residual: Any) -> jax.Array:
-    index = jax.lax.axis_index(way.axis_name)
     given = (slots, all_slots, rows) if residual is None else (slots, all_slots, rows, residual)
 
-    def collectives(_index: jax.Array, slots: Any, _all_slots: Any, rows: Any, *more: Any) -> Any:
+    def collectives(_place: jax.Array, slots: Any, _all_slots: Any, rows: Any, *more: Any) -> Any:
         count = slots.shape[0]
         parts = jax.lax.all_to_all(rows, way.axis_name, 0, 0, tiled=True)
         device = jnp.arange(way.num_devices, dtype=jnp.int32)
@@ -144,10 +162,10 @@ def _bring(way: Way, slots: Any, all_slots: Any, rows: jax.Array, residual: Any)
         there = jnp.stack([_has_choice(slots, way, d) for d in device], axis=1)
         return (sum_rows(parts, jnp.where(there, device[None, :] * count + token, -1), *more),)
 
-    def kernels(index: jax.Array, *given: jax.Array) -> Any:
-        return peer_combine_p(index, *(*given, None)[:4], way=way)
+    def kernels(place: jax.Array, *given: jax.Array) -> Any:
+        return peer_combine_p(place, *(*given, None)[:4], way=way)
 
-    (y,) = _on(way, kernels, collectives, index, *given)
+    (y,) = _on(way, kernels, collectives, _place(way), *given)
     return y
 
 
@@ -179,7 +197,7 @@ def _attrs(_avals: Any, *, way: Way) -> dict[str, Any]:
     return {"memory": way.memory, "num_devices": way.num_devices, "num_local": way.num_local}
 
 
-def _dispatch_out(_index: Any, slots: Any, tokens: Any, small: Any, *, way: Way) -> Any:
+def _dispatch_out(_place: Any, slots: Any, tokens: Any, small: Any, *, way: Way) -> Any:
     count = way.num_devices * slots.shape[0]
     given = [a for a in (slots, tokens, small) if a is not None]
     return [((count, a.shape[1]), a.dtype) for a in given]
@@ -190,7 +208,7 @@ def _dispatch_scratch(avals: Any, *, way: Way) -> list[_primitive.Spec]:
     return [((0, 0), jnp.dtype(jnp.float32))] if avals.small is None else []
 
 
-def _combine_out(_index: Any, slots: Any, _all: Any, rows: Any, _residual: Any, *, way: Way) -> Any:
+def _combine_out(_place: Any, slots: Any, _all: Any, rows: Any, _residual: Any, *, way: Way) -> Any:
     del way
     return [((slots.shape[0], rows.shape[1]), rows.dtype)]
 
@@ -200,7 +218,7 @@ peer_dispatch_p = _primitive.define(
     out=_dispatch_out,
     xla=_no_xla,
     batch=_batch(lambda: peer_dispatch_p),
-    operands=_primitive.named_operands(["index", "slots", "tokens", "small"]),
+    operands=_primitive.named_operands(["place", "slots", "tokens", "small"]),
     cuda=_primitive.CudaTarget(
         "jaxmoe_peer_dispatch_v1",
         attrs=_attrs,
@@ -213,7 +231,7 @@ peer_combine_p = _primitive.define(
     out=_combine_out,
     xla=_no_xla,
     batch=_batch(lambda: peer_combine_p),
-    operands=_primitive.named_operands(["index", "slots", "all_slots", "rows", "residual"]),
+    operands=_primitive.named_operands(["place", "slots", "all_slots", "rows", "residual"]),
     cuda=_primitive.CudaTarget(
         "jaxmoe_peer_combine_v1",
         attrs=_attrs,

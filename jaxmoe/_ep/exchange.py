@@ -93,9 +93,8 @@ def direct(
     tokens, small = payload
     token_bytes = tokens.shape[1] * tokens.dtype.itemsize
     count, top_k = slots.shape
-    sent = _peers.dispatch_bytes(count, top_k, axis.size, token_bytes, small.shape[1])
-    half = max(sent, _peers.combine_bytes(count, axis.size, row_bytes))
-    if (needed := _peers.total_bytes(half)) > memory.num_bytes:
+    sizes = count, top_k, axis.size, token_bytes, small.shape[1], row_bytes
+    if (needed := _peers.needed_bytes(*sizes)) > memory.num_bytes:
         rule = (
             f"dispatch='direct' needs {needed} bytes of peer memory for {count} tokens of "
             f"each of {axis.size} devices, and num_bytes={memory.num_bytes} are open along "

@@ -1,0 +1,114 @@
+// What kernels of csrc/peers need of CUDA, on the threads of a CPU: a thread for each thread of a
+// grid, barriers for warps and CTAs. Slow, for tests of what kernels say to each other.
+#pragma once
+
+#include <atomic>
+#include <barrier>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __host__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+
+using cudaStream_t = void*;
+enum cudaError_t { cudaSuccess };
+struct cudaIpcMemHandle_t {
+  char reserved[64];
+};
+
+struct uint4 {
+  unsigned x, y, z, w;
+};
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+
+namespace emulated {
+
+struct Index {
+  unsigned x;
+};
+
+// Threads that meet, and what they tell each other there.
+struct Group {
+  explicit Group(unsigned size) : barrier(size) {}
+
+  unsigned Or(unsigned value) {
+    word.fetch_or(value);
+    barrier.arrive_and_wait();
+    const unsigned all = word.load();
+    barrier.arrive_and_wait();
+    word.store(0);  // by all of them, before any can give a value again
+    barrier.arrive_and_wait();
+    return all;
+  }
+
+  std::barrier<> barrier;
+  std::atomic<unsigned> word{0};
+};
+
+struct Here {
+  Index thread, block, grid;
+  Group* warp;
+  Group* cta;
+};
+inline thread_local Here here;
+
+// Runs a kernel to its end.
+inline void Launch(unsigned ctas, unsigned threads, const std::function<void()>& kernel) {
+  std::vector<std::unique_ptr<Group>> groups;
+  std::vector<std::thread> running;
+  for (unsigned block = 0; block < ctas; ++block) {
+    groups.push_back(std::make_unique<Group>(threads));
+    Group* cta = groups.back().get();
+    Group* warp = nullptr;
+    for (unsigned thread = 0; thread < threads; ++thread) {
+      if (thread % 32 == 0) {
+        groups.push_back(std::make_unique<Group>(32));
+        warp = groups.back().get();
+      }
+      running.emplace_back([=, &kernel] {
+        here = {{thread}, {block}, {ctas}, warp, cta};
+        kernel();
+      });
+    }
+  }
+  for (std::thread& thread : running) thread.join();
+}
+
+}  // namespace emulated
+
+#define threadIdx (emulated::here.thread)
+#define blockIdx (emulated::here.block)
+#define gridDim (emulated::here.grid)
+
+inline void __syncthreads() { emulated::here.cta->barrier.arrive_and_wait(); }
+inline int __syncthreads_or(int value) { return emulated::here.cta->Or(value != 0); }
+inline void __syncwarp() { emulated::here.warp->barrier.arrive_and_wait(); }
+inline int __any_sync(unsigned, int value) { return emulated::here.warp->Or(value != 0); }
+inline unsigned __reduce_or_sync(unsigned, unsigned value) {
+  return emulated::here.warp->Or(value);
+}
+
+// Atomic operations below order what they should; a fence adds nothing that is relied on.
+inline void __threadfence_system() {}
+
+inline uint32_t atomicAdd(uint32_t* address, uint32_t value) {
+  return std::atomic_ref<uint32_t>(*address).fetch_add(value);
+}
+
+template <class T>
+T __ldcg(const T* address) {
+  return *address;
+}
+
+inline float __uint_as_float(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
+}

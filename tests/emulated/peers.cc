@@ -1,0 +1,234 @@
+// Steps of several devices through peer memory, by the kernels of csrc/peers on a CPU's threads.
+//
+//   peers DEVICES STEPS SEED           random dispatches and combines, compared with what they are
+//   peers DEVICES STEPS SEED leaves N  device 1 does nothing from step N on
+//   peers DEVICES STEPS SEED differs N  device 1 takes another step than the others in step N
+//   peers DEVICES STEPS SEED moved N   device 1 is another one of the program's mesh in step N
+//
+// Prints why each device failed.
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+#include <string>
+
+#include "csrc/peers/exchange.cuh"
+
+namespace jaxmoe {
+namespace {
+
+constexpr int64_t kHalfBytes = 1 << 20;
+constexpr int kLocal = 3;  // experts of a device
+
+struct Memory {
+  explicit Memory() : bytes(kPeerHeaderBytes + 2 * kHalfBytes + 4096) {}
+  char* base() {
+    const auto address = reinterpret_cast<uintptr_t>(bytes.data());
+    return bytes.data() + (4096 - address % 4096) % 4096;
+  }
+  std::vector<char> bytes;
+};
+
+// What a device has in a step, which every device can draw.
+struct Given {
+  std::vector<int32_t> slots;
+  std::vector<float> tokens, small, rows, residual;
+};
+
+struct Step {
+  bool dispatch, one_launch, has_residual;
+  int num_tokens, top_k, hidden, small_floats, ctas, slow;
+  std::vector<Given> of_device;
+};
+
+Step Draw(int devices, int seed, int number) {
+  std::mt19937 random(seed * 1000003 + number);
+  const auto below = [&](int limit) { return static_cast<int>(random() % limit); };
+  Step step{};
+  step.dispatch = below(2);
+  step.one_launch = below(2);
+  step.has_residual = below(2);
+  step.num_tokens = 1 + below(4);
+  step.top_k = 1 + below(3) + 32 * (below(8) == 0);
+  step.hidden = below(2) ? 4 * (1 + below(300)) : 1 + below(600);
+  step.small_floats = below(3) * 5;
+  step.ctas = 1 + below(2);
+  step.slow = below(devices);
+  const auto floats = [&](int count) {
+    std::vector<float> values(count);
+    for (float& value : values) value = static_cast<float>(below(1000)) - 500.0f;
+    return values;
+  };
+  for (int device = 0; device < devices; ++device) {
+    Given given;
+    for (int i = 0; i < step.num_tokens * step.top_k; ++i) {
+      const int32_t garbage[] = {-1, -2147483647, 2147483647, devices * kLocal};
+      given.slots.push_back(below(5) == 0 ? garbage[below(4)] : below(devices * kLocal));
+    }
+    given.tokens = floats(step.num_tokens * step.hidden);
+    given.small = floats(step.num_tokens * step.small_floats);
+    given.rows = floats(devices * step.num_tokens * step.hidden);
+    given.residual = floats(step.num_tokens * step.hidden);
+    step.of_device.push_back(given);
+  }
+  return step;
+}
+
+bool Goes(const Step& step, int source, int token, int device) {
+  for (int k = 0; k < step.top_k; ++k) {
+    const int64_t slot = step.of_device[source].slots[token * step.top_k + k];
+    if (slot >= 0 && slot / kLocal == device) return true;
+  }
+  return false;
+}
+
+// One device is slow, while the others go on as far as they may.
+void Pause(const Step& step, int device) {
+  if (device != step.slow) return;
+  std::this_thread::sleep_for(std::chrono::milliseconds(10));
+}
+
+// A device's part of a step. Returns the number of wrong results; of failed ones those that are no
+// NaN.
+template <class Unit, int kSize>
+int Run(const Step& step, const Peers& peers, int32_t place, uint32_t tag, bool expect_failure) {
+  const int n = peers.num_devices, me = peers.rank, rows = n * step.num_tokens;
+  const Given& given = step.of_device[me];
+  const ExchangeSize size{step.num_tokens, step.top_k, kLocal, tag};
+  std::vector<int32_t> all_slots;
+  for (const Given& other : step.of_device) {
+    all_slots.insert(all_slots.end(), other.slots.begin(), other.slots.end());
+  }
+  int wrong = 0;
+  const auto compare = [&](float got, float wanted) {
+    wrong += expect_failure ? got == got : !(got == wanted);
+  };
+  if (step.dispatch) {
+    std::vector<int32_t> got_slots(rows * step.top_k);
+    std::vector<float> got(rows * step.hidden), got_small(rows * step.small_floats);
+    PeerDispatchParams params{peers,
+                              size,
+                              &place,
+                              given.slots.data(),
+                              given.tokens.data(),
+                              given.small.data(),
+                              got_slots.data(),
+                              got.data(),
+                              got_small.data(),
+                              step.hidden * 4,
+                              step.small_floats};
+    if (step.one_launch) {
+      emulated::Launch(step.ctas, kPeerThreads, [&] { PeerDispatchKernel<Unit>(params); });
+    } else {
+      emulated::Launch(step.ctas, kPeerThreads, [&] { PeerStageKernel<Unit>(params); });
+      emulated::Launch(1, 32, [&] { PeerWaitKernel(peers, tag); });
+      Pause(step, me);
+      emulated::Launch(step.ctas, kPeerThreads, [&] { PeerPullKernel<Unit>(params); });
+    }
+    for (int source = 0; source < n; ++source) {
+      for (int t = 0; t < step.num_tokens; ++t) {
+        const int row = source * step.num_tokens + t;
+        const bool comes = Goes(step, source, t, me);
+        for (int h = 0; h < step.hidden; ++h) {
+          const float value = step.of_device[source].tokens[t * step.hidden + h];
+          compare(got[row * step.hidden + h], comes ? value : 0.0f);
+        }
+        for (int i = 0; i < step.small_floats; ++i) {
+          const float value = step.of_device[source].small[t * step.small_floats + i];
+          compare(got_small[row * step.small_floats + i], comes ? value : 0.0f);
+        }
+      }
+    }
+    for (size_t i = 0; i < got_slots.size(); ++i) {
+      wrong += got_slots[i] != (expect_failure ? -1 : all_slots[i]);
+    }
+    return wrong;
+  }
+  std::vector<float> got(step.num_tokens * step.hidden);
+  PeerCombineParams params{peers,
+                           size,
+                           &place,
+                           given.slots.data(),
+                           all_slots.data(),
+                           given.rows.data(),
+                           step.has_residual ? given.residual.data() : nullptr,
+                           got.data(),
+                           DType::kFloat32,
+                           step.hidden};
+  const int pieces = step.hidden / kSize;
+  if (step.one_launch) {
+    emulated::Launch(
+        step.ctas, kPeerThreads, [&] { PeerCombineKernel<float, kSize>(params, pieces); });
+  } else {
+    emulated::Launch(step.ctas, kPeerThreads, [&] { PeerPushKernel<Unit>(params, pieces); });
+    emulated::Launch(1, 32, [&] { PeerWaitKernel(peers, tag); });
+    Pause(step, me);
+    emulated::Launch(step.ctas, kPeerThreads, [&] { PeerSumKernel<float, kSize>(params, pieces); });
+  }
+  for (int t = 0; t < step.num_tokens; ++t) {
+    for (int h = 0; h < step.hidden; ++h) {
+      float sum = 0.0f;
+      for (int device = 0; device < n; ++device) {
+        if (!Goes(step, me, t, device)) continue;
+        const int row = me * step.num_tokens + t;
+        sum += step.of_device[device].rows[row * step.hidden + h];
+      }
+      if (step.has_residual) sum += given.residual[t * step.hidden + h];
+      compare(got[t * step.hidden + h], sum);
+    }
+  }
+  return wrong;
+}
+
+int Main(int devices, int steps, int seed, const std::string& fault, int fault_step) {
+  std::vector<Memory> memory(devices);
+  std::vector<PeerFailure> failures(devices);
+  std::vector<std::thread> running;
+  std::atomic<int> wrong{0};
+  for (int me = 0; me < devices; ++me) {
+    running.emplace_back([&, me] {
+      Peers peers{};
+      for (int i = 0; i < devices; ++i) peers.bases[i] = memory[i].base();
+      peers.num_devices = devices;
+      peers.rank = me;
+      peers.place = 100 + me;
+      peers.half_bytes = kHalfBytes;
+      peers.timeout_ns = fault == "leaves" ? 2'000'000'000 : 60'000'000'000;
+      peers.failure = &failures[me];
+      std::mt19937 random(seed + 7 * me);
+      for (int number = 0; number < steps; ++number) {
+        const bool at_fault = me == 1 && number == fault_step;
+        if (at_fault && fault == "leaves") return;
+        const Step step = Draw(devices, seed, number);
+        std::this_thread::sleep_for(std::chrono::microseconds(random() % 3000));
+        const bool failed = !fault.empty() && number >= fault_step;
+        const int32_t place = peers.place + (at_fault && fault == "moved");
+        const uint32_t tag = number + (at_fault && fault == "differs");
+        const int found = step.hidden % 4 == 0 ? Run<uint4, 4>(step, peers, place, tag, failed)
+                                               : Run<uint32_t, 1>(step, peers, place, tag, failed);
+        if (found != 0) {
+          std::printf("device %d step %d: %d wrong\n", me, number, found);
+          wrong += found;
+        }
+      }
+    });
+  }
+  for (std::thread& thread : running) thread.join();
+  for (int me = 0; me < devices; ++me) {
+    const PeerFailure& failure = failures[me];
+    std::printf("device %d: code %d device %d step %u\n",
+                me,
+                static_cast<int>(failure.code),
+                failure.device,
+                failure.step);
+  }
+  return wrong == 0 ? 0 : 1;
+}
+
+}  // namespace
+}  // namespace jaxmoe
+
+int main(int count, char** given) {
+  const auto number = [&](int i) { return i < count ? std::atoi(given[i]) : 0; };
+  return jaxmoe::Main(number(1), number(2), number(3), count > 4 ? given[4] : "", number(5));
+}

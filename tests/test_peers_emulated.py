@@ -1,0 +1,86 @@
+"""The kernels of csrc/peers on a CPU: what many devices say to each other, and what goes wrong."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+EMULATED = ROOT / "tests" / "emulated"
+COMPILER = shutil.which("g++")
+NONE, TIMEOUT, OTHER_MESH, GAVE_UP, OTHER_STEP = range(5)
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++")
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    return compiled(tmp_path_factory.mktemp("emulated") / "peers", ROOT)
+
+
+def compiled(path, sources):
+    """The program, with the kernels of a tree of sources."""
+    flags = ["-std=c++20", "-O1", "-Wall", "-Wno-unknown-pragmas", "-Wno-maybe-uninitialized"]
+    folders = [f"-I{folder}" for folder in (EMULATED, sources, ROOT)]
+    command = [COMPILER, *flags, "-pthread", *folders, str(EMULATED / "peers.cc"), "-o", str(path)]
+    subprocess.run(command, check=True)
+    return path
+
+
+def run(program, *arguments):
+    """Whether all results were right, and (code, device, step) of why each device failed."""
+    command = [str(program), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode in (0, 1), done.stderr
+    found = re.findall(r"device \d+: code (\d+) device (\d+) step (\d+)", done.stdout)
+    return done.returncode == 0, [tuple(map(int, words)) for words in found]
+
+
+@pytest.mark.parametrize("devices, steps, seed", [(1, 6, 1), (2, 30, 2), (3, 20, 3), (8, 6, 4)])
+def test_steps_of_any_kind_and_size_in_a_row(program, devices, steps, seed):
+    """Dispatches and combines, in one launch and in three, garbage among the slots."""
+    assert run(program, devices, steps, seed) == (True, [(NONE, 0, 0)] * devices)
+
+
+def test_a_device_that_leaves_stops_the_others(program):
+    """Each gives nothing but NaN from there on, and knows of a device that left or gave up."""
+    right, failures = run(program, 4, 8, 3, "leaves", 4)
+    assert right and failures[1] == (NONE, 0, 0)
+    others = [failures[i] for i in (0, 2, 3)]
+    assert (TIMEOUT, 1, 5) in others
+    assert all(step == 5 and code in (TIMEOUT, GAVE_UP) for code, _, step in others)
+
+
+def test_a_device_that_takes_another_step_is_seen(program):
+    right, failures = run(program, 3, 6, 5, "differs", 2)
+    assert right and all(code in (OTHER_STEP, GAVE_UP) for code, _, _ in failures)
+    assert failures[1][0] == OTHER_STEP or (OTHER_STEP, 1, 3) in failures
+
+
+def test_a_program_with_another_mesh_is_seen(program):
+    right, failures = run(program, 3, 6, 6, "moved", 2)
+    assert right and failures == [(GAVE_UP, 1, 3), (OTHER_MESH, 102, 3), (GAVE_UP, 1, 3)]
+
+
+@pytest.mark.parametrize(
+    "what, wrong",
+    [
+        ("(step % 2) * peers.half_bytes", "0"),
+        ("- step) < 0", "- step) < -1"),
+        ("flag->tags[step % 2] != tag", "false"),
+    ],
+    ids=("one half", "a step early", "no tags"),
+)
+def test_a_mistake_is_noticed(what, wrong, tmp_path):
+    name = Path("csrc/peers/exchange.cuh")
+    text = (ROOT / name).read_text(encoding="utf-8")
+    assert text.count(what) == 1
+    (tmp_path / name).parent.mkdir(parents=True)
+    (tmp_path / name).write_text(text.replace(what, wrong), encoding="utf-8")
+    broken = compiled(tmp_path / "peers", tmp_path)
+    if "tags" in what:
+        assert not run(broken, 2, 6, 5, "differs", 2)[0]
+        return
+    assert not all(run(broken, 3, 30, seed)[0] for seed in (1, 2, 3))
