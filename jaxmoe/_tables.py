@@ -25,7 +25,7 @@ def own(theirs: dict[str, Any]) -> dict[str, Any]:
 
     def peer_bytes(tokens: int, top_k: int, devices: int, row: int, small: int) -> tuple[int, int]:
         sent = peers.dispatch_bytes(tokens, top_k, devices, row, small)
-        return sent, peers.combine_bytes(tokens, devices, row)
+        return sent, peers.combine_bytes(tokens, devices, row, small)
 
     def floats(code: int, rule: int, tokens: int, rows: int, hidden: int, inner: int) -> int:
         format = _formats.beside_code(format_of[code], rule)

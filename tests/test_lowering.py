@@ -182,7 +182,7 @@ OTHER_OPS = {
         [f"{2 * T}x{K}xi32", f"{2 * T}x{H}xbf16", "0x0xf32"],
     ),
     "peer_combine": (
-        lambda *a: direct.peer_combine_p(*a, None, way=WAY),
+        lambda *a: direct.peer_combine_p(*a, None, None, way=WAY),
         (
             struct(dtype=I32),
             struct(T, K, dtype=I32),
@@ -193,8 +193,8 @@ OTHER_OPS = {
             "jaxmoe_peer_combine_v1",
             {"memory": "expert", "num_devices": "2:i64", "num_local": "3:i64"},
         ),
-        ["i32", f"{T}x{K}xi32", f"{2 * T}x{K}xi32", f"{2 * T}x{H}xbf16", "0x0xbf16"],
-        [f"{T}x{H}xbf16"],
+        ["i32", f"{T}x{K}xi32", f"{2 * T}x{K}xi32", f"{2 * T}x{H}xbf16", "0x0xbf16", "0x0xf32"],
+        [f"{T}x{H}xbf16", "0x0xf32"],
     ),
     "route": (
         lambda logits, bias: jaxmoe.route(

@@ -116,10 +116,12 @@ ffi::Error PeerCombine(cudaStream_t stream,
                        In all_slots,
                        In rows,
                        In residual,
+                       In small,
                        Out y,
+                       Out small_sum,
                        PeerAttrs attrs) {
   Operands take("expert_parallel.moe_mlp");
-  Dim T, K, H;
+  Dim T, K, H, S;
   PeerCombineParams params{};
   const PeersOfCall peers(attrs, &take);
   params.peers = peers.get();
@@ -129,7 +131,10 @@ ffi::Error PeerCombine(cudaStream_t stream,
   params.all_slots = take.Ints("all_slots", all_slots, {n * T, K});
   params.rows = take.Any("rows", rows, {n * T, H}, kFloats);
   params.residual = take.AnyOrNull("residual", residual, {T, H}, Like(rows));
+  params.small = take.FloatsOrNull("small", small, {n * T, S});
+  params.small_floats = params.small == nullptr ? 0 : static_cast<int64_t>(S);
   params.y = take.Any("y", *y, {T, H}, Like(rows));
+  if (params.small != nullptr) params.small_sum = take.Floats("small_sum", *small_sum, {T, S});
   if (take.failed()) return take.error();
   params.size = {T, K, attrs.num_local};
   params.dtype = TypeOf(rows);

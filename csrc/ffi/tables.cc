@@ -85,8 +85,9 @@ nb::dict PeerBytes() {
         for (int64_t row : {2, 96, 14336}) {
           const ExchangeSize size{tokens, top_k, 1};
           const int64_t small = 2 * top_k;
-          bytes[nb::make_tuple(tokens, top_k, devices, row, small)] = nb::make_tuple(
-              PeerDispatchBytes(size, devices, row, small), PeerCombineBytes(size, devices, row));
+          bytes[nb::make_tuple(tokens, top_k, devices, row, small)] =
+              nb::make_tuple(PeerDispatchBytes(size, devices, row, small),
+                             PeerCombineBytes(size, devices, row, small));
         }
       }
     }

@@ -145,7 +145,7 @@ cudaError_t LaunchPeerDispatch(PeerDispatchParams params, cudaStream_t stream) {
 cudaError_t LaunchPeerCombine(PeerCombineParams params, cudaStream_t stream) {
   const int64_t row_bytes = params.hidden * ElementSize(params.dtype);
   if (TooLarge(params.size, params.peers, row_bytes) ||
-      PeerCombineBytes(params.size, params.peers.num_devices, row_bytes) >
+      PeerCombineBytes(params.size, params.peers.num_devices, row_bytes, params.small_floats) >
           params.peers.half_bytes) {
     return cudaErrorInvalidValue;
   }
@@ -155,7 +155,8 @@ cudaError_t LaunchPeerCombine(PeerCombineParams params, cudaStream_t stream) {
                            params.size.top_k,
                            params.size.num_local,
                            static_cast<int64_t>(params.dtype),
-                           params.hidden});
+                           params.hidden,
+                           params.small_floats});
   switch (params.dtype) {
     case DType::kBFloat16:
       return LaunchCombineType<__nv_bfloat16>(params, stream);
@@ -175,8 +176,12 @@ int64_t PeerDispatchBytes(const ExchangeSize& size,
   return PlacesOf(size, num_devices, token_bytes, small_floats).end;
 }
 
-int64_t PeerCombineBytes(const ExchangeSize& size, int num_devices, int64_t row_bytes) {
-  return PeerAligned(num_devices * size.num_tokens * row_bytes);
+int64_t PeerCombineBytes(const ExchangeSize& size,
+                         int num_devices,
+                         int64_t row_bytes,
+                         int64_t small_floats) {
+  const int64_t rows = num_devices * size.num_tokens;
+  return PeerAligned(rows * row_bytes) + PeerAligned(rows * small_floats * 4);
 }
 
 cudaError_t LoadPeerKernels() {

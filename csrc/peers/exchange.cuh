@@ -336,13 +336,19 @@ __global__ void __launch_bounds__(kPeerThreads, 1) PeerDispatchKernel(PeerDispat
 
 // ---- combine --------------------------------------------------------------------------------
 
-// A half holds the rows [n, T, H], by the device that sends them.
+// A half holds the rows [n, T, H] by the device that sends them, and small numbers [n, T, S] here.
+__device__ __forceinline__ int64_t SmallPlace(const PeerCombineParams& params) {
+  const int64_t row_bytes = params.hidden * ElementSize(params.dtype);
+  return PeerAligned(params.peers.num_devices * params.size.num_tokens * row_bytes);
+}
+
 template <class Unit>
 __device__ __forceinline__ void Push(const PeerCombineParams& params,
                                      uint32_t step,
                                      int row_units) {
   const Peers& peers = params.peers;
   const ExchangeSize& size = params.size;
+  const int64_t small_place = SmallPlace(params);
   const int64_t parts = PartsOf(row_units);
   const int64_t tasks = size.num_tokens * peers.num_devices * parts;
   for (int64_t task = WarpOfGrid(); task < tasks; task += WarpsOfGrid()) {
@@ -351,10 +357,16 @@ __device__ __forceinline__ void Push(const PeerCombineParams& params,
     if (part.source == peers.rank) continue;  // read where it is
     if (!HasChoice(params.all_slots + row * size.top_k, size, peers.rank)) continue;
     const int64_t place = peers.rank * size.num_tokens + part.token;
-    CopyUnits(reinterpret_cast<Unit*>(HalfOf(peers, part.source, step)) + place * row_units,
+    char* half = HalfOf(peers, part.source, step);
+    CopyUnits(reinterpret_cast<Unit*>(half) + place * row_units,
               static_cast<const Unit*>(params.rows) + row * row_units,
               part.begin,
               row_units);
+    if (part.begin > 0) continue;
+    float* small = reinterpret_cast<float*>(half + small_place) + place * params.small_floats;
+    for (int64_t i = threadIdx.x % 32; i < params.small_floats; i += 32) {
+      small[i] = params.small[row * params.small_floats + i];
+    }
   }
 }
 
@@ -363,6 +375,24 @@ template <typename T, int kSize>
 using UnitOf = std::conditional_t<kSize * sizeof(T) == 16,
                                   uint4,
                                   std::conditional_t<sizeof(T) == 2, uint16_t, uint32_t>>;
+
+// A warp's sum of the small numbers of a token over some devices, a bit for each.
+__device__ __forceinline__ void SumSmall(
+    const PeerCombineParams& params, uint32_t step, bool failed, int64_t token, unsigned devices) {
+  const Peers& peers = params.peers;
+  const float* received =
+      reinterpret_cast<const float*>(HalfOf(peers, peers.rank, step) + SmallPlace(params));
+  for (int64_t i = threadIdx.x % 32; i < params.small_floats; i += 32) {
+    float sum = failed ? __uint_as_float(0x7fffffffu) : 0.0f;
+    for (int device = 0; device < peers.num_devices; ++device) {
+      if ((devices >> device & 1) == 0) continue;
+      const float* from = device == peers.rank ? params.small : received;
+      const int64_t row = device * params.size.num_tokens + token;
+      sum += __ldcg(from + row * params.small_floats + i);
+    }
+    params.small_sum[token * params.small_floats + i] = sum;
+  }
+}
 
 // A lane sums pieces of kSize elements of T.
 template <typename T, int kSize>
@@ -389,6 +419,7 @@ __device__ __forceinline__ void Sum(const PeerCombineParams& params,
       }
     }
     devices = __reduce_or_sync(0xffffffffu, devices);
+    if (task % parts == 0) SumSmall(params, step, failed, token, devices);
     if (column >= row_pieces) continue;
     Bits residual{};
     const int64_t at = token * row_pieces + column;

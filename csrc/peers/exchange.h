@@ -38,7 +38,8 @@ struct PeerDispatchParams {
 cudaError_t LaunchPeerDispatch(PeerDispatchParams params, cudaStream_t stream);
 
 // The way back: y[t] is the sum over the devices d that token t has a choice on of their rows
-// [me T + t], float32 in the order of devices, then the residual, rounded once.
+// [me T + t], float32 in the order of devices, then the residual, rounded once. So are small
+// numbers summed that lie beside rows.
 struct PeerCombineParams {
   Peers peers;
   ExchangeSize size;
@@ -47,9 +48,12 @@ struct PeerCombineParams {
   const int32_t* all_slots;  // [n T,K], as dispatch gave them
   const void* rows;          // [n T,H]
   const void* residual;      // [T,H], or null
+  const float* small;        // [n T, small_floats], or null
   void* y;                   // [T,H]
+  float* small_sum;          // [T, small_floats]
   DType dtype;               // of rows, residual and y: bf16, fp16 or fp32
   int64_t hidden;            // H < 2^29
+  int64_t small_floats;      // < 2^31, 0 without `small`
 };
 
 cudaError_t LaunchPeerCombine(PeerCombineParams params, cudaStream_t stream);
@@ -59,7 +63,10 @@ int64_t PeerDispatchBytes(const ExchangeSize& size,
                           int num_devices,
                           int64_t token_bytes,
                           int64_t small_floats);
-int64_t PeerCombineBytes(const ExchangeSize& size, int num_devices, int64_t row_bytes);
+int64_t PeerCombineBytes(const ExchangeSize& size,
+                         int num_devices,
+                         int64_t row_bytes,
+                         int64_t small_floats);
 
 // Loads all kernels of both on the current device.
 cudaError_t LoadPeerKernels();

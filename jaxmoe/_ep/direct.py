@@ -78,13 +78,10 @@ def _send_fwd(way: Way, slots: jax.Array, tokens: jax.Array, small: jax.Array) -
 
 def _send_bwd(way: Way, kept: Any, cts: Any) -> Any:
     slots, all_slots = kept
-
-    def back(ct: jax.Array) -> jax.Array | None:
-        if not jnp.issubdtype(ct.dtype, jnp.floating):
-            return None
-        return _bring(way, slots, all_slots, ct, None)
-
-    return None, back(cts[1]), back(cts[2])
+    _, tokens, small = cts
+    if not jnp.issubdtype(tokens.dtype, jnp.floating):  # words, which have no cotangent
+        return None, None, _bring(way, slots, all_slots, small, None)[0]
+    return None, *_bring(way, slots, all_slots, tokens, None, small)
 
 
 send.defvjp(_send_fwd, _send_bwd)
@@ -110,11 +107,11 @@ def bring(
     Returns:
       [T, H], sums in float32 in the order of devices, residual last, rounded once.
     """
-    return _bring(way, slots, all_slots, rows, residual)
+    return _bring(way, slots, all_slots, rows, residual)[0]
 
 
 def _bring_fwd(way: Way, slots: Any, all_slots: Any, rows: Any, residual: Any) -> Any:
-    return _bring(way, slots, all_slots, rows, residual), (slots, residual is not None)
+    return _bring(way, slots, all_slots, rows, residual)[0], (slots, residual is not None)
 
 
 def _bring_bwd(way: Way, kept: Any, ct: jax.Array) -> Any:
@@ -151,22 +148,34 @@ def _send(way: Way, slots: jax.Array, tokens: jax.Array, small: Any) -> tuple[ja
     return _on(way, kernels, collectives, _place(way), *given)
 
 
-def _bring(way: Way, slots: Any, all_slots: Any, rows: jax.Array, residual: Any) -> jax.Array:
-    given = (slots, all_slots, rows) if residual is None else (slots, all_slots, rows, residual)
+def _bring(
+    way: Way, slots: Any, all_slots: Any, rows: jax.Array, residual: Any, small: Any = None
+) -> tuple[jax.Array, ...]:
+    """Sums of rows, and of small numbers [n T, S] float32 beside them, if there are."""
+    optional = [a for a in (residual, small) if a is not None]
+
+    def named(more: Any) -> tuple[Any, Any]:
+        rest = iter(more)
+        return tuple(None if a is None else next(rest) for a in (residual, small))  # pyright: ignore[reportReturnType]
 
     def collectives(_place: jax.Array, slots: Any, _all_slots: Any, rows: Any, *more: Any) -> Any:
+        residual, small = named(more)
         count = slots.shape[0]
-        parts = jax.lax.all_to_all(rows, way.axis_name, 0, 0, tiled=True)
         device = jnp.arange(way.num_devices, dtype=jnp.int32)
         token = jnp.arange(count, dtype=jnp.int32)[:, None]
         there = jnp.stack([_has_choice(slots, way, d) for d in device], axis=1)
-        return (sum_rows(parts, jnp.where(there, device[None, :] * count + token, -1), *more),)
+        row = jnp.where(there, device[None, :] * count + token, -1)
 
-    def kernels(place: jax.Array, *given: jax.Array) -> Any:
-        return peer_combine_p(place, *(*given, None)[:4], way=way)
+        def home(a: jax.Array, residual: Any) -> jax.Array:
+            return sum_rows(jax.lax.all_to_all(a, way.axis_name, 0, 0, tiled=True), row, residual)
 
-    (y,) = _on(way, kernels, collectives, _place(way), *given)
-    return y
+        return home(rows, residual), *(() if small is None else (home(small, None),))
+
+    def kernels(place: jax.Array, slots: Any, all_slots: Any, rows: Any, *more: Any) -> Any:
+        return peer_combine_p(place, slots, all_slots, rows, *named(more), way=way)
+
+    operands = _place(way), slots, all_slots, rows, *optional
+    return _on(way, kernels, collectives, *operands)
 
 
 def _on(way: Way, kernels: Any, collectives: Any, *operands: jax.Array) -> Any:
@@ -203,14 +212,18 @@ def _dispatch_out(_place: Any, slots: Any, tokens: Any, small: Any, *, way: Way)
     return [((count, a.shape[1]), a.dtype) for a in given]
 
 
-def _dispatch_scratch(avals: Any, *, way: Way) -> list[_primitive.Spec]:
+def _no_small(avals: Any, *, way: Way) -> list[_primitive.Spec]:
+    """The result without elements that a call has in place of small numbers."""
     del way
     return [((0, 0), jnp.dtype(jnp.float32))] if avals.small is None else []
 
 
-def _combine_out(_place: Any, slots: Any, _all: Any, rows: Any, _residual: Any, *, way: Way) -> Any:
+def _combine_out(
+    _place: Any, slots: Any, _all: Any, rows: Any, _residual: Any, small: Any, *, way: Way
+) -> list[_primitive.Spec]:
     del way
-    return [((slots.shape[0], rows.shape[1]), rows.dtype)]
+    summed = [a for a in (rows, small) if a is not None]
+    return [((slots.shape[0], a.shape[1]), a.dtype) for a in summed]
 
 
 peer_dispatch_p = _primitive.define(
@@ -222,7 +235,7 @@ peer_dispatch_p = _primitive.define(
     cuda=_primitive.CudaTarget(
         "jaxmoe_peer_dispatch_v1",
         attrs=_attrs,
-        scratch=_dispatch_scratch,
+        scratch=_no_small,
         absent={"small": (2, jnp.float32)},
     ),
 )
@@ -231,10 +244,13 @@ peer_combine_p = _primitive.define(
     out=_combine_out,
     xla=_no_xla,
     batch=_batch(lambda: peer_combine_p),
-    operands=_primitive.named_operands(["place", "slots", "all_slots", "rows", "residual"]),
+    operands=_primitive.named_operands(
+        ["place", "slots", "all_slots", "rows", "residual", "small"]
+    ),
     cuda=_primitive.CudaTarget(
         "jaxmoe_peer_combine_v1",
         attrs=_attrs,
-        absent={"residual": (2, "rows")},
+        scratch=_no_small,
+        absent={"residual": (2, "rows"), "small": (2, jnp.float32)},
     ),
 )

@@ -90,9 +90,13 @@ def dispatch_bytes(
     return sum(map(_aligned, parts))
 
 
-def combine_bytes(num_tokens: int, num_devices: int, row_bytes: int) -> int:
-    """Bytes of a half that a combine takes: a row of each token from each device."""
-    return _aligned(num_devices * num_tokens * row_bytes)
+def combine_bytes(num_tokens: int, num_devices: int, row_bytes: int, small: int) -> int:
+    """Bytes of a half that a combine takes: a row of each token from each device.
+
+    `small`: float32 numbers that come home beside it.
+    """
+    rows = num_devices * num_tokens
+    return _aligned(rows * row_bytes) + _aligned(rows * 4 * small)
 
 
 def total_bytes(half: int) -> int:
@@ -106,13 +110,12 @@ def needed_bytes(
     """Bytes of memory for a layer and its gradient, see `dispatch_bytes`.
 
     `row_bytes`: of a sum. In the backward pass cotangents of sums go out as tokens do, and those of
-    tokens and small numbers come home as sums do.
+    tokens come home as sums do, with those of small numbers.
     """
     halves = [
         dispatch_bytes(num_tokens, top_k, num_devices, token_bytes, small),
         dispatch_bytes(num_tokens, top_k, num_devices, row_bytes, 0),
-        combine_bytes(num_tokens, num_devices, row_bytes),
-        combine_bytes(num_tokens, num_devices, 4 * small),
+        combine_bytes(num_tokens, num_devices, row_bytes, small),
     ]
     return total_bytes(max(halves))
 

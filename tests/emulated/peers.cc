@@ -32,7 +32,7 @@ struct Memory {
 // What a device has in a step, which every device can draw.
 struct Given {
   std::vector<int32_t> slots;
-  std::vector<float> tokens, small, rows, residual;
+  std::vector<float> tokens, small, rows, small_rows, residual;
 };
 
 struct Step {
@@ -68,6 +68,7 @@ Step Draw(int devices, int seed, int number) {
     given.tokens = floats(step.num_tokens * step.hidden);
     given.small = floats(step.num_tokens * step.small_floats);
     given.rows = floats(devices * step.num_tokens * step.hidden);
+    given.small_rows = floats(devices * step.num_tokens * step.small_floats);
     given.residual = floats(step.num_tokens * step.hidden);
     step.of_device.push_back(given);
   }
@@ -145,6 +146,7 @@ int Run(const Step& step, const Peers& peers, int32_t place, uint32_t tag, bool 
     return wrong;
   }
   std::vector<float> got(step.num_tokens * step.hidden);
+  std::vector<float> got_small(step.num_tokens * step.small_floats);
   PeerCombineParams params{peers,
                            size,
                            &place,
@@ -152,9 +154,12 @@ int Run(const Step& step, const Peers& peers, int32_t place, uint32_t tag, bool 
                            all_slots.data(),
                            given.rows.data(),
                            step.has_residual ? given.residual.data() : nullptr,
+                           given.small_rows.data(),
                            got.data(),
+                           got_small.data(),
                            DType::kFloat32,
-                           step.hidden};
+                           step.hidden,
+                           step.small_floats};
   const int pieces = step.hidden / kSize;
   if (step.one_launch) {
     emulated::Launch(
@@ -175,6 +180,15 @@ int Run(const Step& step, const Peers& peers, int32_t place, uint32_t tag, bool 
       }
       if (step.has_residual) sum += given.residual[t * step.hidden + h];
       compare(got[t * step.hidden + h], sum);
+    }
+    for (int i = 0; i < step.small_floats; ++i) {
+      float sum = 0.0f;
+      for (int device = 0; device < n; ++device) {
+        if (!Goes(step, me, t, device)) continue;
+        const int row = me * step.num_tokens + t;
+        sum += step.of_device[device].small_rows[row * step.small_floats + i];
+      }
+      compare(got_small[t * step.small_floats + i], sum);
     }
   }
   return wrong;
