@@ -121,7 +121,8 @@ class Report:
         gives to it, over which mesh axes, such as "all_gather of bf16[8,2048] over expert". XLA may
         add others where it divides the work.
       dispatches: how tokens reach experts on other devices (`expert_parallel`): the way, along
-        which axis, the bytes that a device sends for each chunk, and why this way.
+        which axis, the bytes that a device sends for each chunk, and why this way; layers that do
+        the same in one line.
     """
 
     platform: str

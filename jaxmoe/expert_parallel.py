@@ -31,7 +31,7 @@ def moe_mlp(
     *,
     axis_name: str | tuple[str, ...],
     tokens: str = "sharded",
-    dispatch: str = "auto",
+    dispatch: str | tuple[str, ...] = "auto",
     capacity_factor: float | None = None,
     num_chunks: int = 1,
     own_apart: bool = False,
@@ -106,18 +106,19 @@ def moe_mlp(
     Raises:
       TypeError, ValueError: as `jaxmoe.moe_mlp`, an axis that is not there, experts that do not fit
         the axis, a count that does not divide, a capacity factor that is not above 0, an unknown
-        name.
+        name, "direct" without memory, with too little, or with another mesh than it was opened for.
       NotImplementedError: as `jaxmoe.moe_mlp`.
 
     Numerics: each device adds up its experts' rows of a token in float32 in k order and rounds
       once. all_to_all, ragged and direct add these parts in float32 in their order and round once,
       so they agree to the bit with each other; all_gather adds in `sum_dtype`, in an order that
       XLA chooses, and with own_apart the device's own part in float32 after that. With K = 1 every
-      way has the bits of a single device. In fp8_tensor a dynamic scale of the intermediate is made
-      of the rows of one device, with num_chunks and own_apart of one part of them.
-    Sharding: call it where `axis_name` and `tensor_axis` are manual axes; any other axis may split
-      tokens (data parallelism), each part for itself. Differentiable in everything that
-      `jaxmoe.moe_mlp` is, with check_vma on and off.
+      way has the bits of a single device. Of several ways each rounds what it adds. In fp8_tensor a
+      dynamic scale of the intermediate is made of the rows of one device, with num_chunks and
+      own_apart of one part of them.
+    Sharding: call it where `axis_name` and `tensor_axis` are manual axes, and for "direct" all axes
+      of the mesh; any other axis may split tokens (data parallelism), each part for itself.
+      Differentiable in everything that `jaxmoe.moe_mlp` is, with check_vma on and off.
     Source: GShard, https://arxiv.org/abs/2006.16668; DeepSeek-V3, https://arxiv.org/abs/2412.19437,
       section 3.2 (a token goes to a device once).
 

@@ -1,5 +1,6 @@
 """dispatch="direct": what its memory is, what a program asks of it, and the bits of its results."""
 
+import dataclasses
 import functools
 import re
 
@@ -92,12 +93,103 @@ def test_under_scan_remat_and_vmap():
 
 @pytest.mark.usefixtures("memory")
 def test_tokens_travel_in_fp8():
-    """And in no format with a gradient: they are words of it."""
+    """As words, without a cotangent; the routing weights beside them have one."""
     a = arrays()
     a |= {n: quantize(a[n], "fp8_block", weight_layout="kn") for n in ("w_gate_up", "w_down")}
     ids = ids_of("uniform")
     sent, plain = (jax.jit(layer(dispatch_format=format))(ids, a) for format in ("fp8_block", None))
     assert_equal(sent, plain)
+
+    def of_weights(weights, **options):
+        return jnp.sum(layer(**options)(ids, a | {"weights": weights}) ** 2)
+
+    got, want = (
+        jax.jit(jax.grad(functools.partial(of_weights, **options)))(a["weights"])
+        for options in (
+            {"dispatch_format": "fp8_block"},
+            {"dispatch_format": "fp8_block", "dispatch": "all_gather"},
+        )
+    )
+    close(got, want)
+
+
+@pytest.mark.usefixtures("memory")
+def test_it_is_linear_in_every_direction():
+    """Forward mode, and a derivative of one."""
+    ids, a = ids_of("with_invalid"), jax.tree.map(jnp.asarray, arrays())
+
+    def of(fn):
+        return lambda x, w: jnp.sum(jnp.sin(fn(ids, a | {"x": x, "weights": w})))
+
+    def curved(fn):
+        at, along = (a["x"], a["weights"]), (a["residual"], 1 - a["weights"])
+        slope = lambda *at: jax.jvp(of(fn), at, along)[1]  # noqa: E731
+        return jax.jit(lambda at: (slope(*at), jax.grad(slope, argnums=(0, 1))(*at)))(at)
+
+    close(curved(layer()), curved(layer(dispatch="all_to_all")))
+
+
+@pytest.mark.usefixtures("memory")
+def test_copies_of_hot_experts():
+    table = expert_parallel.expert_placement(13, 8, copies={0: 3, 5: 2})
+    a = {n: v if n in ("x", "weights", "residual") else v[:13] for n, v in arrays().items()}
+    ids = np.where(ids_of("with_invalid") >= 13, 0, ids_of("with_invalid"))
+    own = {n: expert_parallel.place_experts(a[n], table) for n in a if n.startswith("w_")}
+    close(jax.jit(layer(expert_map=table))(ids, a | own), whole()(ids, a)[0])
+
+
+WIDE = {"data": 2, "tensor": 2, "expert": 2}
+
+
+@pytest.mark.parametrize("check_vma", (True, False))
+def test_where_arguments_vary_over_several_axes(check_vma):
+    """As programs for GPUs are made: a residual that is the same along "data", a tensor axis."""
+    grid, a = mesh(**WIDE), {n: v for n, v in arrays().items() if n != "residual"}
+    shared = arrays()["residual"][: NUM_TOKENS // 2]
+    both, experts = P(("data", "expert")), P("expert")
+    specs = {"x": both, "weights": both, "w_gate_up": P("expert", None, "tensor")}
+    specs |= {"w_down": P("expert", "tensor")}
+
+    def part(way, ids, residual, a):
+        x, weights = a["x"], a["weights"]
+        w = jaxmoe.Experts(gate_up=a["w_gate_up"], down=a["w_down"], order="interleaved")
+        return expert_parallel.moe_mlp(
+            *(x, jaxmoe.Routing(ids, weights), w),
+            axis_name="expert",
+            tensor_axis="tensor",
+            dispatch=way,
+            residual=residual,
+        )
+
+    def loss(way, ids, residual, a):
+        split = jax.shard_map(
+            functools.partial(part, way),
+            mesh=grid,
+            in_specs=(both, experts, specs),
+            out_specs=both,
+            check_vma=check_vma,
+        )
+        return jnp.sum(jnp.sin(split(ids, residual, a)))
+
+    with expert_parallel.open_peer_memory(grid, "expert", num_bytes=ENOUGH) as opened:
+        peers._open["expert",] = dataclasses.replace(opened, on_gpus=True)
+        run_all = jax.jit(jax.value_and_grad(loss, argnums=(2, 3)), static_argnums=0)
+        ids = ids_of("with_invalid")
+        found = [run_all(way, ids, shared, a) for way in ("direct", "all_to_all")]
+        peers._open["expert",] = opened
+    close(*found)
+
+
+@pytest.mark.usefixtures("on_gpus")
+def test_a_program_is_exported_for_one_platform():
+    def exported(*platforms):
+        checks = jaxmoe.export_checks()
+        export = jax.export.export(jax.jit(layer()), platforms=platforms, disabled_checks=checks)
+        return export(*half_precision()).mlir_module()
+
+    assert "jaxmoe_peer_combine_v1" in exported("cuda")
+    with pytest.raises(NotImplementedError, match="export a program for one platform"):
+        exported("cpu", "cuda")
 
 
 @pytest.mark.usefixtures("memory")
@@ -205,6 +297,39 @@ def test_memory_that_is_too_small_is_refused_with_what_is_needed():
                 assert fits
 
 
+def test_auto_takes_nothing_that_would_be_refused(on_gpus, monkeypatch):
+    """Own tokens apart, and an axis that the jax.shard_map leaves to XLA."""
+    del on_gpus
+    quick = expert_parallel.Links(direct_us=0.0)
+    choose = functools.partial(expert_parallel.choose_dispatch, links=quick)
+    monkeypatch.setattr(hops, "choose_dispatch", choose)
+    ids, a = half_precision()
+    for options, taken in (({}, "direct"), ({"own_apart": True}, "all_gather")):
+        (told,) = jaxmoe.explain(layer(dispatch="auto", **options), ids, a).dispatches
+        assert told.startswith(taken)
+    four = peers.PeerMemory(("expert",), 4, ENOUGH, True, ("data",), 2)
+    monkeypatch.setitem(peers._open, ("expert",), four)
+
+    def part(ids, a, way):
+        w = jaxmoe.Experts(gate_up=a["w_gate_up"], down=a["w_down"], order="interleaved")
+        routing = jaxmoe.Routing(ids, a["weights"])
+        return expert_parallel.moe_mlp(a["x"], routing, w, axis_name="expert", dispatch=way)
+
+    def split(way):
+        return jax.shard_map(
+            functools.partial(part, way=way),
+            mesh=mesh(**DATA),
+            in_specs=P("expert"),
+            out_specs=P("expert"),
+            axis_names={"expert"},
+        )
+
+    (told,) = jaxmoe.explain(split("auto"), ids, a).dispatches
+    assert told.startswith("all_gather")
+    with pytest.raises(ValueError, match="over all axes of the mesh, and 'data' is left to XLA"):
+        jax.eval_shape(split("direct"), ids, a)
+
+
 def test_own_apart_is_refused(memory):
     del memory
     with pytest.raises(ValueError, match="own_apart=True needs dispatch 'all_gather'"):
@@ -218,7 +343,11 @@ def test_own_apart_is_refused(memory):
         ({"axis_name": "experts"}, ValueError, "axis_name='experts' must be one of"),
         ({"num_bytes": 4607}, ValueError, "num_bytes=4607 must be at least 4608"),
         ({"num_bytes": 1e6}, TypeError, "num_bytes"),
-        ({"timeout_s": 0}, ValueError, "timeout_s=0 must be a number of seconds in (0, 1e+06]"),
+        ({"axis_name": ()}, ValueError, "axis_name=() must be an axis of the mesh, or several"),
+        ({"axis_name": ("expert", "expert")}, ValueError, "several, each once"),
+        ({"timeout_s": 0}, ValueError, "timeout_s=0 must be in (0, 1e+06]"),
+        ({"timeout_s": "5"}, TypeError, "timeout_s='5' must be a number of seconds"),
+        ({"timeout_s": True}, TypeError, "timeout_s=True must be a number of seconds"),
         ({"timeout_s": float("inf")}, ValueError, "timeout_s=inf"),
     ],
     ids=str,
@@ -267,7 +396,7 @@ def test_the_way_is_known_by_its_memory():
     on_cpu = peers.PeerMemory(("a", "b"), 4, ENOUGH, on_gpus=False)
     assert direct.way_of(("a", "b"), 2, on_cpu).memory == ""
     on_gpu = peers.PeerMemory(("a", "b"), 4, ENOUGH, on_gpus=True)
-    assert direct.way_of(("a", "b"), 2, on_gpu) == (("a", "b"), 4, 2, "a,b", ())
+    assert direct.way_of(("a", "b"), 2, on_gpu) == (("a", "b"), 4, 2, "('a', 'b')", ())
 
 
 def test_a_program_with_another_mesh_is_refused():
@@ -286,7 +415,7 @@ def test_a_place_is_one_of_the_whole_mesh():
         both = P(("data", "expert"))
 
         def place(x):
-            return x + direct._place(direct.way_of("expert", 1, opened))
+            return x + direct.place_of(direct.way_of("expert", 1, opened))
 
         split = jax.shard_map(place, mesh=mesh(**DATA), in_specs=both, out_specs=both)
         assert split(jnp.zeros(8, jnp.int32)).tolist() == list(range(8))

@@ -110,6 +110,35 @@ def test_a_row_crosses_to_another_host_once():
     ]
 
 
+def test_three_axes():
+    sizes = {"rack": 2, "host": 2, "expert": 2}
+
+    def call(ids, a):
+        a = dict(a)
+        x, weights, w1, w2 = (a.pop(n) for n in ("x", "weights", "w_gate_up", "w_down"))
+        return layers.sharded(
+            *(x, Routing(ids, weights), w1, w2),
+            mesh=mesh(**sizes),
+            axis_name=tuple(sizes),
+            gate_up="interleaved",
+            dispatch=("all_to_all", "all_gather", "all_to_all"),
+            **a,
+        )
+
+    for kind in ROUTINGS:
+        close(jax.jit(call)(ids_of(kind), arrays()), whole()(ids_of(kind), arrays())[0])
+
+
+def test_boxes_of_the_first_way_make_the_second_smaller():
+    call = functools.partial(layer, dispatch=("all_to_all", "all_to_all"), capacity_factor=0.5)
+    found = jaxmoe.explain(call, jnp.asarray(ids_of("uniform")), arrays()).collectives
+    tokens = [text for text in found if re.search(r"f32\[\d+,16\]", text)]
+    assert tokens[:2] == [  # a token in place of two for each of two hosts; room for both of those
+        "all_to_all of f32[2,16] over host",
+        "all_to_all of f32[8,16] over expert",
+    ]
+
+
 def test_a_capacity_factor_is_that_of_the_first_way():
     """A device sends the first of its tokens that have a choice on a host; all are lost or none."""
     dispatch, per_device = ("all_to_all", "all_to_all"), NUM_TOKENS // 8
@@ -143,15 +172,15 @@ def test_auto_chooses_for_each_axis():
 @pytest.mark.parametrize(
     "options, error, message",
     [
-        ({"dispatch": ("all_gather",)}, ValueError, "must name a way for each axis of axis_name"),
+        ({"dispatch": ("all_gather",)}, ValueError, "must have a way for each axis of axis_name"),
+        ({"dispatch": ["ragged", "auto"]}, TypeError, "must be a name, or a tuple of names"),
         ({"dispatch": ("all_gather", "nccl")}, ValueError, "dispatch='nccl' must be one of auto"),
-        ({"dispatch": ("ragged", "auto"), "tokens": "replicated"}, ValueError, "each axis"),
         (
-            {"dispatch": ("all_gather", "all_to_all"), "capacity_factor": 1.0},
+            {"dispatch": ("ragged", "auto"), "tokens": "replicated"},
             ValueError,
-            "capacity_factor=1.0 is that of the first way, and dispatch=('all_gather', "
-            "'all_to_all') begins with none of all_to_all, ragged",
+            "must be 'auto' with tokens='replicated': nothing is sent",
         ),
+        ({"capacity_factor": "all"}, TypeError, "jaxmoe.expert_parallel.moe_mlp: capacity_factor"),
         ({"dispatch": ("all_gather", "direct")}, ValueError, "along axis_name='expert' that its 4"),
         (
             {"dispatch": ("all_gather", "all_gather"), "own_apart": True},

@@ -182,19 +182,28 @@ OTHER_OPS = {
         [f"{2 * T}x{K}xi32", f"{2 * T}x{H}xbf16", "0x0xf32"],
     ),
     "peer_combine": (
-        lambda *a: direct.peer_combine_p(*a, None, None, way=WAY),
+        lambda *a: direct.peer_combine_p(*a, way=WAY),
         (
             struct(dtype=I32),
             struct(T, K, dtype=I32),
             struct(2 * T, K, dtype=I32),
             struct(2 * T, H),
+            struct(T, H),
+            struct(2 * T, 5, dtype=F32),
         ),
         (
             "jaxmoe_peer_combine_v1",
             {"memory": "expert", "num_devices": "2:i64", "num_local": "3:i64"},
         ),
-        ["i32", f"{T}x{K}xi32", f"{2 * T}x{K}xi32", f"{2 * T}x{H}xbf16", "0x0xbf16", "0x0xf32"],
-        [f"{T}x{H}xbf16", "0x0xf32"],
+        [
+            "i32",
+            f"{T}x{K}xi32",
+            f"{2 * T}x{K}xi32",
+            f"{2 * T}x{H}xbf16",
+            f"{T}x{H}xbf16",
+            f"{2 * T}x5xf32",
+        ],
+        [f"{T}x{H}xbf16", f"{T}x5xf32"],
     ),
     "route": (
         lambda logits, bias: jaxmoe.route(

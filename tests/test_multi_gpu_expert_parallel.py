@@ -105,13 +105,10 @@ def _reference(a, dtype):
 
 @pytest.fixture(autouse=True, scope="module")
 def memory():
-    """Of the axis of all devices, which `dispatch="direct"` along others reopens."""
-    with opened_memory(mesh()):
+    """Of the axis of all devices."""
+    options = {"num_bytes": 1 << 24, "timeout_s": 30}
+    with expert_parallel.open_peer_memory(mesh(), "expert", **options):
         yield
-
-
-def opened_memory(over):
-    return expert_parallel.open_peer_memory(over, "expert", num_bytes=1 << 24, timeout_s=30)
 
 
 WAYS = [

@@ -26,30 +26,6 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jaxmoe::PeerAttrs,
 namespace jaxmoe {
 namespace {
 
-// What an earlier step has come to, if it failed.
-std::string Failed(const Peers& peers, const std::string& name) {
-  const PeerFailure& failure = *peers.failure;
-  const std::string who = "device " + std::to_string(peers.rank) + " of " + name;
-  const std::string other = "device " + std::to_string(failure.device);
-  const std::string in_step = " in step " + std::to_string(failure.step);
-  const std::string after = "; close the memory and open it again";
-  switch (failure.code) {
-    case PeerFailure::kTimeout:
-      return who + " waited " + std::to_string(peers.timeout_ns / 1000000) + " ms for " + other +
-             in_step + after;
-    case PeerFailure::kOtherMesh:
-      return who + " is " + other + " of the program's mesh, and device " +
-             std::to_string(peers.place) + " of the one that the memory was opened for" + after;
-    case PeerFailure::kGaveUp:
-      return who + " stopped" + in_step + ", as " + other + " gave up" + after;
-    case PeerFailure::kOtherStep:
-      return who + " and " + other + " had other calls" + in_step +
-             ": all devices must make them in one order" + after;
-    default:
-      return "";
-  }
-}
-
 // The current device's memory.
 class PeersOfCall {
  public:
@@ -61,9 +37,15 @@ class PeersOfCall {
       return;
     }
     const Peers& peers = *in_use_.get();
-    if (const std::string why = Failed(peers, name_); !why.empty()) take->Refuse(why + ".");
+    if (const std::string why = WhyFailed(peers, name_); !why.empty()) take->Refuse(why + ".");
     take->Range("devices of the memory", peers.num_devices, attrs.num_devices, attrs.num_devices);
     take->Range("num_local", attrs.num_local, 1, kMaxInt);
+  }
+
+  // Refuses sizes that take more of a half than there is.
+  void Fits(int64_t needed, Operands* take) const {
+    if (in_use_.get() == nullptr || take->failed()) return;
+    take->Range("bytes in half of the peer memory", needed, 0, in_use_.get()->half_bytes);
   }
 
   Peers get() const { return in_use_.get() == nullptr ? Peers{} : *in_use_.get(); }
@@ -107,6 +89,10 @@ ffi::Error PeerDispatch(cudaStream_t stream,
   if (take.failed()) return take.error();
   params.size = {T, K, attrs.num_local};
   params.token_bytes = H * (words ? 4 : ElementSize(TypeOf(tokens)));
+  peers.Fits(PeerDispatchBytes(
+                 params.size, params.peers.num_devices, params.token_bytes, params.small_floats),
+             &take);
+  if (take.failed()) return take.error();
   return take.Result(LaunchPeerDispatch(params, stream));
 }
 
@@ -139,6 +125,11 @@ ffi::Error PeerCombine(cudaStream_t stream,
   params.size = {T, K, attrs.num_local};
   params.dtype = TypeOf(rows);
   params.hidden = H;
+  const int64_t row_bytes = H * ElementSize(params.dtype);
+  peers.Fits(
+      PeerCombineBytes(params.size, params.peers.num_devices, row_bytes, params.small_floats),
+      &take);
+  if (take.failed()) return take.error();
   return take.Result(LaunchPeerCombine(params, stream));
 }
 

@@ -177,6 +177,29 @@ void FreePeerMemory(const std::string& name) {
   });
 }
 
+std::string WhyFailed(const Peers& peers, const std::string& name) {
+  const PeerFailure& failure = *peers.failure;
+  const std::string who = "device " + std::to_string(peers.rank) + " of " + name;
+  const std::string other = "device " + std::to_string(failure.device);
+  const std::string in_step = " in step " + std::to_string(failure.step);
+  const std::string after = "; close the memory and open it again";
+  switch (failure.code) {
+    case PeerFailure::kTimeout:
+      return who + " waited " + std::to_string(peers.timeout_ns / 1000000) + " ms for " + other +
+             in_step + after;
+    case PeerFailure::kOtherMesh:
+      return who + " is " + other + " of the program's mesh, and device " +
+             std::to_string(peers.place) + " of the one that the memory was opened for" + after;
+    case PeerFailure::kGaveUp:
+      return who + " stopped" + in_step + ", as " + other + " gave up" + after;
+    case PeerFailure::kOtherStep:
+      return who + " and " + other + " had other calls" + in_step +
+             ": all devices must make them in one order" + after;
+    default:
+      return "";
+  }
+}
+
 PeersInUse::PeersInUse(std::string_view name, int ordinal) {
   {
     const std::lock_guard<std::mutex> lock(mutex);

@@ -82,6 +82,9 @@ void DisconnectPeers(const std::string& name);
 // Frees what this process has under a name. No other process may have it open.
 void FreePeerMemory(const std::string& name);
 
+// What an earlier step of a device has come to, if it failed: a sentence without its period.
+std::string WhyFailed(const Peers& peers, const std::string& name);
+
 // The memory of a device of this process while a step is launched: nobody else launches one there,
 // or closes it.
 class PeersInUse {

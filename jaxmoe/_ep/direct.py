@@ -5,7 +5,7 @@ other's transpose. On CUDA they are calls through peer memory, elsewhere collect
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -36,58 +36,61 @@ class Way(NamedTuple):
     group_axes: tuple[str, ...] = ()
 
 
-def _with_transpose(fn: Callable[..., Any]) -> Any:
-    return jax.custom_vjp(fn, nondiff_argnums=(0,))
+def refused(axis_name: Any, memory: PeerMemory) -> str | None:
+    """Why a program cannot exchange through that memory: its mesh is not the one it is open for."""
+    mesh = jax.sharding.get_abstract_mesh()
+    others = memory.group_axes
+    groups = math.prod(jax.lax.axis_size(a) for a in others if a in mesh.manual_axes)
+    if left := [a for a in mesh.axis_names if a not in mesh.manual_axes and mesh.shape[a] > 1]:
+        return (
+            f"dispatch='direct' along {axis_name!r} needs a jax.shard_map over all axes of the "
+            f"mesh, and {left[0]!r} is left to XLA"
+        )
+    if not set(others) <= set(mesh.manual_axes) or groups != memory.num_groups:
+        return (
+            f"dispatch='direct' along {axis_name!r} needs the mesh that its memory was opened for, "
+            f"whose other axes {others} have {memory.num_groups} devices"
+        )
+    return None
 
 
 def way_of(axis_name: Any, num_local: int, memory: PeerMemory) -> Way:
-    """The exchange through that memory."""
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    groups = math.prod(jax.lax.axis_size(a) for a in memory.group_axes if a in manual)
-    if not set(memory.group_axes) <= set(manual) or groups != memory.num_groups:
-        rule = (
-            f"dispatch='direct' along {axis_name!r} needs the mesh that its memory was opened for, "
-            f"whose other axes {memory.group_axes} have {memory.num_groups} devices"
-        )
-        raise ValueError(f"jaxmoe.{_OP}: {rule}")
+    """The exchange through that memory, which is not `refused`."""
+    if (why := refused(axis_name, memory)) is not None:
+        raise ValueError(f"jaxmoe.{_OP}: {why}")
     name = memory.name if memory.on_gpus else ""
     return Way(axis_name, memory.num_devices, num_local, name, memory.group_axes)
 
 
-@_with_transpose
-def send(way: Way, slots: jax.Array, tokens: jax.Array, small: jax.Array) -> tuple[jax.Array, ...]:
+def send(
+    way: Way, slots: jax.Array, tokens: jax.Array, small: jax.Array | None
+) -> tuple[jax.Array, ...]:
     """Brings tokens to the devices of their choices.
 
     Args:
       way: the exchange.
       slots: [T, K] int32, device * num_local + local id, others go nowhere.
       tokens: [T, H] floats or uint32.
-      small: [T, S] float32.
+      small: [T, S] float32 or None.
 
     Returns:
-      (slots [n T, K] of all devices, tokens [n T, H], small [n T, S]), rows of token t of device s
-      at s T + t; tokens and small are 0 where no choice is on this device.
+      (slots [n T, K] of all devices, tokens [n T, H], small [n T, S] if given), rows of token t of
+      device s at s T + t; tokens and small are 0 where no choice is on this device.
     """
-    return _send(way, slots, tokens, small)
+
+    def collectives(_place: jax.Array, *given: jax.Array) -> tuple[jax.Array, ...]:
+        index = jax.lax.axis_index(way.axis_name)
+        everything = [jax.lax.all_gather(a, way.axis_name, axis=0, tiled=True) for a in given]
+        comes = _has_choice(everything[0], way, index)[:, None]
+        rows = (jnp.where(comes, a, jnp.zeros((), a.dtype)) for a in everything[1:])
+        return (everything[0], *rows)
+
+    def kernels(place: jax.Array, *given: jax.Array) -> tuple[jax.Array, ...]:
+        return peer_dispatch_p(place, *_filled(given, 3), way=way)
+
+    return _on(way, kernels, collectives, [slots, tokens] + ([] if small is None else [small]))
 
 
-def _send_fwd(way: Way, slots: jax.Array, tokens: jax.Array, small: jax.Array) -> Any:
-    out = _send(way, slots, tokens, small)
-    return out, (slots, out[0])
-
-
-def _send_bwd(way: Way, kept: Any, cts: Any) -> Any:
-    slots, all_slots = kept
-    _, tokens, small = cts
-    if not jnp.issubdtype(tokens.dtype, jnp.floating):  # words, which have no cotangent
-        return None, None, _bring(way, slots, all_slots, small, None)[0]
-    return None, *_bring(way, slots, all_slots, tokens, None, small)
-
-
-send.defvjp(_send_fwd, _send_bwd)
-
-
-@_with_transpose
 def bring(
     way: Way,
     slots: jax.Array,
@@ -107,81 +110,37 @@ def bring(
     Returns:
       [T, H], sums in float32 in the order of devices, residual last, rounded once.
     """
-    return _bring(way, slots, all_slots, rows, residual)[0]
 
-
-def _bring_fwd(way: Way, slots: Any, all_slots: Any, rows: Any, residual: Any) -> Any:
-    return _bring(way, slots, all_slots, rows, residual)[0], (slots, residual is not None)
-
-
-def _bring_bwd(way: Way, kept: Any, ct: jax.Array) -> Any:
-    slots, has_residual = kept
-    rows = _send(way, slots, ct, None)[1]
-    return None, None, rows, ct if has_residual else None
-
-
-bring.defvjp(_bring_fwd, _bring_bwd)
-
-
-def _place(way: Way) -> jax.Array:
-    """This device's among all of the mesh that the memory was opened for."""
-    rank = jax.lax.axis_index(way.axis_name)
-    if not way.group_axes:
-        return rank
-    return rank + way.num_devices * jax.lax.axis_index(way.group_axes)
-
-
-def _send(way: Way, slots: jax.Array, tokens: jax.Array, small: Any) -> tuple[jax.Array, ...]:
-    given = (slots, tokens) if small is None else (slots, tokens, small)
-
-    def collectives(_place: jax.Array, *given: jax.Array) -> tuple[jax.Array, ...]:
-        index = jax.lax.axis_index(way.axis_name)
-        everything = [jax.lax.all_gather(a, way.axis_name, axis=0, tiled=True) for a in given]
-        comes = _has_choice(everything[0], way, index)[:, None]
-        rows = (jnp.where(comes, a, jnp.zeros((), a.dtype)) for a in everything[1:])
-        return (everything[0], *rows)
-
-    def kernels(place: jax.Array, *given: jax.Array) -> tuple[jax.Array, ...]:
-        operands = (*given, None)[:3]
-        return peer_dispatch_p(place, *operands, way=way)[: len(given)]
-
-    return _on(way, kernels, collectives, _place(way), *given)
-
-
-def _bring(
-    way: Way, slots: Any, all_slots: Any, rows: jax.Array, residual: Any, small: Any = None
-) -> tuple[jax.Array, ...]:
-    """Sums of rows, and of small numbers [n T, S] float32 beside them, if there are."""
-    optional = [a for a in (residual, small) if a is not None]
-
-    def named(more: Any) -> tuple[Any, Any]:
-        rest = iter(more)
-        return tuple(None if a is None else next(rest) for a in (residual, small))  # pyright: ignore[reportReturnType]
-
-    def collectives(_place: jax.Array, slots: Any, _all_slots: Any, rows: Any, *more: Any) -> Any:
-        residual, small = named(more)
+    def collectives(_place: jax.Array, slots: Any, _all: Any, rows: Any, *more: Any) -> Any:
         count = slots.shape[0]
         device = jnp.arange(way.num_devices, dtype=jnp.int32)
         token = jnp.arange(count, dtype=jnp.int32)[:, None]
         there = jnp.stack([_has_choice(slots, way, d) for d in device], axis=1)
         row = jnp.where(there, device[None, :] * count + token, -1)
+        return (sum_rows(jax.lax.all_to_all(rows, way.axis_name, 0, 0, tiled=True), row, *more),)
 
-        def home(a: jax.Array, residual: Any) -> jax.Array:
-            return sum_rows(jax.lax.all_to_all(a, way.axis_name, 0, 0, tiled=True), row, residual)
+    def kernels(place: jax.Array, *given: jax.Array) -> tuple[jax.Array, ...]:
+        return peer_combine_p(place, *_filled(given, 5), way=way)
 
-        return home(rows, residual), *(() if small is None else (home(small, None),))
-
-    def kernels(place: jax.Array, slots: Any, all_slots: Any, rows: Any, *more: Any) -> Any:
-        return peer_combine_p(place, slots, all_slots, rows, *named(more), way=way)
-
-    operands = _place(way), slots, all_slots, rows, *optional
-    return _on(way, kernels, collectives, *operands)
+    given = [slots, all_slots, rows] + ([] if residual is None else [residual])
+    return _on(way, kernels, collectives, given)[0]
 
 
-def _on(way: Way, kernels: Any, collectives: Any, *operands: jax.Array) -> Any:
+def _on(way: Way, kernels: Any, collectives: Any, given: Sequence[jax.Array]) -> Any:
+    """Runs the one or the other, whose results vary over the same axes."""
+    _, *operands = _primitive.match_varying([jax.lax.axis_index(way.axis_name), *given])
+    operands = place_of(way), *operands
     if not way.memory:
         return collectives(*operands)
     return jax.lax.platform_dependent(*operands, cuda=kernels, default=collectives)
+
+
+def place_of(way: Way) -> jax.Array:
+    """This device's place among all of the mesh that the memory was opened for."""
+    rank = jax.lax.axis_index(way.axis_name)
+    if not way.group_axes:
+        return rank
+    return rank + way.num_devices * jax.lax.axis_index(way.group_axes)
 
 
 def _has_choice(slots: jax.Array, way: Way, device: Any) -> jax.Array:
@@ -190,10 +149,17 @@ def _has_choice(slots: jax.Array, way: Way, device: Any) -> jax.Array:
     return ((slots >= first) & (slots < first + way.num_local)).any(axis=1)
 
 
+def _filled(given: Sequence[Any], count: int) -> list[Any]:
+    return [*given, *[None] * (count - len(given))]
+
+
+# ---- the calls ----------------------------------------------------------------------------------
+
+
 def _no_xla(*_operands: Any, way: Way) -> Any:
     raise NotImplementedError(
-        f"jaxmoe.{_OP}: dispatch='direct' along {way.axis_name!r} needs the jax.shard_map around "
-        "the call to have all axes of its mesh, and the CUDA kernels of jaxmoe"
+        f"jaxmoe.{_OP}: dispatch='direct' through the memory {way.memory!r} of GPUs is lowered for "
+        "CUDA alone; export a program for one platform"
     )
 
 
@@ -206,10 +172,10 @@ def _attrs(_avals: Any, *, way: Way) -> dict[str, Any]:
     return {"memory": way.memory, "num_devices": way.num_devices, "num_local": way.num_local}
 
 
-def _dispatch_out(_place: Any, slots: Any, tokens: Any, small: Any, *, way: Way) -> Any:
+def _wide(slots: Any, arrays: Sequence[Any], way: Way) -> list[_primitive.Spec]:
+    """Rows for the tokens of all devices."""
     count = way.num_devices * slots.shape[0]
-    given = [a for a in (slots, tokens, small) if a is not None]
-    return [((count, a.shape[1]), a.dtype) for a in given]
+    return [((count, a.shape[1]), a.dtype) for a in arrays if a is not None]
 
 
 def _no_small(avals: Any, *, way: Way) -> list[_primitive.Spec]:
@@ -218,12 +184,76 @@ def _no_small(avals: Any, *, way: Way) -> list[_primitive.Spec]:
     return [((0, 0), jnp.dtype(jnp.float32))] if avals.small is None else []
 
 
+def _dispatch_out(_place: Any, slots: Any, tokens: Any, small: Any, *, way: Way) -> Any:
+    return _wide(slots, (slots, tokens, small), way)
+
+
+def _dispatch_jvp(primals: Any, tangents: Any, *, way: Way) -> Any:
+    outs = peer_dispatch_p(*primals, way=way)
+    pairs = (primals.tokens, tangents.tokens), (primals.small, tangents.small)
+    given = [(a, t) for a, t in pairs if a is not None]
+    floats = [jnp.issubdtype(a.dtype, jnp.floating) for a, _ in given]
+    if all(t is None for _, t in given):
+        return outs, (None,) * len(outs)
+    moved = [_or_zeros(a, t) for (a, t), float in zip(given, floats, strict=True) if float]
+    where = primals.place, primals.slots, outs[0]
+    rest = iter(peer_send_p(*where, *_filled(moved, 2), way=way))
+    return outs, (None, *(next(rest) if float else None for float in floats))
+
+
+def _send_out(_place: Any, slots: Any, _all: Any, tokens: Any, small: Any, *, way: Way) -> Any:
+    return _wide(slots, (tokens, small), way)
+
+
+def _send_scratch(avals: Any, *, way: Way) -> list[_primitive.Spec]:
+    return _wide(avals.slots, (avals.slots,), way) + _no_small(avals, way=way)
+
+
+def _send_jvp(primals: Any, tangents: Any, *, way: Way) -> Any:
+    where = primals.place, primals.slots, primals.all_slots
+    tokens = _or_zeros(primals.tokens, tangents.tokens)
+    small = _or_zeros(primals.small, tangents.small)
+    return peer_send_p(*primals, way=way), peer_send_p(*where, tokens, small, way=way)
+
+
+def _send_transpose(cts: Any, args: Any, *, way: Way) -> Any:
+    tokens, small = _filled(cts, 2)
+    where = args.place, args.slots, args.all_slots
+    if tokens is None:
+        return None, None, None, None, *peer_combine_p(*where, small, None, None, way=way)
+    return None, None, None, *_filled(peer_combine_p(*where, tokens, None, small, way=way), 2)
+
+
 def _combine_out(
     _place: Any, slots: Any, _all: Any, rows: Any, _residual: Any, small: Any, *, way: Way
 ) -> list[_primitive.Spec]:
     del way
-    summed = [a for a in (rows, small) if a is not None]
-    return [((slots.shape[0], a.shape[1]), a.dtype) for a in summed]
+    return [((slots.shape[0], a.shape[1]), a.dtype) for a in (rows, small) if a is not None]
+
+
+def _combine_jvp(primals: Any, tangents: Any, *, way: Way) -> Any:
+    outs = peer_combine_p(*primals, way=way)
+    residual = tangents.residual
+    if tangents.rows is None and tangents.small is None:
+        return outs, (residual, *[None] * (len(outs) - 1))
+    where = primals.place, primals.slots, primals.all_slots
+    rows = _or_zeros(primals.rows, tangents.rows)
+    small = _or_zeros(primals.small, tangents.small)
+    return outs, peer_combine_p(*where, rows, residual, small, way=way)
+
+
+def _combine_transpose(cts: Any, args: Any, *, way: Way) -> Any:
+    y, small = _filled(cts, 2)
+    where = args.place, args.slots, args.all_slots
+    if y is None:
+        return None, None, None, None, None, *peer_send_p(*where, small, None, way=way)
+    rows, small = _filled(peer_send_p(*where, y, small, way=way), 2)
+    return None, None, None, rows, y if _primitive.is_linear(args.residual) else None, small
+
+
+def _or_zeros(a: Any, tangent: Any) -> Any:
+    """The tangent of an operand; None for one that is absent."""
+    return jnp.zeros_like(a) if tangent is None and a is not None else tangent
 
 
 peer_dispatch_p = _primitive.define(
@@ -231,7 +261,9 @@ peer_dispatch_p = _primitive.define(
     out=_dispatch_out,
     xla=_no_xla,
     batch=_batch(lambda: peer_dispatch_p),
+    jvp=_dispatch_jvp,
     operands=_primitive.named_operands(["place", "slots", "tokens", "small"]),
+    untyped=("place",),
     cuda=_primitive.CudaTarget(
         "jaxmoe_peer_dispatch_v1",
         attrs=_attrs,
@@ -239,14 +271,37 @@ peer_dispatch_p = _primitive.define(
         absent={"small": (2, jnp.float32)},
     ),
 )
+# The same of numbers alone, whose transpose needs the slots of all devices. Linear in both.
+peer_send_p = _primitive.define(
+    "jaxmoe_peer_send",
+    out=_send_out,
+    xla=_no_xla,
+    batch=_batch(lambda: peer_send_p),
+    jvp=_send_jvp,
+    transpose=_send_transpose,
+    operands=_primitive.named_operands(["place", "slots", "all_slots", "tokens", "small"]),
+    untyped=("place",),
+    cuda=_primitive.CudaTarget(
+        "jaxmoe_peer_dispatch_v1",
+        attrs=_attrs,
+        scratch=_send_scratch,
+        operands=("place", "slots", "tokens", "small"),
+        public=lambda **_params: (1, 2),
+        absent={"small": (2, jnp.float32)},
+    ),
+)
+# Linear in rows, residual and small.
 peer_combine_p = _primitive.define(
     "jaxmoe_peer_combine",
     out=_combine_out,
     xla=_no_xla,
     batch=_batch(lambda: peer_combine_p),
+    jvp=_combine_jvp,
+    transpose=_combine_transpose,
     operands=_primitive.named_operands(
         ["place", "slots", "all_slots", "rows", "residual", "small"]
     ),
+    untyped=("place",),
     cuda=_primitive.CudaTarget(
         "jaxmoe_peer_combine_v1",
         attrs=_attrs,

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmoe._ep import direct as _direct
 from jaxmoe._ep import exchange as _exchange
 from jaxmoe._ep import peers as _peers
 from jaxmoe._ep.cost import DISPATCHES, capacity_of, choose_dispatch
@@ -63,17 +64,22 @@ class Tokens:
       count: T, of them in a chunk.
       top_k: K.
       itemsize: bytes of an element on its way to the experts, None for that of x.
+      own_apart: whether those of this device are computed apart, which one way knows alone.
     """
 
     x: Any
     count: int
     top_k: int
     itemsize: int | None
+    own_apart: bool = False
 
 
-def names_of(dispatch: Any, axis_name: Any, tokens: str, capacity_factor: Any) -> tuple[Any, ...]:
+def names_of(dispatch: Any, axis_name: Any, tokens: str) -> tuple[Any, ...]:
     """Checks `dispatch`, and pairs each of its ways with the axis, or axes, that it is along."""
     choices = ("auto", *DISPATCHES)
+    if isinstance(dispatch, list):
+        rule = f"dispatch={dispatch!r} must be a name, or a tuple of names"
+        raise TypeError(_checks.message(OP, rule))
     if not isinstance(dispatch, tuple):
         _checks.check_choice(OP, "dispatch", dispatch, choices)
         if tokens == "replicated" and dispatch not in ("auto", "all_gather"):
@@ -84,20 +90,14 @@ def names_of(dispatch: Any, axis_name: Any, tokens: str, capacity_factor: Any) -
             raise ValueError(_checks.message(OP, rule))
         return ((dispatch if tokens == "sharded" else "replicated", axis_name),)
     axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
-    if tokens == "replicated" or len(dispatch) != len(axes):
-        rule = (
-            f"dispatch={dispatch!r} must name a way for each axis of axis_name={axis_name!r}, with "
-            "tokens='sharded'"
-        )
+    if len(dispatch) != len(axes):
+        rule = f"dispatch={dispatch!r} must have a way for each axis of axis_name={axis_name!r}"
+        raise ValueError(_checks.message(OP, rule))
+    if tokens == "replicated":
+        rule = f"dispatch={dispatch!r} must be 'auto' with tokens='replicated': nothing is sent"
         raise ValueError(_checks.message(OP, rule))
     for way in dispatch:
         _checks.check_choice(OP, "dispatch", way, choices)
-    if capacity_factor is not None and dispatch[0] not in ("all_to_all", "ragged"):
-        rule = (
-            f"capacity_factor={capacity_factor} is that of the first way, and "
-            f"dispatch={dispatch!r} begins with none of all_to_all, ragged"
-        )
-        raise ValueError(_checks.message(OP, rule))
     return tuple(zip(dispatch, axes, strict=True))
 
 
@@ -109,18 +109,21 @@ def hops_of(
     hops: list[Hop] = []
     for i, (way, axis) in enumerate(ways):
         factor = capacity_factor if i == 0 else None
-        received = dataclasses.replace(tokens, count=tokens.count * math.prod(sizes[:i]))
+        capacity = capacity_of(OP, factor, tokens.count, sizes[i], tokens.top_k)
         memory = _peers.opened(axis, sizes[i])
-        name = _chosen(way, axis, sizes[i], received, memory, factor)
+        name = _chosen(way, axis, sizes[i], tokens, memory, factor)
         hops.append(
             Hop(
                 Axis(axis, sizes[i], jax.lax.axis_index(axis), np.dtype(sum_dtype)),
                 name,
                 num_local * math.prod(sizes[i + 1 :]),
-                capacity_of(OP, factor, received.count, sizes[i], tokens.top_k),
+                capacity,
                 memory if name == "direct" else None,
             )
         )
+        # What arrives from each device goes on.
+        count = capacity if name in ("all_to_all", "ragged") else tokens.count
+        tokens = dataclasses.replace(tokens, count=sizes[i] * count)
     return tuple(hops)
 
 
@@ -130,14 +133,14 @@ def travel(
     residual: jax.Array | None,
     slots: jax.Array,
     row: int,
-    slots_of: Any,
+    slots_in: Any,
 ) -> Exchange:
     """Sends what there is of tokens, one exchange after the other.
 
     Args:
       slots: [T, K] of this device's tokens, counted over all devices.
       row: bytes of a sum.
-      slots_of: from what has arrived to the slots of its tokens.
+      slots_in: from what has arrived to the slots of its tokens.
     """
     ways: list[Exchange] = []
     first: Any = 0  # slot of the first expert beyond what this device may still send to
@@ -145,7 +148,7 @@ def travel(
         if i:
             before = hops[i - 1]
             first = first + before.axis.index * before.num_local
-            slots = slots_of(payload) - first
+            slots = slots_in(payload) - first
             slots = jnp.where((slots >= 0) & (slots < before.num_local), slots, -1)
         ways.append(hop.exchange(payload, None if i else residual, slots, row))
         payload = ways[-1].rows
@@ -179,10 +182,11 @@ def _chosen(
         )
         return way
     itemsize, hidden = np.dtype(tokens.x.dtype).itemsize, tokens.x.shape[1]
-    room = memory is not None and memory.on_gpus
-    if memory is not None and tokens.count:
-        sizes = tokens.count, hidden, tokens.top_k, size
-        room &= _peers.peer_memory_bytes(*sizes, itemsize=itemsize) <= memory.num_bytes
+    room = memory is not None and memory.on_gpus and not tokens.own_apart
+    if memory is not None and room and tokens.count:
+        sizes = tokens.count, max(hidden, 1), tokens.top_k, size
+        room = _peers.peer_memory_bytes(*sizes, itemsize=itemsize) <= memory.num_bytes
+        room = room and _direct.refused(axis, memory) is None
     choice = choose_dispatch(
         tokens.count,
         max(hidden, 1),

@@ -86,9 +86,12 @@ def _chunk(
     if own is not None:
         added = own if added is None else _ep_exchange.plus(own, added, jnp.float32)
     top_k, row = slots.shape[1], x.shape[1] * jnp.dtype(x.dtype).itemsize
-    slots_of = lambda rows: _unpack(rows, x, top_k)[1]  # noqa: E731
+
+    def slots_in(rows: Any) -> jax.Array:
+        return _unpack(rows, x, top_k)[1]
+
     with jax.named_scope(f"dispatch_{s.dispatch}"):
-        out = _hops.travel(s.hops, payload, added, slots, row, slots_of)
+        out = _hops.travel(s.hops, payload, added, slots, row, slots_in)
     y = local(_unpack(out.rows, x, top_k), slots.shape[0])
     if before:
         # Or XLA makes one collective of the sums of all chunks, which then waits for the last.
@@ -136,8 +139,8 @@ def _pack(x: Any, slots: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.
     parts = [weights, jax.lax.stop_gradient((slots + 1).astype(jnp.float32))]
     if not isinstance(x, QuantizedArray):
         return x, jnp.concatenate(parts, axis=1)
-    if x.scales.ndim:
-        parts.append(x.scales.reshape(x.scales.shape[0], -1))
+    if x.scales.ndim:  # beside weights, which have derivatives
+        parts.append(jax.lax.stop_gradient(x.scales.reshape(x.scales.shape[0], -1)))
     values = jax.lax.bitcast_convert_type(x.values, jnp.uint8)
     values = jnp.pad(values, ((0, 0), (0, -values.shape[1] % _WORD)))
     words = values.reshape(values.shape[0], values.shape[1] // _WORD, _WORD)
@@ -154,7 +157,8 @@ def _unpack(rows: tuple[jax.Array, ...], x: Any, top_k: int) -> tuple[Any, jax.A
     values = jax.lax.bitcast_convert_type(values[:, : x.values.shape[1]], x.values.dtype)
     scales = x.scales
     if scales.ndim:
-        scales = small[:, 2 * top_k :].reshape(count, *scales.shape[1:])
+        scales = jax.lax.stop_gradient(small[:, 2 * top_k :])
+        scales = scales.reshape(count, *x.scales.shape[1:])
     return QuantizedArray(values, scales, x.format, x.layout, x.dtype), slots, weights
 
 

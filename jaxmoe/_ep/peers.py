@@ -5,6 +5,7 @@ from types import TracebackType
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxmoe._ep import connect as _connect
 from jaxmoe._ep.connect import OPEN
@@ -43,12 +44,12 @@ class PeerMemory:
     @property
     def name(self) -> str:
         """Under which the kernels find it."""
-        return ",".join(self.axis_name)
+        return self.axis_name[0] if len(self.axis_name) == 1 else repr(self.axis_name)
 
     def close(self) -> None:
         """Frees it; in every process, which wait for each other here.
 
-        Programs that this process has started before end first; those after fail.
+        Programs that this process has started before end first; on GPUs those after fail.
         """
         if _open.get(self.axis_name) is not self:
             return
@@ -133,7 +134,8 @@ def peer_memory_bytes(
     Layers of a program share them. With `num_chunks` T is that of a chunk.
 
     Args:
-      num_tokens: T, tokens of one device.
+      num_tokens: T, tokens of one device; along the second of two axes T times the devices along
+        the first.
       hidden: H.
       top_k: K.
       num_devices: n, size of the expert axis.
@@ -214,7 +216,7 @@ def open_peer_memory(
     memory = PeerMemory(
         names,
         groups.shape[1],
-        num_bytes,
+        int(num_bytes),
         on_gpus,
         others,
         groups.shape[0],
@@ -232,9 +234,15 @@ def _check_arguments(mesh: Any, names: tuple[str, ...], num_bytes: Any, timeout_
         raise TypeError(_checks.message(OPEN, "mesh must be a jax.sharding.Mesh", mesh=mesh))
     for name in names:
         _checks.check_choice(OPEN, "axis_name", name, mesh.axis_names)
+    if not names or len(set(names)) < len(names):
+        rule = f"axis_name={names!r} must be an axis of the mesh, or several, each once"
+        raise ValueError(_checks.message(OPEN, rule))
     _checks.check_int(OPEN, "num_bytes", num_bytes, total_bytes(_ALIGNMENT))
-    if not isinstance(timeout_s, int | float) or not 0 < timeout_s <= _LONGEST_S:
-        rule = f"timeout_s={timeout_s!r} must be a number of seconds in (0, {_LONGEST_S:g}]"
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float | np.number):
+        rule = f"timeout_s={timeout_s!r} must be a number of seconds"
+        raise TypeError(_checks.message(OPEN, rule))
+    if not 0 < timeout_s <= _LONGEST_S:
+        rule = f"timeout_s={timeout_s!r} must be in (0, {_LONGEST_S:g}]"
         raise ValueError(_checks.message(OPEN, rule))
     if names in _open:
         axis = names[0] if len(names) == 1 else names

@@ -81,6 +81,7 @@ class Op:
       composed: (absent, **params) -> whether that function is made of other ops, which are CUDA's
         too; `absent` names the operands that are None.
       expands: (absent, **params) -> whether those ops are divided over a mesh, and not this one.
+      untyped: operands that may vary over more axes than results do.
     """
 
     name: str
@@ -93,6 +94,7 @@ class Op:
     rule: _sharding.Rule | None
     composed: Callable[..., bool]
     expands: Callable[..., bool]
+    untyped: tuple[str, ...] = ()
 
     def __call__(self, *arrays: Any, **params: Any) -> tuple[jax.Array, ...]:
         """Binds a primitive to `arrays`, cast to a common set of varying manual axes.
@@ -100,7 +102,14 @@ class Op:
         None stands for an operand that is absent.
         """
         given = self.operands(*arrays)
-        matched = _match_varying([a for a in given if a is not None])
+        typed = [n for n in given._fields if n not in self.untyped]
+        cast = match_varying([a for n in typed if (a := getattr(given, n)) is not None])
+        rest = iter(cast)
+        matched = [
+            next(rest) if n in typed else a
+            for n, a in zip(given._fields, given, strict=True)
+            if a is not None
+        ]
         avals = [jax.typeof(a) for a in matched]
         mesh = _mesh.mesh_of(avals)
         absent = tuple(n for n, a in zip(given._fields, given, strict=True) if a is None)
@@ -148,18 +157,20 @@ def define(
     composed: bool | Callable[..., bool] = False,
     expands: Callable[..., bool] = lambda **_params: False,
     operands: Callable[..., Any] | None = None,
+    untyped: tuple[str, ...] = (),
 ) -> Op:
     """Makes the primitives `name` and registers them in `OPS`. See the module docstring.
 
     `composed` says that `xla` calls other ops, which are CUDA's calls too, so `cuda` is not asked;
     it may depend on the static parameters, and so may `expands`. Without `rule` CUDA runs `xla` too
     in a program of several devices that XLA divides. `operands` is the NamedTuple of the operands,
-    if they are not the positional parameters of `xla`.
+    if they are not the positional parameters of `xla`. What is `untyped` says where a device is:
+    results do not vary over an axis because it does.
     """
     named = operands or _operands_of(xla)
     is_composed = composed if callable(composed) else lambda **_params: composed
     primitives = Primitive(name), Primitive(name)
-    op = Op(name, *primitives, named, out, xla, cuda, rule, is_composed, expands)
+    op = Op(name, *primitives, named, out, xla, cuda, rule, is_composed, expands, untyped)
 
     def of_named(*there: Any, absent: tuple[str, ...], **params: Any) -> tuple[Any, ...]:
         return xla(*op.named(there, absent), **params)
@@ -238,7 +249,7 @@ def _varying(aval: Any) -> frozenset[str]:
     return frozenset(aval.manual_axis_type.varying)
 
 
-def _match_varying(arrays: Sequence[Any]) -> list[Any]:
+def match_varying(arrays: Sequence[Any]) -> list[Any]:
     """Casts `arrays` to vary over the union of their manual mesh axes (check_vma=True)."""
     arrays = [jnp.asarray(a) for a in arrays]
     per_array = [_varying(jax.typeof(a)) for a in arrays]
@@ -271,7 +282,8 @@ def _abstract_eval(
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return [ShapedArray(shape, dtype) for shape, dtype in specs]
-    varying = frozenset().union(*(_varying(a) for a in avals))
+    typed = (getattr(named, n) for n in named._fields if n not in op.untyped)
+    varying = frozenset().union(*(_varying(a) for a in typed if a is not None))
     return [
         ShapedArray(
             shape,

@@ -17,7 +17,9 @@ _THREADS = 8  # so many reads keep a disk busy, and copy out of the page cache
 _READ_BYTES = 1 << 24
 _READ_PARTS = 512  # arrays that a read fills; the system allows 1024
 _ALIGNMENT = 64
-_AHEAD_BYTES = 3 << 28  # of host memory, beside the array that is in use
+# Of host memory: while less than so much is read ahead, arrays of another batch are begun. So no
+# more than both and an array, beside the one that is in use.
+_AHEAD_BYTES = 1 << 29
 _BATCH_BYTES = 1 << 29
 
 
@@ -47,6 +49,7 @@ class Ahead:
         self.shards = shards
         self._coming: Iterator[Piece] = iter(pieces)
         self._begun: collections.deque[_Reading] = collections.deque()
+        self._ahead = 0  # bytes of these
         self._files: dict[Path, int] = {}
         self._threads = concurrent.futures.ThreadPoolExecutor(_THREADS, "jaxmoe.load")
 
@@ -68,6 +71,7 @@ class Ahead:
         self._go_on()
         if self._begun and self._begun[0].piece == piece:
             reading = self._begun.popleft()
+            self._ahead -= reading.data.nbytes
         else:
             (reading,) = self._begin([piece])
         self._go_on()
@@ -76,16 +80,16 @@ class Ahead:
         return reading.data.view(piece.dtype).reshape(piece.shape)
 
     def _go_on(self) -> None:
-        while sum(reading.data.nbytes for reading in self._begun) < _AHEAD_BYTES:
+        while self._ahead < _AHEAD_BYTES:
             batch: list[Piece] = []
-            while sum(map(_size, batch)) < _BATCH_BYTES:
-                piece = next(self._coming, None)
-                if piece is None:
-                    break
+            size = 0
+            while size < _BATCH_BYTES and (piece := next(self._coming, None)) is not None:
                 batch.append(piece)
+                size += _size(piece)
             if not batch:
                 return
             self._begun += self._begin(batch)
+            self._ahead += size
 
     def _begin(self, batch: Sequence[Piece]) -> list[_Reading]:
         readings = [_Reading(piece, _aligned(_size(piece)), []) for piece in batch]
