@@ -66,6 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
                 sets = cases.weight_sets(MODELS[name], args.seed)
             case = cases.Case(MODELS[name], num_tokens, skew, args.seed + number, sets)
             runner.measure(suite, case, SUITES[suite](case), settings, out)
+            ep.close_memory()
             del case
             gc.collect()
         del sets

@@ -36,6 +36,7 @@ from benchmarks.suites import (  # noqa: E402
     train,
     train_products,
 )
+from jaxmoe._ep import peers  # noqa: E402
 from jaxmoe._gemm.tiles import mlp_configs  # noqa: E402
 
 
@@ -298,7 +299,9 @@ def test_experts_over_devices_are_checked_and_timed(tmp_path: Path) -> None:
     assert found["xla[all_to_all]"].sent_gbps == pytest.approx(sent / us * 1e-3, rel=1e-3)
     assert found[name].devices == count and "GB/s sent" in rows.line(found[name])
     case = Case(wide, 2, "uniform", 1, weight_sets(wide, 0))
+    assert peers.opened(ep.AXIS, count) is None  # each case closes what it has opened
     every = {entry.impl: entry for entry in ep.entries(case)}
+    ep.close_memory()
     assert set(every) == set(ep.IMPLS) - {ep.Variant(m, 4).name for m in ep.DISPATCHES}
     check = every[ep.LOCAL].check  # of the sum of what each device computes by itself
     assert check is not None and 0.0 < check() < 1e-2

@@ -68,7 +68,13 @@ IMPLS = (
 )
 
 
-_memory: dict[str, expert_parallel.PeerMemory] = {}
+_memory: list[expert_parallel.PeerMemory] = []
+
+
+def close_memory() -> None:
+    """Closes what the entries of the last case have opened."""
+    while _memory:
+        _memory.pop().close()
 
 
 @functools.cache
@@ -143,14 +149,9 @@ class Spread:
         model, num_tokens = self.case.model, self.case.num_tokens
         sizes = num_tokens, model.hidden, model.top_k, self.count
         needed = expert_parallel.peer_memory_bytes(*sizes, itemsize=BYTES)
-        held = _memory.get("open")
-        if held is not None and held.num_bytes >= needed:
-            return None
-        if held is not None:
-            held.close()
-            del _memory["open"]
+        close_memory()
         try:
-            _memory["open"] = expert_parallel.open_peer_memory(mesh(), AXIS, num_bytes=needed)
+            _memory.append(expert_parallel.open_peer_memory(mesh(), AXIS, num_bytes=needed))
         except RuntimeError as error:  # NotImplementedError too
             return f"not run: {error}"
         return None
