@@ -426,9 +426,11 @@ def test_a_place_is_one_of_the_whole_mesh():
 def test_memory_has_room_for_the_backward_pass():
     """Cotangents of ids and weights come home beside those of tokens."""
     sizes = {"num_tokens": 256, "top_k": 8, "num_devices": 8, "small": 16, "row_bytes": 32}
-    needed = peers.needed_bytes(token_bytes=32, **sizes)
+    needed = peers.needed_bytes(token_bytes=32, words=False, **sizes)
     assert needed == peers.HEADER_BYTES + 2 * 8 * 256 * (32 + 4 * 16)
-    packed = peers.needed_bytes(256, 8, 1, 16, 0, 4096)
+    words = peers.needed_bytes(token_bytes=8, words=True, **sizes)  # of which none come home
+    assert words == peers.HEADER_BYTES + 2 * 8 * 256 * 4 * 16
+    packed = peers.needed_bytes(256, 8, 1, 16, 0, 4096, words=True)
     assert packed == peers.HEADER_BYTES + 2 * peers.dispatch_bytes(256, 8, 1, 4096, 0)
 
 

@@ -106,17 +106,29 @@ def total_bytes(half: int) -> int:
 
 
 def needed_bytes(
-    num_tokens: int, top_k: int, num_devices: int, token_bytes: int, small: int, row_bytes: int
+    num_tokens: int,
+    top_k: int,
+    num_devices: int,
+    token_bytes: int,
+    small: int,
+    row_bytes: int,
+    *,
+    words: bool,
 ) -> int:
     """Bytes of memory for a layer and its gradient, see `dispatch_bytes`.
 
-    `row_bytes`: of a sum. In the backward pass cotangents of sums go out as tokens do, and those of
-    tokens come home as sums do, with those of small numbers.
+    In the backward pass cotangents of sums go out as tokens do, and those of tokens come home as
+    sums do, with those of small numbers beside them.
+
+    Args:
+      row_bytes: of a sum.
+      words: tokens are words of quantized ones, which have no cotangent.
     """
     halves = [
         dispatch_bytes(num_tokens, top_k, num_devices, token_bytes, small),
         dispatch_bytes(num_tokens, top_k, num_devices, row_bytes, 0),
-        combine_bytes(num_tokens, num_devices, row_bytes, small),
+        combine_bytes(num_tokens, num_devices, row_bytes, 0 if words else small),
+        combine_bytes(num_tokens, num_devices, 4 * small, 0),
     ]
     return total_bytes(max(halves))
 
@@ -150,7 +162,7 @@ def peer_memory_bytes(
     Example:
       >>> from jaxmoe import expert_parallel
       >>> expert_parallel.peer_memory_bytes(4096, 7168, 8, 8)
-      939528192
+      943722496
     """
     given = {
         "num_tokens": num_tokens,
@@ -163,8 +175,12 @@ def peer_memory_bytes(
         _checks.check_int(BYTES, name, value, 1)
     row = hidden * itemsize
     # Scales of quantized tokens: at most one for 16 elements, of float32, beside half of the bytes.
-    small = 2 * top_k + -(-hidden // 16)
-    return needed_bytes(num_tokens, top_k, num_devices, row, small, row)
+    small, scales = 2 * top_k, -(-hidden // 16)
+    sizes = num_tokens, top_k, num_devices, row
+    return max(
+        needed_bytes(*sizes, small, row, words=False),
+        needed_bytes(*sizes, small + scales, row, words=True),
+    )
 
 
 def open_peer_memory(
