@@ -477,8 +477,8 @@ def connected(monkeypatch, extension, others, good=True):
     """Opens memory between two devices of this process and what another one tells."""
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(connect, "_extension", lambda: extension)
-    monkeypatch.setattr(connect, "_free", lambda name: extension.peer_free(name))
-    monkeypatch.setattr(connect, "_check", lambda groups: None)
+    if extension is not None:
+        monkeypatch.setattr(connect, "_check", lambda groups: None)
 
     def gather(mine):
         if mine.dtype == bool:
@@ -514,6 +514,12 @@ def test_processes_tell_each_other_where_their_memory_is(monkeypatch):
     own = [(0, 64, bytes(64)), (1, 4160, bytes([1]) * 64)]
     everyone = [*own, (-1, 9, bytes([92]) * 64), (-1, 10, bytes([93]) * 64)]
     assert opened == [("peer_connect", "expert", i, i, 0, 2.0, everyone) for i in (0, 1)]
+
+
+def test_without_kernels_the_reason_is_given(monkeypatch):
+    monkeypatch.setattr(_targets, "why_not", lambda: "this build has none")
+    with pytest.raises(NotImplementedError, match="no kernels here: this build has none"):
+        connected(monkeypatch, None, told_by_another)
 
 
 @pytest.mark.parametrize(

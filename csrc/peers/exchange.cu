@@ -15,22 +15,16 @@ constexpr int64_t kCtasPerSm = 4;
 // Up to so many tasks of a warp are one launch, of CTAs that run at once whatever else does: for
 // few tokens three launches take longer than what they do.
 constexpr int64_t kMostTasksOfOne = 2048;
-constexpr unsigned kMostCtasOfOne = 64;
+constexpr int64_t kMostCtasOfOne = 64;
 
 // CTAs for so many tasks of a warp each.
 cudaError_t GetGrid(int64_t tasks, dim3* grid) {
   int sm_count = 0;
   JAXMOE_RETURN_IF_CUDA_ERROR(GetSmCount(&sm_count));
-  *grid = dim3(
-      static_cast<unsigned>(std::clamp<int64_t>(CeilDiv(tasks, kWarps), 1, sm_count * kCtasPerSm)));
-  return cudaSuccess;
-}
-
-cudaError_t GetGridOfOne(int64_t tasks, dim3* grid) {
-  JAXMOE_RETURN_IF_CUDA_ERROR(GetGrid(tasks, grid));
-  int sm_count = 0;  // each has room for a CTA
-  JAXMOE_RETURN_IF_CUDA_ERROR(GetSmCount(&sm_count));
-  grid->x = std::min({grid->x, kMostCtasOfOne, static_cast<unsigned>(sm_count)});
+  // Of one launch no more than SMs, each of which has room for a CTA.
+  const int64_t most = tasks <= kMostTasksOfOne ? std::min<int64_t>(kMostCtasOfOne, sm_count)
+                                                : sm_count * kCtasPerSm;
+  *grid = dim3(static_cast<unsigned>(std::clamp<int64_t>(CeilDiv(tasks, kWarps), 1, most)));
   return cudaSuccess;
 }
 
@@ -62,7 +56,7 @@ cudaError_t LaunchDispatchUnit(const PeerDispatchParams& p, cudaStream_t stream)
   const int64_t tasks = p.size.num_tokens * p.peers.num_devices * PartsOfRow(units);
   dim3 grid;
   if (tasks <= kMostTasksOfOne) {
-    JAXMOE_RETURN_IF_CUDA_ERROR(GetGridOfOne(tasks, &grid));
+    JAXMOE_RETURN_IF_CUDA_ERROR(GetGrid(tasks, &grid));
     return LaunchKernel(PeerDispatchKernel<Unit>, grid, dim3(kPeerThreads), 0, stream, false, p);
   }
   JAXMOE_RETURN_IF_CUDA_ERROR(GetGrid(CeilDiv(std::max({slots, floats, copied}), 32), &grid));
@@ -83,7 +77,7 @@ cudaError_t LaunchCombineSized(const PeerCombineParams& p, cudaStream_t stream) 
   const int64_t tasks = p.size.num_tokens * p.peers.num_devices * PartsOfRow(pieces);
   dim3 grid;
   if (tasks <= kMostTasksOfOne) {
-    JAXMOE_RETURN_IF_CUDA_ERROR(GetGridOfOne(tasks, &grid));
+    JAXMOE_RETURN_IF_CUDA_ERROR(GetGrid(tasks, &grid));
     return LaunchKernel(PeerCombineKernel<T, kSize>, grid, block, 0, stream, false, p, row_pieces);
   }
   JAXMOE_RETURN_IF_CUDA_ERROR(GetGrid(tasks, &grid));
@@ -121,12 +115,7 @@ cudaError_t Load(Kernels... kernels) {
 }  // namespace
 
 cudaError_t LaunchPeerDispatch(PeerDispatchParams params, cudaStream_t stream) {
-  if (TooLarge(params.size, params.peers, params.token_bytes) ||
-      PeerDispatchBytes(
-          params.size, params.peers.num_devices, params.token_bytes, params.small_floats) >
-          params.peers.half_bytes) {
-    return cudaErrorInvalidValue;
-  }
+  if (TooLarge(params.size, params.peers, params.token_bytes)) return cudaErrorInvalidValue;
   if (params.size.num_tokens == 0) return cudaSuccess;
   params.size.tag = TagOf({0,
                            params.size.num_tokens,
@@ -144,11 +133,7 @@ cudaError_t LaunchPeerDispatch(PeerDispatchParams params, cudaStream_t stream) {
 
 cudaError_t LaunchPeerCombine(PeerCombineParams params, cudaStream_t stream) {
   const int64_t row_bytes = params.hidden * ElementSize(params.dtype);
-  if (TooLarge(params.size, params.peers, row_bytes) ||
-      PeerCombineBytes(params.size, params.peers.num_devices, row_bytes, params.small_floats) >
-          params.peers.half_bytes) {
-    return cudaErrorInvalidValue;
-  }
+  if (TooLarge(params.size, params.peers, row_bytes)) return cudaErrorInvalidValue;
   if (params.size.num_tokens == 0 || params.hidden == 0) return cudaSuccess;
   params.size.tag = TagOf({1,
                            params.size.num_tokens,

@@ -1,8 +1,8 @@
 // Device code of dispatch and combine through memory that all devices of an axis reach.
 //
 // Each is three kernels in one stream: what others need is written and announced, one CTA waits for
-// the announcements of all, and the last kernel reads. No CTA waits for another of its own grid,
-// and what waits is one CTA, so collectives on other streams find SMs.
+// the announcements of all, and the last kernel reads. What waits is one CTA, so collectives on
+// other streams find SMs. For few tokens it is one kernel, of so few CTAs that all run at once.
 //   dispatch: tokens are copied into the own half, slots pushed into every device's; then each
 //     device pulls the rows that have a choice there, from the half of their source into its
 //     result.

@@ -58,7 +58,7 @@ struct PeerCombineParams {
 
 cudaError_t LaunchPeerCombine(PeerCombineParams params, cudaStream_t stream);
 
-// Bytes of a half that the two need.
+// Bytes of a half that the two need, which whoever launches them has compared with what there is.
 int64_t PeerDispatchBytes(const ExchangeSize& size,
                           int num_devices,
                           int64_t token_bytes,

@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxmoe._ep import hops as _hops
 from jaxmoe._ep.cost import TOKENS
+from jaxmoe._ep.direct import OP
 from jaxmoe._ep.exchange import Axis
 from jaxmoe._formats import Format
 from jaxmoe._jax import checks as _checks
@@ -17,7 +18,6 @@ from jaxmoe._mlp.checks import check_experts, check_tokens
 from jaxmoe.experts import Experts
 from jaxmoe.quantize import FORMATS, QuantizedArray
 
-OP = "expert_parallel.moe_mlp"
 # Options that are passed on to `jaxmoe.moe_mlp` as they are.
 OPTIONS = ("apply_weight_on_input", "batch_invariant", "config", "recompute")
 

@@ -49,7 +49,7 @@ def connect(name: str, groups: Groups, half_bytes: int, timeout_s: float) -> Non
             undone.pop_all()
             return
         try:
-            _extension().peer_disconnect(name)
+            _disconnect(name)
         finally:
             _all_say(True)
     if isinstance(failure, RuntimeError) and not isinstance(failure, NotImplementedError):
@@ -64,7 +64,7 @@ def close(name: str, devices: Iterable[Any]) -> None:
         jax.block_until_ready(jax.jit(lambda a: a + 1)(jax.device_put(np.int32(0), device)))
     _agree(OPEN, "close", name)
     try:
-        _extension().peer_disconnect(name)
+        _disconnect(name)
     finally:
         _all_say(True)  # nobody has it open any more
         _free(name)
@@ -79,8 +79,13 @@ def _extension() -> Any:
     return _targets.extension()
 
 
+def _disconnect(name: str) -> None:
+    if _extension() is not None:
+        _extension().peer_disconnect(name)
+
+
 def _free(name: str) -> None:
-    if _targets.cuda_available():
+    if _extension() is not None:
         _extension().peer_free(name)
 
 

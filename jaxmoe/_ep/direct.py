@@ -15,7 +15,7 @@ from jaxmoe._ep.peers import PeerMemory
 from jaxmoe._jax import primitive as _primitive
 from jaxmoe.finalize import sum_rows
 
-_OP = "expert_parallel.moe_mlp"
+OP = "expert_parallel.moe_mlp"
 
 
 class Way(NamedTuple):
@@ -57,7 +57,7 @@ def refused(axis_name: Any, memory: PeerMemory) -> str | None:
 def way_of(axis_name: Any, num_local: int, memory: PeerMemory) -> Way:
     """The exchange through that memory, which is not `refused`."""
     if (why := refused(axis_name, memory)) is not None:
-        raise ValueError(f"jaxmoe.{_OP}: {why}")
+        raise ValueError(f"jaxmoe.{OP}: {why}")
     name = memory.name if memory.on_gpus else ""
     return Way(axis_name, memory.num_devices, num_local, name, memory.group_axes)
 
@@ -158,7 +158,7 @@ def _filled(given: Sequence[Any], count: int) -> list[Any]:
 
 def _no_xla(*_operands: Any, way: Way) -> Any:
     raise NotImplementedError(
-        f"jaxmoe.{_OP}: dispatch='direct' through the memory {way.memory!r} of GPUs is lowered for "
+        f"jaxmoe.{OP}: dispatch='direct' through the memory {way.memory!r} of GPUs is lowered for "
         "CUDA alone; export a program for one platform"
     )
 
@@ -192,13 +192,13 @@ def _dispatch_jvp(primals: Any, tangents: Any, *, way: Way) -> Any:
     outs = peer_dispatch_p(*primals, way=way)
     pairs = (primals.tokens, tangents.tokens), (primals.small, tangents.small)
     given = [(a, t) for a, t in pairs if a is not None]
-    floats = [jnp.issubdtype(a.dtype, jnp.floating) for a, _ in given]
+    movable = [jnp.issubdtype(a.dtype, jnp.floating) for a, _ in given]
     if all(t is None for _, t in given):
         return outs, (None,) * len(outs)
-    moved = [_or_zeros(a, t) for (a, t), float in zip(given, floats, strict=True) if float]
+    moved = [_or_zeros(a, t) for (a, t), moves in zip(given, movable, strict=True) if moves]
     where = primals.place, primals.slots, outs[0]
     rest = iter(peer_send_p(*where, *_filled(moved, 2), way=way))
-    return outs, (None, *(next(rest) if float else None for float in floats))
+    return outs, (None, *(next(rest) if moves else None for moves in movable))
 
 
 def _send_out(_place: Any, slots: Any, _all: Any, tokens: Any, small: Any, *, way: Way) -> Any:

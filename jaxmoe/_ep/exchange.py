@@ -21,8 +21,6 @@ from jaxmoe.plan import plan
 
 Arrays = tuple[jax.Array, ...]
 
-_OP = "expert_parallel.moe_mlp"
-
 
 @dataclasses.dataclass(frozen=True)
 class Axis:
@@ -101,7 +99,7 @@ def direct(
             f"each of {axis.size} devices, and num_bytes={memory.num_bytes} are open along "
             f"{axis.name!r}; open more, or give num_chunks"
         )
-        raise ValueError(_checks.message(_OP, rule, x=tokens))
+        raise ValueError(_checks.message(_direct.OP, rule, x=tokens))
     way = _direct.way_of(axis.name, num_local, memory)
     all_slots, *rows = _direct.send(way, slots, tokens, small)
 

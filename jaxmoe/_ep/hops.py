@@ -12,11 +12,10 @@ from jaxmoe._ep import direct as _direct
 from jaxmoe._ep import exchange as _exchange
 from jaxmoe._ep import peers as _peers
 from jaxmoe._ep.cost import DISPATCHES, capacity_of, choose_dispatch
+from jaxmoe._ep.direct import OP
 from jaxmoe._ep.exchange import Arrays, Axis, Exchange
 from jaxmoe._jax import checks as _checks
 from jaxmoe._jax import told
-
-OP = "expert_parallel.moe_mlp"
 
 
 @dataclasses.dataclass(frozen=True)
