@@ -37,7 +37,7 @@ struct Given {
 
 struct Step {
   bool dispatch, one_launch, has_residual;
-  int num_tokens, top_k, hidden, small_floats, ctas, slow;
+  int num_tokens, top_k, hidden, small_floats, ctas;
   std::vector<Given> of_device;
 };
 
@@ -53,7 +53,6 @@ Step Draw(int devices, int seed, int number) {
   step.hidden = below(2) ? 4 * (1 + below(300)) : 1 + below(600);
   step.small_floats = below(3) * 5;
   step.ctas = 1 + below(2);
-  step.slow = below(devices);
   const auto floats = [&](int count) {
     std::vector<float> values(count);
     for (float& value : values) value = static_cast<float>(below(1000)) - 500.0f;
@@ -83,16 +82,35 @@ bool Goes(const Step& step, int source, int token, int device) {
   return false;
 }
 
-// One device is slow, while the others go on as far as they may.
-void Pause(const Step& step, int device) {
-  if (device != step.slow) return;
-  std::this_thread::sleep_for(std::chrono::milliseconds(10));
+// Until all other devices have come to a step, as this one's memory tells, or one gave up.
+void AwaitOthers(const Peers& peers, uint32_t step) {
+  const PeerHeader* own = HeaderOf(peers, peers.rank);
+  for (int device = 0; device < peers.num_devices; ++device) {
+    if (device == peers.rank) continue;
+    while (LoadAcquireSystem(&own->flags[device].step) < step &&
+           LoadAcquireSystem(&own->failed) == 0) {
+      std::this_thread::yield();
+    }
+  }
 }
 
-// A device's part of a step. Returns the number of wrong results; of failed ones those that are no
+// Whether a device is the slow one of a step, whose number in the memory is one more. It reads when
+// the others have written what they can of the step after, and gives them a while of that before it
+// writes itself: whatever may go wrong between steps does.
+bool IsSlow(const Peers& peers, int number) {
+  return number >= 0 && number % peers.num_devices == peers.rank;
+}
+
+// A device's part of a step, which reads when the others have come to step `read_after` where it
+// can be held. Returns the number of wrong results; of failed ones those that are no
 // NaN.
 template <class Unit, int kSize>
-int Run(const Step& step, const Peers& peers, int32_t place, uint32_t tag, bool expect_failure) {
+int Run(const Step& step,
+        const Peers& peers,
+        int32_t place,
+        uint32_t tag,
+        uint32_t read_after,
+        bool expect_failure) {
   const int n = peers.num_devices, me = peers.rank, rows = n * step.num_tokens;
   const Given& given = step.of_device[me];
   const ExchangeSize size{step.num_tokens, step.top_k, kLocal, tag};
@@ -123,7 +141,7 @@ int Run(const Step& step, const Peers& peers, int32_t place, uint32_t tag, bool 
     } else {
       emulated::Launch(step.ctas, kPeerThreads, [&] { PeerStageKernel<Unit>(params); });
       emulated::Launch(1, 32, [&] { PeerWaitKernel(peers, tag); });
-      Pause(step, me);
+      AwaitOthers(peers, read_after);
       emulated::Launch(step.ctas, kPeerThreads, [&] { PeerPullKernel<Unit>(params); });
     }
     for (int source = 0; source < n; ++source) {
@@ -167,7 +185,7 @@ int Run(const Step& step, const Peers& peers, int32_t place, uint32_t tag, bool 
   } else {
     emulated::Launch(step.ctas, kPeerThreads, [&] { PeerPushKernel<Unit>(params, pieces); });
     emulated::Launch(1, 32, [&] { PeerWaitKernel(peers, tag); });
-    Pause(step, me);
+    AwaitOthers(peers, read_after);
     emulated::Launch(step.ctas, kPeerThreads, [&] { PeerSumKernel<float, kSize>(params, pieces); });
   }
   for (int t = 0; t < step.num_tokens; ++t) {
@@ -216,10 +234,16 @@ int Main(int devices, int steps, int seed, const std::string& fault, int fault_s
         const Step step = Draw(devices, seed, number);
         std::this_thread::sleep_for(std::chrono::microseconds(random() % 3000));
         const bool failed = !fault.empty() && number >= fault_step;
+        const int last = fault.empty() ? steps - 1 : fault_step - 1;  // that all come to
+        if (IsSlow(peers, number - 1) && number <= last) {
+          AwaitOthers(peers, number + 1);
+          std::this_thread::sleep_for(std::chrono::milliseconds(5));
+        }
+        const uint32_t read_after = IsSlow(peers, number) && number < last ? number + 2 : 0;
         const int32_t place = peers.place + (at_fault && fault == "moved");
         const uint32_t tag = number + (at_fault && fault == "differs");
-        const int found = step.hidden % 4 == 0 ? Run<uint4, 4>(step, peers, place, tag, failed)
-                                               : Run<uint32_t, 1>(step, peers, place, tag, failed);
+        const auto run = step.hidden % 4 == 0 ? Run<uint4, 4> : Run<uint32_t, 1>;
+        const int found = run(step, peers, place, tag, read_after, failed);
         if (found != 0) {
           std::printf("device %d step %d: %d wrong\n", me, number, found);
           wrong += found;
