@@ -19,10 +19,13 @@ from jaxmoe._jax import targets as _targets
 
 _PEERS = (xla_ragged_dot, tokamax_gmm, torch_grouped_mm, dense)
 _PEER_NAMES = (routing.XLA, *(peer.NAME for peer in _PEERS))
-_OURS = ("jaxmoe", *layer_fp8.VARIANTS, *layer_packed.VARIANTS, *ep.VARIANTS)
+_OURS = (
+    "jaxmoe",
+    *(*layer_fp8.VARIANTS, *layer_packed.VARIANTS, *ep.VARIANTS, *ep.FP8_VARIANTS),
+)
 _IMPLS = (
     *(*_OURS, "jaxmoe[kn]", stack.CHAIN, train.RECOMPUTE, routing.TWO_CALLS),
-    *(name for name in ep.IMPLS if name not in ep.VARIANTS),
+    *(name for name in ep.IMPLS if name not in _OURS),
     *(*_PEER_NAMES, layer_fp8.DEQUANTIZED, dense.FP8_NAME, *runner.FLOORS.values()),
 )
 _MEMORY = "0.92"  # part of the GPU's memory; JAX's own default leaves a quarter unused

@@ -28,6 +28,8 @@ from benchmarks.report import every_row, measurements  # noqa: E402
 from benchmarks.suites import (  # noqa: E402
     SUITES,
     ep,
+    ep_exchange,
+    ep_train,
     layer,
     layer_packed,
     routing,
@@ -37,6 +39,7 @@ from benchmarks.suites import (  # noqa: E402
     train_products,
 )
 from jaxmoe._ep import peers  # noqa: E402
+from jaxmoe._ep.cost import share_per_device  # noqa: E402
 from jaxmoe._gemm.tiles import mlp_configs  # noqa: E402
 
 
@@ -240,10 +243,10 @@ def test_training_checks_every_gradient(tmp_path: Path) -> None:
     ct = train._cotangent(case)  # pyright: ignore[reportPrivateUsage]
     call = train._training("jaxmoe[kn]")  # pyright: ignore[reportPrivateUsage]
     right = jax.jit(call)(x, r, case.sets[0], ct)
-    assert train._error(case, *right) < 1e-2  # pyright: ignore[reportPrivateUsage]
+    assert train.error(case, right, ct) < 1e-2
     for i in range(4):
         wrong = [jax.tree.map(lambda a: 1.1 * a, v) if i == j else v for j, v in enumerate(right)]
-        assert train._error(case, *wrong) > 0.05  # pyright: ignore[reportPrivateUsage]
+        assert train.error(case, tuple(wrong), ct) > 0.05
 
 
 def test_training_checks_both_gradients_of_a_product() -> None:
@@ -302,9 +305,50 @@ def test_experts_over_devices_are_checked_and_timed(tmp_path: Path) -> None:
     assert peers.opened(ep.AXIS, count) is None  # each case closes what it has opened
     every = {entry.impl: entry for entry in ep.entries(case)}
     ep.close_memory()
-    assert set(every) == set(ep.IMPLS) - {ep.Variant(m, 4).name for m in ep.DISPATCHES}
+    left_out = {ep.Variant(m, 4).name for m in ep.DISPATCHES}  # two tokens in four chunks
+    left_out |= {*ep.FP8_VARIANTS, ep.FP8_LOCAL, ep_exchange.DISPATCH_FP8}  # no whole blocks
+    assert set(every) == set(ep.IMPLS) - left_out
     check = every[ep.LOCAL].check  # of the sum of what each device computes by itself
     assert check is not None and 0.0 < check() < 1e-2
     assert "no ragged_all_to_all here" in (every[ep.ragged_ep.NAME].refusal or "")
     refused = ep.entries(dataclasses.replace(case, model=MODELS["odd"]))
     assert [entry.refusal for entry in refused] == [f"not run: 5 experts on {count} device(s)"]
+
+
+def test_what_is_sent_to_fp8_experts_is_checked_and_timed() -> None:
+    model = dataclasses.replace(MODELS["wide"], hidden=256, intermediate=128)
+    case = Case(model, 2, "uniform", 1, weight_sets(model, 0))
+    every = {entry.impl: entry for entry in ep.entries(case)}
+    chosen = (ep.FP8_LOCAL, ep.Variant("direct", 1, fp8=True).name, *ep_exchange.IMPLS)
+    errors = {}
+    for impl in chosen:
+        check, chain = every[impl].check, every[impl].make(2)
+        chain.launch(2)
+        chain.wait()
+        errors[impl] = check() if check else 1.0
+    ep.close_memory()
+    assert all(errors[impl] == 0.0 for impl in ep_exchange.IMPLS)  # both are collectives here
+    assert all(0.0 < errors[impl] < 1e-2 for impl in chosen[:2])
+    count, share = jax.device_count(), share_per_device(jax.device_count(), model.top_k)
+    to_each = 2 * share * (256 + 2 * 4 + 8 * model.top_k)  # e4m3, two scales, ids and weights
+    sent = every[ep_exchange.DISPATCH_FP8].sent_bytes
+    assert sent == pytest.approx((count - 1) * to_each)
+
+
+def test_training_over_devices_is_checked_and_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(MODELS["wide"], 2, "uniform", 1, weight_sets(MODELS["wide"], 0))
+    chosen = (ep.Variant("all_to_all", 1).name, ep.LOCAL)
+    for entry in ep_train.entries(case):
+        if entry.impl in chosen:
+            chain = entry.make(2)
+            chain.launch(2)
+            chain.wait()
+            assert entry.check is not None and 0.0 < entry.check() < 1e-2
+    ep.close_memory()
+    error = train.error
+    monkeypatch.setattr(train, "error", lambda case, made, ct: error(case, made, 1.1 * ct))
+    (wrong,) = (e for e in ep_train.entries(case) if e.impl == ep.LOCAL)
+    assert wrong.check is not None and wrong.check() > 0.05
+    ep.close_memory()
+    refused = ep_train.entries(dataclasses.replace(case, model=MODELS["odd"]))
+    assert refused[0].refusal and refused[0].refusal.startswith("not run: 5 experts")

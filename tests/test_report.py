@@ -16,6 +16,7 @@ from benchmarks.models import DEFAULT_MODELS, DEFAULT_TOKENS, MODELS  # noqa: E4
 from benchmarks.report import __main__ as report  # noqa: E402
 from benchmarks.report import ep as report_ep  # noqa: E402
 from benchmarks.report import (  # noqa: E402
+    ep_parts,
     every_row,
     fp8,
     layer,
@@ -25,7 +26,7 @@ from benchmarks.report import (  # noqa: E402
     tables,
     train,
 )
-from benchmarks.suites import ep  # noqa: E402
+from benchmarks.suites import ep, ep_exchange  # noqa: E402
 from benchmarks.suites import train as train_suite  # noqa: E402
 
 H200 = bounds.CEILINGS["NVIDIA H200"]
@@ -325,6 +326,29 @@ def test_report_has_a_table_of_experts_over_devices() -> None:
     assert two in text
     empty = measurements.Measurements([], [], {})
     assert "ragged_dot" not in text and report_ep.summary(empty) == report_ep.page(empty) == ""
+
+
+def test_report_has_tables_of_fp8_of_training_and_of_what_is_sent() -> None:
+    base = _spread()[2]
+
+    def row(impl: str, us: float, **fields: Any) -> rows.Row:
+        return dataclasses.replace(base, impl=impl, us=us, **fields)
+
+    direct = ep.Variant("direct", 1).name
+    found = [
+        row(ep.FP8_LOCAL, 400.0, scheme="fp8"),
+        row(ep.Variant("direct", 1, fp8=True).name, 500.0, scheme="fp8"),
+        row(ep.LOCAL, 2000.0, suite="ep_train"),
+        row(direct, 2300.0, suite="ep_train"),
+        row(direct, 2200.0, suite="ep_train"),  # of another run
+        row(ep_exchange.DISPATCH, 100.0, op="exchange", sent_gbps=320.0),
+        row(ep_exchange.COMBINE, 120.0, op="exchange", sent_gbps=300.0),
+    ]
+    text = ep_parts.summary(measurements.Measurements([], found, {}))
+    at = "| qwen3-30b-a3b | 4 | 4096 |"
+    assert f"{at} 400 | 500 | 1.25 |" in text and f"{at} 2000 | 2200 | 1.10 |" in text
+    assert f"{at} 100 | 320 | 120 | 300 |" in text
+    assert ep_parts.summary(measurements.Measurements([], [], {})) == ""
 
 
 def test_report_says_and_draws_where_spreading_pays(tmp_path: Path) -> None:

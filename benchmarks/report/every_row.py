@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from benchmarks.report import ep, fp8, layer, train
+from benchmarks.report import ep, ep_parts, fp8, layer, train
 from benchmarks.report.measurements import Measurements, by_model, kind
 from benchmarks.report.tables import number, table, time_of, us
 from benchmarks.rows import Row, remark
@@ -34,6 +34,7 @@ def page(found: Measurements) -> str:
         ),
         "stack: 48 layers in one program": _section(_STACK, _stack_rows(found), _STACK_NOTE),
         "ep: experts over devices": ep.summary(found),
+        "ep: FP8, training, and what is sent": ep_parts.summary(found),
         "Runs": runs_text(found.runs),
     }
     for title, text in sections.items():

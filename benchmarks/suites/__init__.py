@@ -3,7 +3,18 @@
 from collections.abc import Callable
 
 from benchmarks.cases import Case
-from benchmarks.suites import ep, layer, layer_fp8, layer_packed, ops, routing, stack, tiles, train
+from benchmarks.suites import (
+    ep,
+    ep_train,
+    layer,
+    layer_fp8,
+    layer_packed,
+    ops,
+    routing,
+    stack,
+    tiles,
+    train,
+)
 from benchmarks.suites.entry import Entry
 
 
@@ -19,6 +30,7 @@ SUITES: dict[str, Callable[[Case], list[Entry]]] = {
     "routing": routing.entries,
     "train": train.entries,
     "ep": ep.entries,
+    "ep_train": ep_train.entries,
 }
 
 # Models and numbers of tokens of a plain run, where a suite is not about all of them.
@@ -27,4 +39,5 @@ GRIDS: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
     "routing": (routing.DEFAULT_MODELS, routing.DEFAULT_TOKENS),
     "train": (train.DEFAULT_MODELS, train.DEFAULT_TOKENS),
     "ep": (ep.DEFAULT_MODELS, ep.DEFAULT_TOKENS),
+    "ep_train": (ep_train.DEFAULT_MODELS, ep_train.DEFAULT_TOKENS),
 }

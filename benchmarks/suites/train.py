@@ -103,7 +103,7 @@ def _entry(case: Case, impl: str, work: bounds.Work, layers: int) -> Entry:
 
     def check() -> float:
         y, dx, dweights, dw = program()(*arguments(*case.fresh, 0))
-        return _error(case, y, dx, dweights, turned(dw) if in_order else dw)
+        return error(case, (y, dx, dweights, turned(dw) if in_order else dw), _cotangent(case))
 
     def memory() -> Memory:
         return Memory.of(program())
@@ -126,10 +126,15 @@ def _cotangent(case: Case) -> jax.Array:
     return tokens(jax.random.key(case.seed + 1), case.num_tokens, case.model.hidden)
 
 
-def _error(case: Case, y: Any, dx: Any, dweights: Any, dw: jaxmoe.Experts) -> float:
-    """The largest relative error: of sampled tokens, and of the weights of one expert."""
+def error(case: Case, made: tuple[Any, Any, Any, jaxmoe.Experts], ct: jax.Array) -> float:
+    """The largest relative error: of sampled tokens, and of the weights of one expert.
+
+    Args:
+      made: y and the gradients of x, routing weights and weights, for `case.fresh` and `sets[0]`.
+      ct: the cotangent of y.
+    """
     x, r = case.fresh
-    ct, at, w = _cotangent(case), case.sample, case.sets[0]
+    (y, dx, dweights, dw), at, w = made, case.sample, case.sets[0]
     errors = [case.layer_error(y)]
     want = _token_gradients(x[at], r.expert_ids[at], r.weights[at], ct[at], w)
     errors += [relative_error(a[at], b) for a, b in zip((dx, dweights), want, strict=True)]
