@@ -93,7 +93,7 @@ def test_under_scan_remat_and_vmap():
 
 @pytest.mark.usefixtures("memory")
 def test_tokens_travel_in_fp8():
-    """As words, without a cotangent; the routing weights beside them have one."""
+    """As they are, without a cotangent; the routing weights beside them have one."""
     a = arrays()
     a |= {n: quantize(a[n], "fp8_block", weight_layout="kn") for n in ("w_gate_up", "w_down")}
     ids = ids_of("uniform")
@@ -111,6 +111,19 @@ def test_tokens_travel_in_fp8():
         )
     )
     close(got, want)
+
+
+@pytest.mark.usefixtures("on_gpus")
+def test_quantized_tokens_are_copied_by_the_call_alone():
+    ids, a = half_precision()
+    wide = {"w_gate_up": np.tile(a["w_gate_up"], 2), "w_down": np.tile(a["w_down"], (1, 2, 1))}
+    a |= {n: quantize(w, "fp8_block", weight_layout="kn") for n, w in wide.items()}
+    program = jax.jit(layer(dispatch_format="fp8_block")).trace(ids, a)
+    text = program.lower(lowering_platforms=("cuda",)).as_text()
+    (call,) = re.findall(r"custom_call @jaxmoe_peer_dispatch_v1.*", text)
+    assert "tensor<2x16xf8E4M3FN>" in call and "bitcast_convert" not in text
+    jaxpr = str(jax.make_jaxpr(layer(dispatch="all_to_all", dispatch_format="fp8_block"))(ids, a))
+    assert "uint32" in jaxpr or "u32" in jaxpr  # words
 
 
 @pytest.mark.usefixtures("memory")
@@ -426,11 +439,11 @@ def test_a_place_is_one_of_the_whole_mesh():
 def test_memory_has_room_for_the_backward_pass():
     """Cotangents of ids and weights come home beside those of tokens."""
     sizes = {"num_tokens": 256, "top_k": 8, "num_devices": 8, "small": 16, "row_bytes": 32}
-    needed = peers.needed_bytes(token_bytes=32, words=False, **sizes)
+    needed = peers.needed_bytes(token_bytes=32, quantized=False, **sizes)
     assert needed == peers.HEADER_BYTES + 2 * 8 * 256 * (32 + 4 * 16)
-    words = peers.needed_bytes(token_bytes=8, words=True, **sizes)  # of which none come home
-    assert words == peers.HEADER_BYTES + 2 * 8 * 256 * 4 * 16
-    packed = peers.needed_bytes(256, 8, 1, 16, 0, 4096, words=True)
+    bytes_ = peers.needed_bytes(token_bytes=8, quantized=True, **sizes)  # of which none come home
+    assert bytes_ == peers.HEADER_BYTES + 2 * 8 * 256 * 4 * 16
+    packed = peers.needed_bytes(256, 8, 1, 16, 0, 4096, quantized=True)
     assert packed == peers.HEADER_BYTES + 2 * peers.dispatch_bytes(256, 8, 1, 4096, 0)
 
 

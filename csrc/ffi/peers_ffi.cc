@@ -26,6 +26,9 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jaxmoe::PeerAttrs,
 namespace jaxmoe {
 namespace {
 
+// Of quantized tokens: as they are, or words of several.
+constexpr Types kQuantized{ffi::DataType::F8E4M3FN, ffi::DataType::U8, ffi::DataType::U32};
+
 // The current device's memory.
 class PeersOfCall {
  public:
@@ -79,8 +82,8 @@ ffi::Error PeerDispatch(cudaStream_t stream,
   const int64_t n = attrs.num_devices;
   params.place = take.Ints("place", place, {});
   params.slots = take.Ints("slots", slots, {T, K});
-  const bool words = tokens.element_type() == ffi::DataType::U32;
-  params.tokens = take.Any("tokens", tokens, {T, H}, words ? Types(ffi::DataType::U32) : kFloats);
+  const bool numbers = kFloats.Has(tokens.element_type());
+  params.tokens = take.Any("tokens", tokens, {T, H}, numbers ? kFloats : kQuantized);
   params.small = take.FloatsOrNull("small", small, {T, S});
   params.small_floats = params.small == nullptr ? 0 : static_cast<int64_t>(S);
   params.all_slots = take.Ints("all_slots", *all_slots, {n * T, K});
@@ -88,7 +91,9 @@ ffi::Error PeerDispatch(cudaStream_t stream,
   if (params.small != nullptr) params.all_small = take.Floats("all_small", *all_small, {n * T, S});
   if (take.failed()) return take.error();
   params.size = {T, K, attrs.num_local};
-  params.token_bytes = H * (words ? 4 : ElementSize(TypeOf(tokens)));
+  const bool words = tokens.element_type() == ffi::DataType::U32;
+  params.token_bytes = H * (numbers ? ElementSize(TypeOf(tokens)) : words ? 4 : 1);
+  if (params.token_bytes % 2 != 0) take.Refuse("tokens must have an even number of bytes.");
   peers.Fits(PeerDispatchBytes(
                  params.size, params.peers.num_devices, params.token_bytes, params.small_floats),
              &take);

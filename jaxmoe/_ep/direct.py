@@ -70,7 +70,8 @@ def send(
     Args:
       way: the exchange.
       slots: [T, K] int32, device * num_local + local id, others go nowhere.
-      tokens: [T, H] floats or uint32.
+      tokens: [T, H] floats, or e4m3, uint8 or uint32 of quantized ones, which have no tangent;
+        rows have whole words.
       small: [T, S] float32 or None.
 
     Returns:
@@ -80,7 +81,7 @@ def send(
 
     def collectives(_place: jax.Array, *given: jax.Array) -> tuple[jax.Array, ...]:
         index = jax.lax.axis_index(way.axis_name)
-        everything = [jax.lax.all_gather(a, way.axis_name, axis=0, tiled=True) for a in given]
+        everything = [_gathered(a, way.axis_name) for a in given]
         comes = _has_choice(everything[0], way, index)[:, None]
         rows = (jnp.where(comes, a, jnp.zeros((), a.dtype)) for a in everything[1:])
         return (everything[0], *rows)
@@ -124,6 +125,20 @@ def bring(
 
     given = [slots, all_slots, rows] + ([] if residual is None else [residual])
     return _on(way, kernels, collectives, given)[0]
+
+
+def has_tangents(tokens: Any) -> bool:
+    """Whether tokens are numbers that can have derivatives, and not quantized ones."""
+    return jnp.issubdtype(tokens.dtype, jnp.floating) and tokens.dtype.itemsize > 1
+
+
+def _gathered(a: jax.Array, axis_name: Any) -> jax.Array:
+    """The rows of all devices; e4m3 as bytes, which every collective takes."""
+    if a.dtype.itemsize > 1:
+        return jax.lax.all_gather(a, axis_name, axis=0, tiled=True)
+    a_bytes = jax.lax.bitcast_convert_type(a, jnp.uint8)
+    everything = jax.lax.all_gather(a_bytes, axis_name, axis=0, tiled=True)
+    return jax.lax.bitcast_convert_type(everything, a.dtype)
 
 
 def _on(way: Way, kernels: Any, collectives: Any, given: Sequence[jax.Array]) -> Any:
@@ -192,7 +207,7 @@ def _dispatch_jvp(primals: Any, tangents: Any, *, way: Way) -> Any:
     outs = peer_dispatch_p(*primals, way=way)
     pairs = (primals.tokens, tangents.tokens), (primals.small, tangents.small)
     given = [(a, t) for a, t in pairs if a is not None]
-    movable = [jnp.issubdtype(a.dtype, jnp.floating) for a, _ in given]
+    movable = [has_tangents(a) for a, _ in given]
     if all(t is None for _, t in given):
         return outs, (None,) * len(outs)
     moved = [_or_zeros(a, t) for (a, t), moves in zip(given, movable, strict=True) if moves]

@@ -92,8 +92,8 @@ def direct(
     token_bytes = tokens.shape[1] * tokens.dtype.itemsize
     count, top_k = slots.shape
     sizes = count, top_k, axis.size, token_bytes, small.shape[1], row_bytes
-    words = not jnp.issubdtype(tokens.dtype, jnp.floating)
-    if (needed := _peers.needed_bytes(*sizes, words=words)) > memory.num_bytes:
+    quantized = not _direct.has_tangents(tokens)
+    if (needed := _peers.needed_bytes(*sizes, quantized=quantized)) > memory.num_bytes:
         rule = (
             f"dispatch='direct' needs {needed} bytes of peer memory for {count} tokens of "
             f"each of {axis.size} devices, and num_bytes={memory.num_bytes} are open along "

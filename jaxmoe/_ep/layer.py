@@ -81,7 +81,8 @@ def _chunk(
     before: list[jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
     """Computes one chunk. `own`: this device's part of it; `before`: results of earlier chunks."""
-    payload = _pack(x, slots, weights)
+    as_they_are = all(hop.dispatch == "direct" for hop in s.hops)
+    payload = _pack(x, slots, weights, words=not as_they_are)
     added = None if s.tensor_axis else residual
     if own is not None:
         added = own if added is None else _ep_exchange.plus(own, added, jnp.float32)
@@ -131,20 +132,27 @@ def _local(
     )
 
 
-def _pack(x: Any, slots: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _pack(
+    x: Any, slots: jax.Array, weights: jax.Array, *, words: bool
+) -> tuple[jax.Array, jax.Array]:
     """Makes two arrays of all there is of each token: itself, and small float32 numbers.
 
     Slots are below 2^24, so float32 holds them; slot + 1 makes a row of zeros ask for nothing.
+    Quantized tokens go as `words`, which every collective takes, at the price of a copy before and
+    after it; and wherever their bytes are no whole number of these.
     """
     parts = [weights, jax.lax.stop_gradient((slots + 1).astype(jnp.float32))]
     if not isinstance(x, QuantizedArray):
         return x, jnp.concatenate(parts, axis=1)
     if x.scales.ndim:  # beside weights, which have derivatives
         parts.append(jax.lax.stop_gradient(x.scales.reshape(x.scales.shape[0], -1)))
+    small = jnp.concatenate(parts, axis=1)
+    if not words and x.values.shape[1] % _WORD == 0:
+        return jax.lax.stop_gradient(x.values), small
     values = jax.lax.bitcast_convert_type(x.values, jnp.uint8)
     values = jnp.pad(values, ((0, 0), (0, -values.shape[1] % _WORD)))
-    words = values.reshape(values.shape[0], values.shape[1] // _WORD, _WORD)
-    return jax.lax.bitcast_convert_type(words, jnp.uint32), jnp.concatenate(parts, axis=1)
+    values = values.reshape(values.shape[0], values.shape[1] // _WORD, _WORD)
+    return jax.lax.bitcast_convert_type(values, jnp.uint32), small
 
 
 def _unpack(rows: tuple[jax.Array, ...], x: Any, top_k: int) -> tuple[Any, jax.Array, jax.Array]:
@@ -153,8 +161,10 @@ def _unpack(rows: tuple[jax.Array, ...], x: Any, top_k: int) -> tuple[Any, jax.A
     if not isinstance(x, QuantizedArray):
         return tokens, slots, weights
     count = tokens.shape[0]
-    values = jax.lax.bitcast_convert_type(tokens, jnp.uint8).reshape(count, -1)
-    values = jax.lax.bitcast_convert_type(values[:, : x.values.shape[1]], x.values.dtype)
+    values = tokens
+    if tokens.dtype != x.values.dtype:
+        values = jax.lax.bitcast_convert_type(tokens, jnp.uint8).reshape(count, -1)
+        values = jax.lax.bitcast_convert_type(values[:, : x.values.shape[1]], x.values.dtype)
     scales = x.scales
     if scales.ndim:
         scales = jax.lax.stop_gradient(small[:, 2 * top_k :])

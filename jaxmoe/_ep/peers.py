@@ -113,7 +113,7 @@ def needed_bytes(
     small: int,
     row_bytes: int,
     *,
-    words: bool,
+    quantized: bool,
 ) -> int:
     """Bytes of memory for a layer and its gradient, see `dispatch_bytes`.
 
@@ -122,12 +122,12 @@ def needed_bytes(
 
     Args:
       row_bytes: of a sum.
-      words: tokens are words of quantized ones, which have no cotangent.
+      quantized: tokens are, and have no cotangent.
     """
     halves = [
         dispatch_bytes(num_tokens, top_k, num_devices, token_bytes, small),
         dispatch_bytes(num_tokens, top_k, num_devices, row_bytes, 0),
-        combine_bytes(num_tokens, num_devices, row_bytes, 0 if words else small),
+        combine_bytes(num_tokens, num_devices, row_bytes, 0 if quantized else small),
         combine_bytes(num_tokens, num_devices, 4 * small, 0),
     ]
     return total_bytes(max(halves))
@@ -178,8 +178,8 @@ def peer_memory_bytes(
     small, scales = 2 * top_k, -(-hidden // 16)
     sizes = num_tokens, top_k, num_devices, row
     return max(
-        needed_bytes(*sizes, small, row, words=False),
-        needed_bytes(*sizes, small + scales, row, words=True),
+        needed_bytes(*sizes, small, row, quantized=False),
+        needed_bytes(*sizes, small + scales, row, quantized=True),
     )
 
 
