@@ -491,6 +491,7 @@ def connected(monkeypatch, extension, others, good=True):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(connect, "_extension", lambda: extension)
     if extension is not None:
+        monkeypatch.setattr(connect, "_PLATFORM", "cpu")
         monkeypatch.setattr(connect, "_check", lambda groups: None)
 
     def gather(mine):
@@ -560,3 +561,30 @@ def test_what_fails_in_one_process_is_undone_in_all(
         connected(monkeypatch, extension, others, good)
     assert type(caught.value) is error
     assert [call[0] for call in extension.calls[-2:]] == ["peer_disconnect", "peer_free"]
+
+
+@pytest.mark.parametrize("kind", ("Auto", "Explicit"))
+def test_memory_goes_whatever_mesh_is_in_use(kind, monkeypatch):
+    extension = Extension()
+    monkeypatch.setattr(connect, "_extension", lambda: extension)
+    monkeypatch.setattr(connect, "_PLATFORM", "cpu")
+    types = (getattr(jax.sharding.AxisType, kind),)
+    with jax.set_mesh(jax.make_mesh((8,), ("expert",), axis_types=types)):
+        connect.close("expert")
+    assert extension.calls == [("peer_disconnect", "expert"), ("peer_free", "expert")]
+
+
+def test_memory_goes_if_a_program_before_has_failed(monkeypatch):
+    extension, waited = Extension(), []
+
+    def fails(a):
+        waited.append(a)
+        raise RuntimeError("a program before")
+
+    monkeypatch.setattr(connect, "_extension", lambda: extension)
+    monkeypatch.setattr(connect, "_PLATFORM", "cpu")
+    monkeypatch.setattr(connect.jax, "block_until_ready", fails)
+    with pytest.raises(RuntimeError, match="a program before"):
+        connect.close("expert")
+    assert [call[0] for call in extension.calls] == ["peer_disconnect", "peer_free"]
+    assert len(waited) == jax.local_device_count()  # whichever fails, it waits for the others

@@ -18,18 +18,24 @@ constexpr int64_t kMostTasksOfOne = 2048;
 constexpr int64_t kMostCtasOfOne = 64;
 
 // CTAs for so many tasks of a warp each.
-cudaError_t GetGrid(int64_t tasks, dim3* grid) {
+cudaError_t GetGrid(int64_t tasks, bool one_launch, dim3* grid) {
   int sm_count = 0;
   JAXMOE_RETURN_IF_CUDA_ERROR(GetSmCount(&sm_count));
-  // Of one launch no more than SMs, each of which has room for a CTA.
-  const int64_t most = tasks <= kMostTasksOfOne ? std::min<int64_t>(kMostCtasOfOne, sm_count)
-                                                : sm_count * kCtasPerSm;
+  // Of one launch half of the SMs, each of which has room for a CTA: others may be taken.
+  const int64_t most =
+      one_launch ? std::clamp<int64_t>(sm_count / 2, 1, kMostCtasOfOne) : sm_count * kCtasPerSm;
   *grid = dim3(static_cast<unsigned>(std::clamp<int64_t>(CeilDiv(tasks, kWarps), 1, most)));
   return cudaSuccess;
 }
 
 int64_t PartsOfRow(int64_t row_units) {
   return std::max<int64_t>(1, CeilDiv(row_units, 32 * kPeerUnits));
+}
+
+// Whether a call is one launch, which hangs on its sizes alone and not on where its arrays lie.
+bool IsOneLaunch(const ExchangeSize& size, const Peers& peers, int64_t row_bytes) {
+  return size.num_tokens * peers.num_devices * PartsOfRow(CeilDiv(row_bytes, 16)) <=
+         kMostTasksOfOne;
 }
 
 cudaError_t LaunchWait(const Peers& peers, uint32_t tag, cudaStream_t stream) {
@@ -55,15 +61,16 @@ cudaError_t LaunchDispatchUnit(const PeerDispatchParams& p, cudaStream_t stream)
   const int64_t copied = CeilDiv(p.size.num_tokens * units, kPeerUnits);
   const int64_t tasks = p.size.num_tokens * p.peers.num_devices * PartsOfRow(units);
   dim3 grid;
-  if (tasks <= kMostTasksOfOne) {
-    JAXMOE_RETURN_IF_CUDA_ERROR(GetGrid(tasks, &grid));
+  if (IsOneLaunch(p.size, p.peers, p.token_bytes)) {
+    JAXMOE_RETURN_IF_CUDA_ERROR(GetGrid(tasks, true, &grid));
     return LaunchKernel(PeerDispatchKernel<Unit>, grid, dim3(kPeerThreads), 0, stream, false, p);
   }
-  JAXMOE_RETURN_IF_CUDA_ERROR(GetGrid(CeilDiv(std::max({slots, floats, copied}), 32), &grid));
+  JAXMOE_RETURN_IF_CUDA_ERROR(
+      GetGrid(CeilDiv(std::max({slots, floats, copied}), 32), false, &grid));
   JAXMOE_RETURN_IF_CUDA_ERROR(
       LaunchKernel(PeerStageKernel<Unit>, grid, dim3(kPeerThreads), 0, stream, false, p));
   JAXMOE_RETURN_IF_CUDA_ERROR(LaunchWait(p.peers, p.size.tag, stream));
-  JAXMOE_RETURN_IF_CUDA_ERROR(GetGrid(tasks, &grid));
+  JAXMOE_RETURN_IF_CUDA_ERROR(GetGrid(tasks, false, &grid));
   return LaunchKernel(PeerPullKernel<Unit>, grid, dim3(kPeerThreads), 0, stream, false, p);
 }
 
@@ -76,15 +83,15 @@ cudaError_t LaunchCombineSized(const PeerCombineParams& p, cudaStream_t stream) 
   const dim3 block(kPeerThreads);
   const int64_t tasks = p.size.num_tokens * p.peers.num_devices * PartsOfRow(pieces);
   dim3 grid;
-  if (tasks <= kMostTasksOfOne) {
-    JAXMOE_RETURN_IF_CUDA_ERROR(GetGrid(tasks, &grid));
+  if (IsOneLaunch(p.size, p.peers, p.hidden * static_cast<int64_t>(sizeof(T)))) {
+    JAXMOE_RETURN_IF_CUDA_ERROR(GetGrid(tasks, true, &grid));
     return LaunchKernel(PeerCombineKernel<T, kSize>, grid, block, 0, stream, false, p, row_pieces);
   }
-  JAXMOE_RETURN_IF_CUDA_ERROR(GetGrid(tasks, &grid));
+  JAXMOE_RETURN_IF_CUDA_ERROR(GetGrid(tasks, false, &grid));
   JAXMOE_RETURN_IF_CUDA_ERROR(
       LaunchKernel(PeerPushKernel<Unit>, grid, block, 0, stream, false, p, row_pieces));
   JAXMOE_RETURN_IF_CUDA_ERROR(LaunchWait(p.peers, p.size.tag, stream));
-  JAXMOE_RETURN_IF_CUDA_ERROR(GetGrid(p.size.num_tokens * CeilDiv(pieces, 32), &grid));
+  JAXMOE_RETURN_IF_CUDA_ERROR(GetGrid(p.size.num_tokens * CeilDiv(pieces, 32), false, &grid));
   return LaunchKernel(PeerSumKernel<T, kSize>, grid, block, 0, stream, false, p, row_pieces);
 }
 

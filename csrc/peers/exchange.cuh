@@ -52,14 +52,17 @@ __device__ __forceinline__ bool IsLastCta(uint32_t* counter) {
 }
 
 // Gives up, and tells the others: none of them may read what this device does not write any more.
+// The first thread that does says why.
 __device__ __forceinline__ void Fail(const Peers& peers,
                                      uint32_t step,
                                      PeerFailure::Code code,
                                      int device) {
-  peers.failure->device = device;
-  peers.failure->step = step;
-  __threadfence_system();
-  peers.failure->code = code;
+  if (atomicExch(&HeaderOf(peers, peers.rank)->told, 1u) == 0) {
+    peers.failure->device = device;
+    peers.failure->step = step;
+    __threadfence_system();
+    peers.failure->code = code;
+  }
   if (code == PeerFailure::kGaveUp) return;  // they have been told, and of whom
   for (int i = 0; i < peers.num_devices; ++i) {
     StoreReleaseSystem(&HeaderOf(peers, i)->failed, peers.rank + 1);
@@ -103,9 +106,7 @@ __device__ __forceinline__ bool WaitForStep(const Peers& peers, uint32_t step, u
     // Not equal: another device may be a step ahead.
     while (static_cast<int32_t>(LoadAcquireSystem(&flag->step) - step) < 0 && !failed) {
       if (const uint32_t gave_up = LoadAcquireSystem(&own->failed); gave_up != 0) {
-        if (peers.failure->code == PeerFailure::kNone) {
-          Fail(peers, step, PeerFailure::kGaveUp, static_cast<int>(gave_up) - 1);
-        }
+        Fail(peers, step, PeerFailure::kGaveUp, static_cast<int>(gave_up) - 1);
         failed = true;
       } else if (GlobalTimer() - begin > peers.timeout_ns) {
         Fail(peers, step, PeerFailure::kTimeout, device);

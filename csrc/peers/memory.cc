@@ -23,6 +23,8 @@ struct OpenedPeers {
 
 namespace {
 
+constexpr int64_t kCudaBlock = 2 << 20;
+
 using Devices = std::map<int, std::shared_ptr<OpenedPeers>>;
 
 // NOTE: held for the map alone. What waits for a GPU must not hold a lock that another GPU's
@@ -98,7 +100,9 @@ PeerAddress AllocatePeerMemory(const std::string& name,
   entry->peers.half_bytes = half_bytes;
   PeerAddress out{};
   OnDevice(ordinal, [&] {
-    const int64_t bytes = kPeerHeaderBytes + 2 * half_bytes;
+    int64_t bytes = kPeerHeaderBytes + 2 * half_bytes;
+    // A handle gives others the whole of what CUDA allocates at once, with what else lies there.
+    if (shared) bytes = (bytes + kCudaBlock - 1) / kCudaBlock * kCudaBlock;
     Check(cudaMalloc(&entry->own, bytes),
           std::to_string(bytes) + " bytes on GPU " + std::to_string(ordinal) +
               ", beside what XLA has taken (XLA_PYTHON_CLIENT_MEM_FRACTION)");
@@ -179,11 +183,13 @@ void FreePeerMemory(const std::string& name) {
 
 std::string WhyFailed(const Peers& peers, const std::string& name) {
   const PeerFailure& failure = *peers.failure;
+  // The kernels write it last.
+  const int32_t code = __atomic_load_n(&failure.code, __ATOMIC_ACQUIRE);
   const std::string who = "device " + std::to_string(peers.rank) + " of " + name;
   const std::string other = "device " + std::to_string(failure.device);
   const std::string in_step = " in step " + std::to_string(failure.step);
   const std::string after = "; close the memory and open it again";
-  switch (failure.code) {
+  switch (code) {
     case PeerFailure::kTimeout:
       return who + " waited " + std::to_string(peers.timeout_ns / 1000000) + " ms for " + other +
              in_step + after;

@@ -31,6 +31,7 @@ struct PeerHeader {
   uint32_t arrivals;    // CTAs that have written what this step gives others
   uint32_t departures;  // CTAs that have read all that they need of it
   uint32_t failed;      // 1 + a device that gave up: nothing is sent any more, and results are NaN
+  uint32_t told;        // whether `PeerFailure` has been taken by one that says why
 };
 static_assert(sizeof(PeerHeader) <= kPeerHeaderBytes);
 

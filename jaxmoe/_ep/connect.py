@@ -3,7 +3,7 @@
 import contextlib
 import hashlib
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from jaxmoe._jax import targets as _targets
 
 OPEN = "expert_parallel.open_peer_memory"
 MAX_PEERS = 16
+_PLATFORM = "gpu"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 # What a process tells of a device: as many bytes of every one.
 _ROW = np.dtype([("host", "S64"), ("address", "<u8"), ("handle", "V64")])
@@ -33,6 +34,7 @@ def connect(name: str, groups: Groups, half_bytes: int, timeout_s: float) -> Non
     failure, found = None, np.zeros(groups.size, _ROW)
     try:
         _check(groups)
+        _drain()
         _allocate(name, groups, half_bytes, found)
     except Exception as error:
         failure = error
@@ -57,22 +59,45 @@ def connect(name: str, groups: Groups, half_bytes: int, timeout_s: float) -> Non
     raise failure or RuntimeError(f"jaxmoe.{OPEN}: another process could not open the memory")
 
 
-def close(name: str, devices: Iterable[Any]) -> None:
-    """Closes what `connect` opened, when programs that this process has started have ended."""
-    for device in devices:
-        # In the order of the device, behind them: the host may not have launched them yet.
-        jax.block_until_ready(jax.jit(lambda a: a + 1)(jax.device_put(np.int32(0), device)))
+def close(name: str) -> None:
+    """Closes what `connect` opened, when programs that this process has started have ended.
+
+    An error of one of these is raised at the end: the memory goes all the same.
+    """
+    failure = None
+    try:
+        _drain()
+    except Exception as error:
+        failure = error
     _agree(OPEN, "close", name)
     try:
         _disconnect(name)
     finally:
         _all_say(True)  # nobody has it open any more
         _free(name)
+    if failure is not None:
+        raise failure
 
 
-def of_this_process(devices: Iterable[Any]) -> list[Any]:
-    """Those of the devices that this process has."""
-    return [device for device in devices if device.process_index == jax.process_index()]
+def _drain() -> None:
+    """Waits for what runs on this process's GPUs.
+
+    CUDA may wait for all of it where memory comes or goes, and what runs on one GPU for what the
+    host has not launched on another.
+    """
+    failure = None
+    for device in jax.local_devices(backend=_PLATFORM):
+        try:  # in the order of the device: the host may not have launched them yet
+            with jax.set_mesh(jax.sharding.Mesh(np.array([device]), ("device",))):
+                jax.block_until_ready(jax.jit(_next)(jax.device_put(np.int32(0), device)))
+        except Exception as error:
+            failure = error
+    if failure is not None:
+        raise failure
+
+
+def _next(a: jax.Array) -> jax.Array:
+    return a + 1
 
 
 def _extension() -> Any:

@@ -30,7 +30,6 @@ class PeerMemory:
       on_gpus: whether there is memory; without it XLA's collectives give the same results.
       group_axes: the other axes of the mesh, along which devices have memory with others.
       num_groups: devices along these.
-      devices: those of this process.
     """
 
     axis_name: tuple[str, ...]
@@ -39,7 +38,6 @@ class PeerMemory:
     on_gpus: bool
     group_axes: tuple[str, ...] = ()
     num_groups: int = 1
-    devices: tuple[Any, ...] = dataclasses.field(default=(), repr=False)
 
     @property
     def name(self) -> str:
@@ -55,7 +53,7 @@ class PeerMemory:
             return
         del _open[self.axis_name]
         if self.on_gpus:
-            _connect.close(self.name, self.devices)
+            _connect.close(self.name)
 
     def __enter__(self) -> "PeerMemory":
         return self
@@ -236,7 +234,6 @@ def open_peer_memory(
         on_gpus,
         others,
         groups.shape[0],
-        tuple(_connect.of_this_process(groups.flat)),
     )
     if on_gpus:
         half = (num_bytes - HEADER_BYTES) // (2 * _ALIGNMENT) * _ALIGNMENT

@@ -102,6 +102,10 @@ inline uint32_t atomicAdd(uint32_t* address, uint32_t value) {
   return std::atomic_ref<uint32_t>(*address).fetch_add(value);
 }
 
+inline uint32_t atomicExch(uint32_t* address, uint32_t value) {
+  return std::atomic_ref<uint32_t>(*address).exchange(value);
+}
+
 template <class T>
 T __ldcg(const T* address) {
   return *address;
