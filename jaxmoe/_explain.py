@@ -154,7 +154,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
       why CUDA refuses it or runs pure XLA, and what runs on the default device of this process.
 
     Raises:
-      Whatever tracing `fn` raises.
+      TypeError: `fn` is no function. And whatever tracing it raises.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxmoe
@@ -165,6 +165,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
       >>> "the nearest legal: 8 and 16" in report.ops[0].cuda_reason
       True
     """
+    _checks.check_type("explain", "fn", fn, Callable, "a function")
     platform = jax.default_backend()
     with told.listening() as dispatches:
         jaxpr = jax.make_jaxpr(fn)(*args, **kwargs).jaxpr

@@ -306,8 +306,16 @@ def _custom(fn: Callable[..., jax.Array], op: str) -> Custom:
     return Custom(name, count == 2, IDENTITY, fn=fn)
 
 
+@jax.custom_jvp
+def _erfc(x: jax.Array) -> jax.Array:
+    """JAX's, whose own derivative fails inside of `jax.shard_map`."""
+    return jax.lax.erfc(x)
+
+
+_erfc.defjvps(lambda t, _, x: -2.0 / math.sqrt(math.pi) * t * jnp.exp(-jnp.square(x)))
+
 _OTHER_FORMULAS: dict[int, Callable[[jax.Array], jax.Array]] = {
-    ERF: lambda g: jax.nn.gelu(g, approximate=False),
+    ERF: lambda g: 0.5 * g * _erfc(-math.sqrt(0.5) * g),
     RELU: jax.nn.relu,
     RELU2: lambda g: jnp.square(jax.nn.relu(g)),
     IDENTITY: lambda g: g,

@@ -73,7 +73,10 @@ class AutotuningResult:
         try:
             read = json.loads(text)
             data = tuple((_problem(p), tuple(map(_timed, times))) for p, times in read["data"])
-            return cls(str(read["device_kind"]), data, str(read["jaxmoe_version"]))
+            for name in ("device_kind", "jaxmoe_version"):
+                if not isinstance(read[name], str):
+                    raise ValueError(f"{name} must be a string, not {read[name]!r}")
+            return cls(read["device_kind"], data, read["jaxmoe_version"])
         except (KeyError, TypeError, ValueError) as error:
             rule = f"the text must be what dumps() gives: {error}"
             raise ValueError(_checks.message(_RESULT, rule)) from error
@@ -91,8 +94,11 @@ class AutotuningResult:
           A result; without data where nothing was measured, or nothing won.
 
         Raises:
+          TypeError: `device_kind` is no string.
           ValueError: there is no GPU and no `device_kind`.
         """
+        what = "a string, such as 'NVIDIA H200'"
+        _checks.check_type(_RESULT, "device_kind", device_kind, str | None, what)
         kind = device_kind or _device_kind()
         if kind is None:
             rule = "packaged() needs device_kind, such as 'NVIDIA H200', where there is no GPU"
@@ -104,8 +110,10 @@ class AutotuningResult:
         """Both results; what both have measured is taken from `other`.
 
         Raises:
+          TypeError: `other` is no such result.
           ValueError: they are of two kinds of devices.
         """
+        _checks.check_type(_RESULT, "what is merged", other, AutotuningResult, "such a result")
         if self.device_kind != other.device_kind:
             rule = (
                 f"results of one kind of device can be merged, not of {self.device_kind!r} and "
@@ -296,7 +304,11 @@ def _device_kind() -> str | None:
 
 
 def _problem(read: Any) -> Problem:
-    fields = {f.name: read[f.name] for f in dataclasses.fields(Problem)}
+    fields: dict[str, Any] = {}
+    for field in dataclasses.fields(Problem):
+        value = fields[field.name] = read[field.name]
+        if field.type in (str, int, bool) and type(value) is not field.type:
+            raise ValueError(f"{field.name}={value!r} must be of type {field.type.__name__}")
     promoted = fields["promoted"]
     fields["layouts"] = tuple(fields["layouts"])
     fields["promoted"] = None if promoted is None else tuple(promoted)

@@ -85,7 +85,8 @@ def moe_mlp(
       expert_map: [n, E] int32, the same on every device: row d holds the local id of each expert on
         device d, anything outside [0, E_local) for those that are not there. By default device d
         holds the experts from d * E_local on. An expert may be on several devices: a token takes
-        the copy on its own device if there is one, else the copies take turns, token by token.
+        the copy on its own device if there is one, else the copies take turns, token by token. One
+        on none gets no token: of a NumPy table, known at trace time, that is an error.
       dispatch_format: the format of quantized weights, to send tokens quantized; by default they
         are quantized where they arrive. Gives the same result.
       sum_dtype: float32 to add the parts of the devices in float32, which doubles the bytes of psum
@@ -99,9 +100,9 @@ def moe_mlp(
 
     Returns:
       [T, H] in the dtype of `x`. With a `capacity_factor` (y, lost): lost is a [] int32, how many
-      choices of this device's tokens found no room and are left out of y; `jax.lax.psum` it. In
-      all_to_all a device's first C tokens for another one are sent. In "ragged" the devices share
-      n * C places, and those of the first devices are filled first.
+      choices of this device's tokens found no room, or no device with their expert, and are left
+      out of y; `jax.lax.psum` it. In all_to_all a device's first C tokens for another one are sent.
+      In "ragged" the devices share n * C places, and those of the first devices are filled first.
 
     Raises:
       TypeError, ValueError: as `jaxmoe.moe_mlp`, an axis that is not there, experts that do not fit
@@ -115,7 +116,7 @@ def moe_mlp(
       XLA chooses, and with own_apart the device's own part in float32 after that. With K = 1 every
       way has the bits of a single device. Of several ways each rounds what it adds. In fp8_tensor a
       dynamic scale of the intermediate is made of the rows of one device, with num_chunks and
-      own_apart of one part of them.
+      own_apart of one part of them; with tensor_axis, as in fp8_channel, of a device's part of I.
     Sharding: call it where `axis_name` and `tensor_axis` are manual axes, and for "direct" all axes
       of the mesh; any other axis may split tokens (data parallelism), each part for itself.
       Differentiable in everything that `jaxmoe.moe_mlp` is, with check_vma on and off.
@@ -234,7 +235,11 @@ def sharded_moe_mlp(
     on_tokens = data + (expert_axes if tokens == "sharded" else ())
     token_devices, num_devices = (_ep_mesh.size_of(mesh, a) for a in (on_tokens, expert_axes))
     _ep_mesh.check_split(x, experts, token_devices, num_devices, repr(axis_name))
-    _ep_checks.check_local_ids(expert_map, experts.num_experts // num_devices)
+    _ep_mesh.check_rows(x, routing, residual)
+    if expert_map is not None:  # inside of the jax.shard_map it is not known any more
+        _checks.check_rank(_ep_mesh.OP, "expert_map", expert_map, "n,E")
+        _checks.check_dtype(_ep_mesh.OP, "expert_map", expert_map, ("int32",))
+        _ep_checks.check_table(_ep_mesh.OP, expert_map, experts.num_experts // num_devices)
     _ep_mesh.check_tensor_axis(mesh, tensor, experts)
 
     def local(x: Any, routing: Any, experts: Any, residual: Any, table: Any) -> Any:
@@ -296,6 +301,8 @@ def expert_placement(
     op = "expert_parallel.expert_placement"
     num_experts = _checks.check_int(op, "num_experts", num_experts, 1)
     num_devices = _checks.check_int(op, "num_devices", num_devices, 1)
+    what = "a mapping of experts to how many devices hold them"
+    _checks.check_type(op, "copies", copies, Mapping | None, what)
     table = np.full((num_devices, num_experts), -1, np.int32)
     for device, mine in enumerate(np.array_split(np.arange(num_experts), num_devices)):
         table[device, mine] = np.arange(mine.size)
@@ -324,7 +331,8 @@ def place_experts(w: Any, expert_map: Any) -> Any:
 
     Raises:
       TypeError: `expert_map` is no NumPy array of int32.
-      ValueError: a wrong rank, or another number of experts.
+      ValueError: a wrong rank, another number of experts, an expert that no device has, or two with
+        the same place.
 
     Example:
       >>> import jax.numpy as jnp
@@ -339,6 +347,7 @@ def place_experts(w: Any, expert_map: Any) -> Any:
         raise TypeError(_checks.message(op, rule, expert_map=expert_map))
     _checks.check_rank(op, "expert_map", expert_map, "n,E")
     _checks.check_dtype(op, "expert_map", expert_map, ("int32",))
+    _ep_checks.check_table(op, expert_map, None)
     num_devices, num_experts = expert_map.shape
     num_local = max(int(expert_map.max(initial=-1)) + 1, 1)
     order = np.full((num_devices, num_local), -1, np.int32)

@@ -38,7 +38,8 @@ def choose_gather(x: Any, routing: Any, experts: Any) -> GatherChoice:
       `GatherChoice`: the axes, a reason, and the bytes of every way that was compared.
 
     Raises:
-      TypeError: `routing` is no `jaxmoe.Routing`, or `experts` no `jaxmoe.Experts`.
+      TypeError: x is no array, `routing` no `jaxmoe.Routing`, or `experts` no `jaxmoe.Experts`.
+      ValueError: x has other rows than `routing`, or another H than `experts`.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxmoe
@@ -58,10 +59,12 @@ def choose_gather(x: Any, routing: Any, experts: Any) -> GatherChoice:
       >>> choice(65536).axes, choice(8192).axes
       (('data',), ())
     """
-    if not isinstance(routing, Routing):
-        raise TypeError(_checks.message(_OP, "routing must be a jaxmoe.Routing", routing=routing))
-    if not isinstance(experts, Experts):
-        raise TypeError(_checks.message(_OP, "experts must be a jaxmoe.Experts", experts=experts))
+    _checks.check_type(_OP, "routing", routing, Routing, "a jaxmoe.Routing")
+    _checks.check_type(_OP, "experts", experts, Experts, "a jaxmoe.Experts")
+    kinds = jax.Array | np.ndarray | jax.ShapeDtypeStruct | QuantizedArray
+    _checks.check_type(_OP, "x", x, kinds, "an array, or what has the shape of one")
+    _checks.check_same_dim(_OP, "x", x, 0, "routing.expert_ids", routing.expert_ids, 0, "T")
+    _checks.check_dim(_OP, "x", x, 1, experts.hidden, "experts.hidden")
     local = (experts.num_experts, 0, experts.num_experts)
     values = x.values if isinstance(x, QuantizedArray) else x
     format = format_of(experts)

@@ -287,10 +287,21 @@ def test_results_are_kept_as_text():
     assert again.jaxmoe_version == jaxmoe.__version__
 
 
-@pytest.mark.parametrize("text", ("", "[]", "{}", '{"device_kind": "a", "data": [[1, 2]]}'))
+NO_KIND = '{"device_kind": null, "data": [], "jaxmoe_version": "1"}'
+
+
+@pytest.mark.parametrize(
+    "text", ("", "[]", "{}", '{"device_kind": "a", "data": [[1, 2]]}', NO_KIND)
+)
 def test_other_text_is_refused(text):
     with pytest.raises(ValueError, match=r"^jaxmoe\.AutotuningResult: the text must be what dumps"):
         AutotuningResult.loads(text)
+
+
+def test_numbers_of_another_type_are_refused():
+    text = result_of((DECODE, WIDE)).dumps()
+    with pytest.raises(ValueError, match="top_k='2' must be of type int"):
+        AutotuningResult.loads(text.replace('"top_k": 2', '"top_k": "2"'))
 
 
 def test_results_are_merged():
@@ -302,6 +313,10 @@ def test_results_are_merged():
     rule = "results of one kind of device can be merged, not of '' and 'NVIDIA H100'"
     with pytest.raises(ValueError, match=rule):
         a | result_of((WIDE, WIDE), device="NVIDIA H100")
+    with pytest.raises(TypeError, match="what is merged must be such a result"):
+        a | None  # pyright: ignore[reportOperatorIssue]
+    with pytest.raises(TypeError, match="device_kind must be a string"):
+        AutotuningResult.packaged(3)  # pyright: ignore[reportArgumentType]
 
 
 def test_a_result_of_another_device_is_refused(monkeypatch):

@@ -113,12 +113,28 @@ FORMATS = {
 @pytest.mark.parametrize("name", FORMATS)
 def test_formats(name):
     """Scales that all rows share are made of those in use."""
-    kind = "two" if name == "fp8_block" else "plain"
+    kind = "two" if name.startswith(("fp8_tensor", "fp8_block", "mxfp4")) else "plain"
     x, experts = quantized_example(name, kind)
     y = jitted(x, COUNTS, experts)
     assert_equal(y, jax.jit(by_rows)(x, COUNTS, experts))
     assert np.isfinite(np.asarray(y, np.float32)).all() and not np.asarray(y)[~USED].any()
     assert np.asarray(y)[USED].any(axis=1).all()
+
+
+@pytest.mark.parametrize("name", ("fp8_tensor", "nvfp4 nvfp4"))
+def test_rows_of_nobody_are_in_no_scale(name):
+    """Also where the activation makes something of their zeros."""
+    x, experts = quantized_example(name)
+    experts = dataclasses.replace(experts, gate_up_bias=None)
+
+    def far(gate, up):
+        return jnp.where((gate == 0) & (up == 0), 50.0, gate * up)
+
+    with_far, without = (
+        jitted(x, COUNTS, dataclasses.replace(experts, activation=activation))
+        for activation in (far, lambda gate, up: gate * up)
+    )
+    assert_equal(with_far, without)
 
 
 def quantized_example(name, kind="plain"):
@@ -203,11 +219,20 @@ def test_gradients_of_masters_are_not_rounded():
     assert (rounded != np.asarray(got.gate_up)).mean() > 0.5
 
 
-@pytest.mark.parametrize("name", ("fp8_channel", "int4_g128 e4m3"))
-def test_gradients_beside_frozen_weights(name):
+@pytest.mark.parametrize(
+    "name, kind",
+    [
+        ("fp8_channel", "plain"),
+        ("int4_g128 e4m3", "plain"),
+        ("fp8_tensor", "two"),
+        ("mxfp4", "two"),
+    ],
+)
+def test_gradients_beside_frozen_weights(name, kind):
     """Those of the layer with the dequantized weights; the value stays that of the quantized."""
-    x, experts = quantized_example(name)
-    wide = {n: dequantize(getattr(experts, n), dtype=jnp.bfloat16) for n in ("gate_up", "down")}
+    x, experts = quantized_example(name, kind)
+    names = ("gate_up", "down") if kind == "plain" else ("gate", "up", "down")
+    wide = {n: dequantize(getattr(experts, n), dtype=jnp.bfloat16) for n in names}
     plain = dataclasses.replace(experts, **wide, token_format=None)
 
     def of(e):

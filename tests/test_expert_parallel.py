@@ -1,6 +1,7 @@
 """expert_parallel: every way to spread experts gives what one device gives, gradients included."""
 
 import functools
+import itertools
 import math
 
 import jax
@@ -11,7 +12,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxmoe
-from jaxmoe import Routing, expert_parallel, quantize, reference
+from jaxmoe import Experts, Routing, expert_parallel, moe_mlp, quantize, reference
 from jaxmoe._ep import hops
 from jaxmoe._ep.slots import slots_of
 from jaxmoe._jax import targets as _targets
@@ -278,6 +279,43 @@ def test_a_token_takes_its_own_devices_copy_and_the_others_in_turn():
     assert all(slots.tolist() == [[0, 3], [2, 4], [-1, -1]] for slots in by_turns)
     assert own[1].tolist() == [[2, 3], [2, 3], [-1, -1]]
     assert own[2].tolist() == [[0, 4], [2, 4], [-1, -1]]  # no copy of 0: the devices' first turn
+
+
+def test_experts_that_no_device_has_are_lost():
+    """Of a table that is not known before: the choices are counted."""
+    ids, a = jnp.asarray(ids_of("uniform")), arrays()
+    table = np.where(np.arange(16) == 3, -1, expert_parallel.expert_placement(16, 8))
+
+    def layer(table):
+        call = functools.partial(split_layer, ids, a, EIGHT, dispatch="all_to_all")
+        return call(expert_map=table, capacity_factor=8.0)
+
+    y, lost = jax.jit(layer)(jnp.asarray(table, jnp.int32))
+    assert int(lost) == (ids == 3).sum() > 0
+    close(y, jax.jit(one_device)(jnp.where(ids == 3, -1, ids), a))
+
+
+@pytest.mark.parametrize("kinds", list(itertools.permutations(("Auto", "Explicit"))), ids="-".join)
+@pytest.mark.parametrize("data", (None, "data"))
+def test_meshes_of_two_kinds_of_axes(kinds, data):
+    types = tuple(getattr(AxisType, kind) for kind in kinds)
+    of_both = jax.make_mesh((2, 4), ("data", "expert"), axis_types=types)
+    ids, a = jnp.asarray(ids_of("uniform")), arrays()
+    routing = Routing(ids, jnp.asarray(a["weights"]))
+    experts = Experts(gate_up=a["w_gate_up"], down=a["w_down"])
+    y = expert_parallel.sharded_moe_mlp(
+        jnp.asarray(a["x"]), routing, experts, mesh=of_both, axis_name="expert", data_axis=data
+    )
+    close(y, jax.jit(moe_mlp)(jnp.asarray(a["x"]), routing, experts))
+
+
+def test_derivatives_of_gelu_inside_of_shard_map():
+    """JAX's own rule for erfc fails there."""
+    one = {"gate_up": "interleaved", "activation": "geglu"}
+    by_one = lambda ids, a: reference.moe_mlp(expert_ids=ids, **one, **a)  # noqa: E731
+    split = functools.partial(split_layer, sizes=EIGHT, activation="geglu")
+    got, want = (with_gradients(fn)(ids_of("uniform"), arrays()) for fn in (split, by_one))
+    close(got, want)
 
 
 def test_local_ids_out_of_range_are_no_copies():

@@ -87,6 +87,16 @@ INSIDE = [
         ValueError,
         "expert_map.shape[1]=8 must be 7 (num_experts)",
     ),
+    (
+        {"expert_map": np.tile(np.int32([0, 1, 1, -1, -1, -1, -1, -1]), (4, 1))},
+        ValueError,
+        "expert_map must have each expert on some device, and none has expert 3",
+    ),
+    (
+        {"expert_map": np.kron(np.eye(4, dtype=np.int32), np.int32([1, 1])) - 1},
+        ValueError,
+        "expert_map[0] must have a local id for each expert, and experts 0 and 1 have the same, 0",
+    ),
 ]
 
 
@@ -151,6 +161,37 @@ AROUND = [
         "expert_map holds the local id 2, which must be below 2",
     ),
     (arrays(), {"expert_map": np.zeros((4, 0), np.int32)}, ValueError, "must be in [1, 0]"),
+    (
+        arrays(),
+        {"expert_map": np.zeros((4, E), int)},
+        TypeError,
+        "expert_map.dtype=i64 must be i32",
+    ),
+    (
+        arrays(),
+        {"expert_map": np.zeros(4, np.int32)},
+        ValueError,
+        "expert_map must have 2 axes [n,E], not 1",
+    ),
+    (
+        arrays(),
+        {"expert_map": np.full((4, E), -1, np.int32)},
+        ValueError,
+        "sharded_moe_mlp: expert_map must have each expert on some device, and none has expert 0",
+    ),
+    (
+        arrays(),
+        {"residual": zeros((T + 1, H))},
+        ValueError,
+        "residual.shape[0]=9 must be 8 (x.shap",
+    ),
+    (
+        (arrays()[0], arrays(t=2 * T)[1], *arrays()[2:]),
+        {},
+        ValueError,
+        "routing.expert_ids.shape[0]=16 must be 8 (x.shape[0])",
+    ),
+    ((arrays()[0], None, *arrays()[2:]), {}, TypeError, "routing must be a jaxmoe.Routing"),
     ((None, *arrays()[1:]), {}, TypeError, "x must be an array"),
 ]
 
@@ -176,8 +217,24 @@ def test_other_functions():
         place(4, 2, copies={4: 2})
     with pytest.raises(ValueError, match="w must have 4 experts"):
         expert_parallel.place_experts(jnp.zeros((3, 2)), place(4, 2))
+    with pytest.raises(TypeError, match="links must be an expert_parallel.Links"):
+        choose(8, num_devices=2, links=3)
+    with pytest.raises(TypeError, match="direct must be True or False"):
+        choose(8, num_devices=2, direct="x")
+    with pytest.raises(TypeError, match="copies must be a mapping"):
+        place(4, 2, copies=[1])
+    twice = np.array([[0, 0, -1], [-1, -1, 0]], np.int32)
+    with pytest.raises(ValueError, match="place_experts: .* experts 0 and 1 have the same, 0"):
+        expert_parallel.place_experts(jnp.zeros((3, 2)), twice)
     with pytest.raises(TypeError, match="expert_map must be a NumPy array"):
         expert_parallel.place_experts(jnp.zeros((4, 2)), jnp.zeros((2, 4), jnp.int32))
+
+
+def test_ragged_says_that_it_cannot_be_mapped():
+    x, *rest = arrays()
+    call = functools.partial(layers.sharded, mesh=mesh(), axis_name="expert", dispatch="ragged")
+    with pytest.raises(NotImplementedError, match="dispatch='ragged' must be another way under"):
+        jax.eval_shape(jax.vmap(call, (0, None, None, None)), jnp.stack([x, x]), *rest)
 
 
 def test_quantized_weights_refuse_what_a_single_device_refuses():
@@ -190,5 +247,6 @@ def test_quantized_weights_refuse_what_a_single_device_refuses():
         call = functools.partial(layers.sharded, mesh=mesh(), axis_name="expert")
         return call(x, routing, *w, dispatch_format="fp8_channel").sum()
 
-    with pytest.raises(NotImplementedError, match="no derivative is defined"):
+    text = "dispatch_format='fp8_channel' must be None for gradients of x"
+    with pytest.raises(NotImplementedError, match=text):
         jax.eval_shape(jax.grad(loss), x)

@@ -53,6 +53,11 @@ def test_report_of_packed_weights():
     assert f"weights: {op.weight_bytes} bytes" in str(op)
 
 
+def test_only_functions_are_explained():
+    with pytest.raises(TypeError, match=r"jaxmoe\.explain: fn must be a function"):
+        explain(None)  # pyright: ignore[reportArgumentType]
+
+
 def test_printed_report():
     with _targets.force_cuda_lowering():
         text = str(explain(layer, *LAYER))

@@ -472,6 +472,24 @@ def test_manual_axes_are_refused():
         jax.shard_map(inside, mesh=mesh, in_specs=P("a"), out_specs=P("a"))(tokens)
 
 
+@pytest.mark.parametrize("axes", (None, (), "a"), ids=str)
+def test_without_tokens_nothing_is_gathered(axes):
+    """Of arrays without rows XLA has no collective."""
+    mesh = make_mesh(EXPLICIT, "a")
+    put = lambda a, spec=P("a"): jax.device_put(a, NamedSharding(mesh, spec))  # noqa: E731
+    tokens, weights = _drawn()
+    experts = Experts(**{n: put(w) for n, w in weights.items()})
+    x, ids, of_ids = (put(tokens[n][:0]) for n in ("x", "ids", "weights"))
+
+    def loss(x, of_ids, experts):
+        y = jaxmoe.moe_mlp(x, Routing(ids, of_ids), experts, gather_weights=axes)
+        return y.sum()
+
+    dx, dweights, dexperts = jax.jit(jax.grad(loss, (0, 1, 2)))(x, of_ids, experts)
+    assert (dx.shape, dweights.shape) == (x.shape, of_ids.shape)
+    assert not any(np.asarray(a).any() for a in jax.tree.leaves(dexperts))
+
+
 @pytest.mark.parametrize("wrong", ("routing", "experts"))
 def test_the_choice_names_what_is_no_argument(wrong):
     tokens, weights = _drawn()
@@ -479,6 +497,10 @@ def test_the_choice_names_what_is_no_argument(wrong):
     text = f"jaxmoe.fsdp.choose_gather: {wrong} must be a jaxmoe."
     with pytest.raises(TypeError, match=re.escape(text)):
         fsdp.choose_gather(tokens["x"], **args | {wrong: 3})
+    with pytest.raises(TypeError, match=re.escape("jaxmoe.fsdp.choose_gather: x must be")):
+        fsdp.choose_gather([1], **args)
+    with pytest.raises(ValueError, match="x.shape.0.=8 must equal routing.expert_ids.shape.0.="):
+        fsdp.choose_gather(tokens["x"][:8], **args)
 
 
 def test_axes_of_a_mesh_that_is_not_known_while_tracing():

@@ -138,7 +138,7 @@ def _check_experts(num_experts: Any, expert_map: Any, w: Any, num_devices: int, 
     if num_experts is not None:
         num_experts = _checks.check_int(OP, "num_experts", num_experts, 1)
         _checks.check_dim(OP, "expert_map", expert_map, 1, num_experts, "num_experts")
-    check_local_ids(expert_map, num_local)
+    check_table(OP, expert_map, num_local)
     return expert_map.shape[1]
 
 
@@ -165,17 +165,29 @@ def _refuse_routed(
     raise ValueError(_checks.message(OP, rule, **{"experts.down": experts.down}))
 
 
-def check_local_ids(expert_map: Any, num_local: int) -> None:
-    """Refuses a table, known at trace time, with a local id that no device has."""
+def check_table(op: str, expert_map: Any, num_local: int | None) -> None:
+    """Refuses a table, known at trace time, that no weights of `num_local` experts can be."""
     if not isinstance(expert_map, np.ndarray):
         return
     largest = int(expert_map.max(initial=-1))
-    if largest >= num_local:
+    if num_local is not None and largest >= num_local:
         rule = (
             f"expert_map holds the local id {largest}, which must be below {num_local} "
             "(experts that each device holds)"
         )
-        raise ValueError(_checks.message(OP, rule, expert_map=expert_map))
+        raise ValueError(_checks.message(op, rule, expert_map=expert_map))
+    if (nowhere := np.flatnonzero((expert_map < 0).all(axis=0))).size:
+        rule = f"expert_map must have each expert on some device, and none has expert {nowhere[0]}"
+        raise ValueError(_checks.message(op, rule, expert_map=expert_map))
+    for device, ids in enumerate(expert_map):
+        found, count = np.unique(ids[ids >= 0], return_counts=True)
+        if (twice := found[count > 1]).size:
+            both = np.flatnonzero(ids == twice[0])
+            rule = (
+                f"expert_map[{device}] must have a local id for each expert, and experts {both[0]} "
+                f"and {both[1]} have the same, {twice[0]}"
+            )
+            raise ValueError(_checks.message(op, rule, expert_map=expert_map))
 
 
 def _names(axis_name: Any) -> tuple[Any, ...]:

@@ -142,6 +142,8 @@ def choose_dispatch(
         dispatch_itemsize = itemsize
     _checks.check_int(OP, "dispatch_itemsize", dispatch_itemsize, 1)
     _checks.check_choice(OP, "tokens", tokens, TOKENS)
+    _checks.check_type(OP, "links", links, Links | None, "an expert_parallel.Links")
+    _checks.check_type(OP, "direct", direct, bool, "True or False")
     capacity = capacity_of(OP, capacity_factor, num_tokens, num_devices, top_k)
     if tokens == "replicated":
         reason = "tokens='replicated': every device has every token, nothing is dispatched"

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxmoe._ep import direct as _direct
 from jaxmoe._ep import peers as _peers
 from jaxmoe._jax import checks as _checks
+from jaxmoe._jax import primitive as _primitive
 from jaxmoe.finalize import sum_rows
 from jaxmoe.permute import permute_p
 from jaxmoe.plan import plan
@@ -230,6 +231,7 @@ def _ragged_exchange(
     """
     starts, sizes, places = matrices
     me = axis.index
+    (rows,) = ragged_rows_p(rows)
     output = jnp.zeros((length, *rows.shape[1:]), rows.dtype)
     varying = jax.typeof(rows).manual_axis_type.varying
     missing = varying - jax.typeof(output).manual_axis_type.varying
@@ -254,3 +256,22 @@ def _ragged_exchange(
         return jnp.where(some.reshape(shape), everything[jnp.where(some, at, 0)], output)
 
     return jax.lax.platform_dependent(rows, output, cuda=native, default=emulated)
+
+
+def _refuse_vmap(*_args: Any) -> Any:
+    rule = (
+        "dispatch='ragged' must be another way under jax.vmap: JAX has no rule for its collective"
+    )
+    raise NotImplementedError(_checks.message(_direct.OP, rule))
+
+
+# Rows as they are, to say so: jax.lax.ragged_all_to_all would end in an assertion.
+ragged_rows_p = _primitive.define(
+    "jaxmoe_ragged_rows",
+    out=lambda rows: [(rows.shape, rows.dtype)],
+    xla=lambda rows: (rows,),
+    batch=_refuse_vmap,
+    jvp=lambda primals, tangents: (ragged_rows_p(*primals), ragged_rows_p(*tangents)),
+    transpose=lambda cts, _args: ragged_rows_p(*cts),
+    composed=True,
+)

@@ -6,12 +6,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 
 from jaxmoe import mlp
 from jaxmoe._ep import exchange as _ep_exchange
 from jaxmoe._ep import hops as _hops
 from jaxmoe._ep.checks import Setup
+from jaxmoe._ep.direct import OP
 from jaxmoe._ep.slots import local_ids, slots_of
+from jaxmoe._jax import checks as _checks
 from jaxmoe.experts import Experts
 from jaxmoe.quantize import QuantizedArray, quantize_tokens, scales_shape
 from jaxmoe.routing import Routing
@@ -30,7 +33,7 @@ def run(
     num_chunks: int,
     options: dict[str, Any],
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes the layer of checked arguments. Returns (y, choices without room)."""
+    """Computes the layer of checked arguments. Returns (y, choices that are left out)."""
     if x.shape[0] == 0:  # which XLA's collectives refuse
         return jnp.zeros(x.shape, x.dtype), jnp.int32(0)
     slots = slots_of(
@@ -41,6 +44,8 @@ def run(
         device=s.axis.index,
         own_first=s.dispatch != "replicated",
     )
+    exists = (routing.expert_ids >= 0) & (routing.expert_ids < s.num_experts)
+    lost = jnp.sum(exists & (slots < 0), dtype=jnp.int32)
     x_scale = experts.x_scale
     if s.format.one_token_scale and x_scale is None and not isinstance(x, QuantizedArray):
         x_scale = _common_scale(x, s)
@@ -57,7 +62,6 @@ def run(
             own = local((x, slots, routing.weights), slots.shape[0] // s.axis.size)
         slots = jnp.where(slots // s.num_local == s.axis.index, -1, slots)
     ys: list[jax.Array] = []
-    lost = jnp.int32(0)
     size = slots.shape[0] // num_chunks
     for first in range(0, num_chunks * size, size):
         part = functools.partial(_rows, first=first, size=size)
@@ -188,7 +192,21 @@ def _quantized(x: jax.Array, scale: Any, format: str | None) -> QuantizedArray:
     assert format is not None
     if scale is not None:
         scale = jnp.broadcast_to(scale, scales_shape(format, "tokens", x.shape))
-    return quantize_tokens(x, format, scale=scale)
+
+    @jax.custom_jvp
+    def quantized(x: jax.Array) -> QuantizedArray:
+        return quantize_tokens(x, format, scale=scale)
+
+    def refuse(primals: Any, tangents: Any) -> Any:
+        (t,) = tangents
+        if not isinstance(t, SymbolicZero):
+            rule = f"dispatch_format={format!r} must be None for gradients of x"
+            raise NotImplementedError(_checks.message(OP, rule, x=x))
+        q = quantized(*primals)
+        return q, jax.tree.map(jnp.zeros_like, q)
+
+    quantized.defjvp(refuse, symbolic_zeros=True)
+    return jax.lax.stop_gradient(quantized(x))
 
 
 def _common_scale(x: jax.Array, s: Setup) -> jax.Array:

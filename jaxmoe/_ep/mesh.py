@@ -5,6 +5,7 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -12,6 +13,7 @@ from jaxmoe._jax import checks as _checks
 from jaxmoe.activation import resolve
 from jaxmoe.experts import Experts, format_of
 from jaxmoe.quantize import QuantizedArray
+from jaxmoe.routing import Routing
 
 OP = "expert_parallel.sharded_moe_mlp"
 
@@ -67,6 +69,15 @@ def check_split(x: Any, experts: Any, token_devices: int, expert_devices: int, a
             f"(devices of axis {axis}); jaxmoe.expert_parallel.place_experts pads the weights"
         )
         raise ValueError(_checks.message(OP, rule, **{"experts.down": experts.down}))
+
+
+def check_rows(x: Any, routing: Any, residual: Any) -> None:
+    """Checks that routing and residual are of all tokens, before each device has a part of them."""
+    _checks.check_type(OP, "routing", routing, Routing, "a jaxmoe.Routing")
+    parts = {"routing.expert_ids": routing.expert_ids, "routing.weights": routing.weights}
+    for name, a in (parts | {"residual": residual}).items():
+        if a is not None and jnp.ndim(a):
+            _checks.check_dim(OP, name, a, 0, x.shape[0], "x.shape[0]")
 
 
 def check_tensor_axis(mesh: Any, tensor: tuple[str, ...], experts: Experts) -> None:
@@ -140,12 +151,18 @@ def token_spec(x: Any, tokens: tuple[str, ...]) -> Any:
 
 
 def placed(mesh: Any, value: Any, spec: Any) -> Any:
-    """Reshards what lies otherwise on a mesh of Explicit axes, which nobody else does."""
-    if AxisType.Explicit not in mesh.axis_types:
+    """Reshards what lies otherwise along Explicit axes of a mesh, which nobody else does."""
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    explicit = {name for name, kind in kinds.items() if kind == AxisType.Explicit}
+    if not explicit:
         return value
 
+    def along(axes: Any) -> Any:
+        return tuple(name for name in names_of(axes) if name in explicit) or None
+
     def put(a: Any, s: P) -> Any:
-        return a if a is None else jax.sharding.reshard(a, NamedSharding(mesh, s))
+        sharding = NamedSharding(mesh, P(*map(along, s)))
+        return a if a is None else jax.sharding.reshard(a, sharding)
 
     if isinstance(spec, P):
         return jax.tree.map(lambda a: put(a, spec), value)

@@ -179,6 +179,12 @@ def check_same_dim(
         raise ValueError(message(op, rule, **{name: x, other_name: other}))
 
 
+def check_type(op: str, name: str, value: Any, kind: Any, what: str) -> None:
+    """Checks the type of a value that is `what`: "a jaxmoe.Routing"."""
+    if not isinstance(value, kind):
+        raise TypeError(message(op, f"{name} must be {what}", **{name: value}))
+
+
 def check_choice(op: str, name: str, value: Any, allowed: Sequence[str]) -> None:
     """Checks a named option against the names that exist."""
     if not isinstance(value, str):

@@ -15,7 +15,8 @@ from jaxmoe._jax.mesh import Axes, Dims, own
 
 
 def _gather(a: jax.Array, axes: Axes, dim: int) -> jax.Array:
-    return jax.lax.all_gather(a, axes, axis=dim, tiled=True) if axes else a
+    # XLA refuses an array without elements, of which all parts are as large as one.
+    return jax.lax.all_gather(a, axes, axis=dim, tiled=True) if axes and a.shape[dim] else a
 
 
 class _Collectives:
@@ -50,7 +51,7 @@ class _Collectives:
 
     def scatter(self, a: jax.Array, axes: Axes) -> jax.Array:
         """This device's rows of the sum."""
-        return jax.lax.psum_scatter(a, axes, tiled=True) if axes else a
+        return jax.lax.psum_scatter(a, axes, tiled=True) if axes and a.shape[0] else a
 
     def total(self, a: jax.Array, axes: Axes) -> jax.Array:
         """The sum, which is the same on all devices from there on."""
@@ -66,6 +67,8 @@ class _Collectives:
         del count
         if not axes:
             return a
+        if not a.shape[dim]:
+            return jnp.zeros(a.shape, a.dtype)
         return jax.lax.all_gather(a, axes, axis=dim, tiled=True, to="invarying")
 
     def own_same(self, a: jax.Array, axes: Axes, count: int) -> jax.Array:

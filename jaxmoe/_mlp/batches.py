@@ -50,7 +50,7 @@ def batches(a: Operands, sizes: jax.Array, layer: Layer) -> jax.Array:
         y = rows(*primals)
         given, plain = without_tokens(a, layer)
         given = given._replace(x=given.x.reshape(y.shape))
-        z = _z(given, sizes, plain, Tokens(given.x, None), layer.dtype)
+        z = _z(join(given, plain), sizes, plain, Tokens(given.x, None), layer.dtype)
         return y, _tangent(given, moved, z, sizes, plain)
 
     rows.defjvp(rows_and_tangent, symbolic_zeros=True)
@@ -65,10 +65,10 @@ def _value(
     if layer.format.master:
         a, layer = rounded(a, layer), layer.replace(format=PLAIN)
     tokens = _tokens(a, sizes, layer)
-    product, format, of_rows = _factors(
-        tokens, a.w_gate_up, a.gate_up_scales, a.b_gate_up, sizes, layer
-    )
-    if a.w_up is None and of_rows is None:
+    first = tokens, a.w_gate_up, a.gate_up_scales, a.b_gate_up
+    factors = _factors(*first, sizes, layer) if a.w_up is None else None
+    if factors is not None and factors[2] is None:
+        product, format, _ = factors
         h, *rest = activated(
             *product,
             weight_layout=layer.layouts[0],
@@ -85,6 +85,8 @@ def _value(
     else:
         z = _z(a, sizes, layer, tokens, jnp.float32)
         h, z = _activated(z, layer), z.astype(layer.dtype)
+    if layer.format.quantizes_tokens and not layer.activation.fused:  # which may not be 0 at 0
+        h = jnp.where(_in_use(h, sizes), h, jnp.zeros((), h.dtype))
     return _second(h, a, sizes, layer), z
 
 
@@ -124,9 +126,14 @@ def _tokens(a: Operands, sizes: jax.Array, layer: Layer) -> Tokens:
         return Tokens(a.x, a.x_scales)
     x, scale = a.x, None if a.x_scale is None else a.x_scale.reshape(())
     if format.one_token_scale and scale is None:  # of all rows in use, whatever the others hold
-        row = jax.lax.broadcasted_iota(jnp.int32, x.shape[:2], 1)
-        x = jnp.where((row < sizes[:, None])[:, :, None], x, jnp.zeros((), x.dtype))
+        x = jnp.where(_in_use(x, sizes), x, jnp.zeros((), x.dtype))
     return format.tokens(_flat(x), scale)
+
+
+def _in_use(rows: jax.Array, sizes: jax.Array) -> jax.Array:
+    """[E,M,1] bool: which rows [E,M,K] belong to their expert."""
+    row = jax.lax.broadcasted_iota(jnp.int32, (*rows.shape[:2], 1), 1)
+    return row < sizes[:, None, None]
 
 
 def _z(a: Operands, sizes: jax.Array, layer: Layer, tokens: Tokens, out_dtype: Any) -> jax.Array:

@@ -35,8 +35,7 @@ def check_tokens(op: str, x: Any, routing: Any, residual: Any) -> None:
     else:
         _checks.check_float(op, "x", x)
         _checks.check_rank(op, "x", x, "T,H")
-    if not isinstance(routing, Routing):
-        raise TypeError(_checks.message(op, "routing must be a jaxmoe.Routing", routing=routing))
+    _checks.check_type(op, "routing", routing, Routing, "a jaxmoe.Routing")
     ids, weights = routing.expert_ids, routing.weights
     _checks.check_rank(op, "routing.expert_ids", ids, "T,K")
     _checks.check_dtype(op, "routing.expert_ids", ids, ("int32",))
@@ -56,9 +55,8 @@ def check_tokens(op: str, x: Any, routing: Any, residual: Any) -> None:
 
 def check_experts(op: str, x: Any, experts: Any) -> Format:
     """Checks the experts against the tokens. Returns the format of their weights."""
-    if not isinstance(experts, Experts):
-        rule = "experts must be a jaxmoe.Experts: jaxmoe.Experts(gate_up=..., down=...)"
-        raise TypeError(_checks.message(op, rule, experts=experts))
+    what = "a jaxmoe.Experts: jaxmoe.Experts(gate_up=..., down=...)"
+    _checks.check_type(op, "experts", experts, Experts, what)
     weights = {n: getattr(experts, n) for n in ("gate_up", "gate", "up", "down")}
     weights = {f"experts.{n}": w for n, w in weights.items() if w is not None}
     for name, w in weights.items():
