@@ -10,22 +10,24 @@ from jaxmoe._explain import explain
 from jaxmoe._jax import targets
 from jaxmoe._load.ahead import Ahead
 from jaxmoe.experts import Experts
-from jaxmoe.loading import Model
+from jaxmoe.loading import Block, Model
 from jaxmoe.mlp import moe_mlp
 from jaxmoe.routing import Routing
 
 
-def _shapes(model: Model, at: str) -> Experts:
+def _shapes(model: Model, block: Block) -> Experts:
     """The experts of a module as shapes: the smallest number of them is read."""
-    with Ahead(model.shards) as files:
-        read = [weight.read(files, range(1)) for weight in model.weights(at)]
-    layer = model.layer(at, read, jnp.asarray)
     grown = lambda a: jax.ShapeDtypeStruct((model.num_experts, *a.shape[1:]), a.dtype)  # noqa: E731
-    return jax.tree.map(grown, layer.experts)
+    with Ahead(model.shards) as files:
+        read = [weight.read(files, range(1)) for weight in block.weights]
+    shape = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype)  # noqa: E731
+    return model.layer(block, jax.tree.map(grown, read), shape).experts
 
 
 def describe(directory: str, tokens: int) -> str:
     """A line for each layer, and what its products of so many tokens run as on CUDA."""
+    if tokens < 1:
+        raise ValueError(f"jaxmoe.inspect: --tokens={tokens} must be at least 1")
     model = Model(directory, "bfloat16")
     lines = [
         f"{model.config.get('model_type')}: {len(model.blocks)} layers with experts, "
@@ -34,14 +36,14 @@ def describe(directory: str, tokens: int) -> str:
     seen: dict[tuple[object, ...], str] = {}
     total = 0
     for number, at in model.blocks.items():
-        stored = model.weights(at)
-        nbytes = sum(w.nbytes(model.shards, range(model.num_experts)) for w in stored)
+        block = model.block(at)
+        nbytes = sum(w.nbytes(model.shards, range(model.num_experts)) for w in block.weights)
         total += nbytes
-        kinds = ", ".join(dict.fromkeys(w.kind for w in stored))
+        kinds = ", ".join(dict.fromkeys(w.kind for w in block.weights))
         lines.append(f"layer {number}: {kinds}, {nbytes / 1e9:.3f} GB")
         key = kinds, nbytes
         if key not in seen:
-            experts = _shapes(model, at)
+            experts = _shapes(model, block)
             x = jax.ShapeDtypeStruct((tokens, experts.hidden), jnp.bfloat16)
             k = dict(model.family.route(model.config))["top_k"]
             routing = Routing(
@@ -63,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     try:
         print(describe(options.directory, options.tokens))
-    except (LookupError, OSError, ValueError, NotImplementedError) as error:
+    except (LookupError, OSError, TypeError, ValueError, NotImplementedError) as error:
         print(error, file=sys.stderr)
         return 1
     return 0

@@ -1,19 +1,22 @@
 """From a folder with a model's config.json and safetensors files to its layers of experts."""
 
 import dataclasses
-import json
+import operator
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxmoe._load import families, stored
+from jaxmoe._jax import checks as _checks
+from jaxmoe._load import families, find, router
 from jaxmoe._load.ahead import Ahead
-from jaxmoe._load.shards import OP, Shards
+from jaxmoe._load.files import OP, naming, parsed
+from jaxmoe._load.shards import Shards
+from jaxmoe._load.stored import Stored
 from jaxmoe.experts import Experts
 from jaxmoe.mlp import moe_mlp
 from jaxmoe.quantize import QuantizedArray
@@ -89,14 +92,19 @@ def load(
     """Reads the layers of experts of a model, as the files store them.
 
     Weights keep their format: bf16, FP8 and every format of 4 bits that `jaxmoe.checkpoints` reads,
-    known by the names and dtypes of the tensors. Files are read by threads, in order and a gigabyte
-    ahead, so the process holds two or three of its own beside what lies on the devices.
+    known by the names and dtypes of the tensors. FP8 weights with one scale a matrix keep the
+    static scales of their inputs, if the files have some: `x_scale` and `h_scale` are the largest
+    of all experts. Scales of inputs beside other weights are not used. Files are read by threads,
+    in order and a gigabyte ahead, so the process holds two or three of its own beside what lies on
+    the devices.
 
     Args:
-      directory: with config.json and model.safetensors, or its shards and their index.
+      directory: with config.json and model.safetensors, or its shards and their index. A tensor is
+        read from the file that the index names.
       layers: numbers of the layers to read; None: all that have experts.
-      dtype: "bfloat16", "float16" or "float32", of the tokens that quantized weights meet. Plain
-        weights stay in the dtype of the files.
+      dtype: "bfloat16", "float16" or "float32", of the tokens that quantized weights meet, and of
+        biases beside these. int4, GPTQ and AWQ weights, whose scales have 16 bits, refuse
+        "float32". Plain weights stay in the dtype of the files.
       mesh: None: weights lie on JAX's default device. Else they lie on the mesh, split over
         `axis` by experts, and each process reads those of its own devices alone.
       axis: name of the axis of `mesh` that experts are split over; None: every device has all.
@@ -106,11 +114,14 @@ def load(
       The layers by number.
 
     Raises:
-      FileNotFoundError: no config.json or no files, or one that the index names is missing.
-      LookupError: a tensor or scale is missing, which the message names; no such layer.
-      ValueError: a file that is cut off, a configuration without a number that is needed, experts
-        that `axis` does not divide.
-      NotImplementedError: a model or a format that is not known.
+      FileNotFoundError: no config.json or no files, or one that the index names is missing, or one
+        of a set that is numbered.
+      LookupError: a tensor, bias or scale is missing, which the message names; no such layer.
+      TypeError: `layers`, `dtype` or `mesh` of another kind.
+      ValueError: a file that is cut off or broken, a configuration without a number that is needed,
+        tensors that do not go together, a tensor that is in two files, experts that `axis` does not
+        divide, another `dtype`.
+      NotImplementedError: a model or a format that is not known, or a tensor that has no reader.
 
     Numerics: no number changes but where `jaxmoe.checkpoints` says so. Routing is float32.
     Source: config.json and the model code of Hugging Face transformers.
@@ -121,30 +132,47 @@ def load(
       >>> y = jax.jit(lambda layer, x: layer(x))(layers[0], x)  # doctest: +SKIP
     """
     model = Model(directory, dtype)
-    chosen = model.blocks if layers is None else {n: model.block(n) for n in layers}
+    chosen = model.blocks if layers is None else _chosen(model, layers)
     spread = _Spread(mesh, axis, model.num_experts)
-    weights = {n: model.weights(at) for n, at in chosen.items()}
+    blocks = {n: model.block(at) for n, at in chosen.items()}
     everyone = range(model.num_experts)
-    total = sum(w.nbytes(model.shards, everyone) for those in weights.values() for w in those)
+    weights = [weight for block in blocks.values() for weight in block.weights]
+    total = sum(weight.nbytes(model.shards, everyone) for weight in weights)
     pieces = (
         piece
-        for those in weights.values()
-        for weight in those
+        for weight in weights
         for part in spread.parts()
         for piece in weight.pieces(model.shards, part)
     )
     out, done = {}, 0
     with Ahead(model.shards, pieces) as files:
-        for number, at in chosen.items():
+        for number, block in blocks.items():
             read: list[Any] = []
-            for weight in weights[number]:
+            for weight in block.weights:
                 jax.block_until_ready(read[-1:])  # until then its bytes are on the host as well
                 read.append(spread(lambda part, w=weight: w.read(files, part)))
                 done += weight.nbytes(model.shards, everyone)
                 if progress is not None:
                     progress(done, total, f"{weight.stem}{weight.parts[0]}")
-            out[number] = model.layer(at, read, spread.everywhere)
+            out[number] = model.layer(block, read, spread.everywhere)
     return out
+
+
+def _chosen(model: "Model", layers: Sequence[int]) -> dict[int, str]:
+    try:
+        numbers = list(map(operator.index, layers))
+    except TypeError:
+        rule = f"layers={layers!r} must be a sequence of integers or None"
+        raise TypeError(_checks.message(OP, rule)) from None
+    return {number: model.at(number) for number in numbers}
+
+
+class Block(NamedTuple):
+    """Where the tensors of a layer's module are, which all are there and go together."""
+
+    at: str
+    weights: list[Stored]
+    router: router.Router
 
 
 class Model:
@@ -152,97 +180,108 @@ class Model:
 
     def __init__(self, directory: str | Path, dtype: str) -> None:
         """Reads the configuration and the headers of the files."""
+        _checks.check_choice(OP, "dtype", dtype, _checks.FLOATS)
         path = Path(directory) / "config.json"
         if not path.exists():
             raise FileNotFoundError(f"jaxmoe.{OP}: {directory} has no config.json")
-        whole = json.loads(path.read_text(encoding="utf-8"))
-        self.family, self.config = families.of(whole)
-        self.quantization = self.config.get("quantization_config") or {}
+        self.family, self.config = families.of(parsed(path, path.read_bytes()))
+        self.quantization = families.section(self.config, "quantization_config")
         self.shards = Shards(directory)
         self.num_experts = families.num_experts(self.config)
         self.dtype = dtype
-        # Modules that predict further tokens lie behind the layers.
-        count = int(self.config.get("num_hidden_layers") or 1 << 30)
+        # Modules that predict further tokens lie behind the layers; `blocks` leaves out those that
+        # are modules of their own, whose layers count from 0 again.
+        count = families.count(self.config, "num_hidden_layers", default=1 << 30)
         found = self.family.blocks(self.shards.names)
         self.blocks = {number: at for number, at in found.items() if number < count}
         if not self.blocks:
             stem = f"layers.N.{self.family.block}.{self.family.weights[-1]}"
-            raise LookupError(f"jaxmoe.{OP}: {directory} has no layer with tensors {stem}")
+            have = ", ".join(self.shards.names[:3]) or "none"
+            raise LookupError(
+                f"jaxmoe.{OP}: {directory} has no layer with tensors {stem}; it has "
+                f"{len(self.shards.names)} tensors: {have}, .."
+            )
 
-    def block(self, number: int) -> str:
+    def at(self, number: int) -> str:
         """The module of a layer."""
         if number not in self.blocks:
             known = ", ".join(map(str, self.blocks))
             raise LookupError(f"jaxmoe.{OP}: layer {number} has no experts, layers {known} have")
         return self.blocks[number]
 
-    def weights(self, at: str) -> list[stored.Stored]:
-        """How the weights of a layer's module are stored; all tensors are there."""
-        out = []
+    def block(self, at: str) -> Block:
+        """The tensors of a layer's module."""
+        weights: list[Stored] = []
         for stem in self.family.weights:
-            weight = stored.find(self.shards, f"{at}.{stem}", self.quantization, self.dtype)
-            for name in weight.names(range(self.num_experts)):
-                self.shards.dtype(name)  # names the one that is missing
-            self._check_count(weight)
-            out.append(weight)
-        return out
-
-    def _check_count(self, weight: stored.Stored) -> None:
-        if weight.stacked:
-            count = self.shards[weight.stem + weight.parts[0]].shape[0]
-        else:
-            next_one = weight.stem.format(e=self.num_experts) + weight.parts[0]
-            count = self.num_experts + (next_one in self.shards)
-        if count != self.num_experts:
-            raise ValueError(
-                f"jaxmoe.{OP}: config.json says {self.num_experts} experts, the files have {count} "
-                f"or more: {weight.stem}{weight.parts[0]}"
-            )
+            weight = find.find(self.shards, f"{at}.{stem}", self.quantization, self.dtype)
+            weight.check(self.shards, self.num_experts)
+            weights.append(weight)
+        args = self.shards, at, self.family, self.config, self.num_experts
+        return Block(at, weights, router.find(*args))
 
     def layer(
-        self, at: str, weights: Sequence[Any], place: Callable[[Any], jax.Array]
+        self, block: Block, weights: Sequence[Any], place: Callable[[Any], Any]
     ) -> LoadedLayer:
-        """The layer of a module, of weights that have been read."""
+        """The layer of a module, of weights that have been read or their shapes."""
 
-        def tensor(name: str) -> jax.Array:
-            return place(self.shards[f"{at}.{name}"])
+        def tensor(name: str | None) -> Any:
+            return None if name is None else place(self.shards[name])
 
-        def optional(name: str | None) -> jax.Array | None:
-            return tensor(name) if name and f"{at}.{name}" in self.shards else None
-
-        family = self.family
-        names = ("gate", "up", "down") if len(weights) == 3 else ("gate_up", "down")
-        biases = {}
-        for name, stem in zip(names, family.weights, strict=True):
-            if family.biased or (family.stacked and f"{at}.{stem}_bias" in self.shards):
-                biases[f"{name}_bias"] = tensor(f"{stem}_bias")
+        family, names = self.family, block.router
+        parts = ("gate", "up", "down") if len(weights) == 3 else ("gate_up", "down")
         quantized = isinstance(weights[0], QuantizedArray)
-        experts = Experts(
-            **dict(zip(names, weights, strict=True)),
-            **biases,
-            activation=family.activation(self.config),
-            order=family.order,
-            layout="nk" if quantized else family.layout,
-        )
-        table = f"{at}.{family.router}.tid2eid"  # int64 in the files
+        fields = dict(zip(parts, weights, strict=True))
+        fields |= self._biases(block, parts, place, quantized)
+        fields |= self._input_scales(block, place)
+        with naming(block.at):
+            experts = Experts(
+                **fields,
+                activation=family.activation(self.config),
+                order=family.order,
+                layout="nk" if quantized else family.layout,
+            )
+        self.shards.check_float(names.weight, self.num_experts, experts.hidden)
+        table = None if names.table is None else self.shards[names.table]
         return LoadedLayer(
             experts,
-            tensor(f"{family.router}.weight"),
-            # A name that is the choice's bias is none of the logits.
-            None
-            if family.selection_bias == f"{family.router}.bias"
-            else optional(f"{family.router}.bias"),
-            optional(family.selection_bias),
-            place(self.shards[table].astype(np.int32)) if table in self.shards else None,
+            tensor(names.weight),
+            tensor(names.bias),
+            tensor(names.selection_bias),
+            None if table is None else place(table.astype(np.int32)),  # int64 in the files
             tuple(sorted(family.route(self.config).items())),
             family.call,
         )
+
+    def _biases(
+        self, block: Block, parts: Sequence[str], place: Callable[[Any], Any], quantized: bool
+    ) -> dict[str, Any]:
+        out: dict[str, Any] = {}
+        for part, weight in zip(parts, block.weights, strict=True):
+            name = f"{weight.stem}_bias"
+            if self.family.biased or (weight.stacked and name in self.shards):
+                self.shards.check_float(name)
+                bias = self.shards[name]
+                out[f"{part}_bias"] = place(bias.astype(self.dtype) if quantized else bias)
+        return out
+
+    def _input_scales(self, block: Block, place: Callable[[Any], Any]) -> dict[str, Any]:
+        """The static scales of x and of the activation's result, of all experts the largest."""
+        if not any(weight.static for weight in block.weights):
+            return {}
+        *first, last = (
+            weight.largest_input_scale(self.shards, self.num_experts) for weight in block.weights
+        )
+        return {"x_scale": place(max(first)), "h_scale": place(last)}
 
 
 class _Spread:
     """Puts arrays of experts where they are to lie."""
 
     def __init__(self, mesh: Mesh | None, axis: str | None, num_experts: int) -> None:
+        given: Any = mesh
+        if given is not None and not isinstance(given, Mesh):
+            rule = "mesh must be a jax.sharding.Mesh, whose devices weights are put on"
+            raise TypeError(_checks.message(OP, rule, mesh=mesh))
         if axis is not None and (mesh is None or axis not in mesh.axis_names):
             names = None if mesh is None else mesh.axis_names
             raise ValueError(

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxmoe._load.shards import OP, Piece, Shards, Span
+from jaxmoe._load.files import OP
+from jaxmoe._load.shards import Piece, Shards, Span
 
 _THREADS = 8  # so many reads keep a disk busy, and copy out of the page cache
 _READ_BYTES = 1 << 24

@@ -2,10 +2,10 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from jaxmoe._load.shards import OP
+from jaxmoe._load.files import OP, mapping
 from jaxmoe.activation import Activation, Swiglu
 
 Config = Mapping[str, Any]
@@ -19,12 +19,42 @@ def needed(config: Config, *names: str) -> Any:
     raise ValueError(f"jaxmoe.{OP}: config.json has no {' or '.join(names)}")
 
 
+def count(config: Config, *names: str, default: int | None = None) -> int:
+    """The first of these numbers, an integer of at least 1; by default one must be there."""
+    return int(_number(config, names, int, 1, default))
+
+
+def _real(config: Config, name: str, default: float | None = None) -> float:
+    return float(_number(config, (name,), (int, float), 0, default))
+
+
+def _number(config: Config, names: tuple[str, ...], kinds: Any, least: int, default: Any) -> Any:
+    for name in names:
+        value = config.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, kinds) or not value >= least:
+            what = "an integer" if kinds is int else "a number"
+            raise ValueError(
+                f"jaxmoe.{OP}: config.json has {name}={value!r}, which must be {what} of at least "
+                f"{least}"
+            )
+        return value
+    return needed(config, *names) if default is None else default
+
+
+def section(config: Config, name: str) -> dict[str, Any]:
+    """An object in the configuration, empty where there is none."""
+    value = config.get(name)
+    return {} if value is None else mapping(f"{name} of config.json", value)
+
+
 def top_k(config: Config) -> int:
-    return int(needed(config, "num_experts_per_tok", "moe_topk"))
+    return count(config, "num_experts_per_tok", "moe_topk")
 
 
 def num_experts(config: Config) -> int:
-    return int(needed(config, "n_routed_experts", "num_experts", "num_local_experts"))
+    return count(config, "n_routed_experts", "num_experts", "num_local_experts")
 
 
 def _renormalize(config: Config) -> dict[str, Any]:
@@ -41,10 +71,10 @@ def _qwen3(config: Config) -> dict[str, Any]:
 
 
 def _deepseek_v2(config: Config) -> dict[str, Any]:
-    scale = {"scale": float(config.get("routed_scaling_factor") or 1.0)}
+    scale = {"scale": _real(config, "routed_scaling_factor", 1.0)}
     if needed(config, "topk_method") == "greedy":
         return _softmax(config) | scale
-    groups = {"num_groups": needed(config, "n_group"), "top_groups": needed(config, "topk_group")}
+    groups = {"num_groups": count(config, "n_group"), "top_groups": count(config, "topk_group")}
     return {"top_k": top_k(config), "method": "deepseek_v2"} | groups | scale
 
 
@@ -52,15 +82,15 @@ def _deepseek_v3(config: Config) -> dict[str, Any]:
     return {
         "top_k": top_k(config),
         "method": "deepseek_v3",
-        "num_groups": int(config.get("n_group") or 1),
-        "top_groups": int(config.get("topk_group") or 1),
-        "scale": float(config.get("routed_scaling_factor") or 1.0),
+        "num_groups": count(config, "n_group", default=1),
+        "top_groups": count(config, "topk_group", default=1),
+        "scale": _real(config, "routed_scaling_factor", 1.0),
         "norm_topk_prob": bool(config.get("norm_topk_prob", True)),
     }
 
 
 def _deepseek_v4(config: Config) -> dict[str, Any]:
-    scale = float(needed(config, "routed_scaling_factor"))
+    scale = _real(config, "routed_scaling_factor")
     return {"top_k": top_k(config), "method": "sqrtsoftplus", "scale": scale}
 
 
@@ -76,18 +106,31 @@ _GATED = {"silu": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh"}
 
 
 def _gated(config: Config) -> str:
-    name = config.get("hidden_act", "silu")
+    name = str(config.get("hidden_act", "silu"))
     if name not in _GATED:
         raise ValueError(f"jaxmoe.{OP}: hidden_act={name!r} must be one of {', '.join(_GATED)}")
     return _GATED[name]
 
 
 def _gpt_oss(config: Config) -> Activation:
-    return Swiglu(1.702, 1.0, float(config.get("swiglu_limit") or 7.0))
+    return Swiglu(1.702, 1.0, _real(config, "swiglu_limit", 7.0))
 
 
 def _clamped(config: Config) -> Activation:
-    return Swiglu(limit=float(needed(config, "swiglu_limit")))
+    return Swiglu(limit=_real(config, "swiglu_limit"))
+
+
+def _always(*names: str) -> Callable[[Config], tuple[str, ...]]:
+    return lambda _: names
+
+
+def _bias_of_v3(config: Config) -> tuple[str, ...]:
+    # A rule of its predecessors, which choose without one, is named.
+    return (_V3_BIAS,) if config.get("topk_method") in (None, "noaux_tc") else ()
+
+
+def _bias_of_minimax(config: Config) -> tuple[str, ...]:
+    return (_M2_BIAS,) if config.get("use_routing_bias") else ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +142,8 @@ class Family:
       weights: stems of gate, up and down in it, or of gate_up and down; `{e}` is an expert.
       router: stem of the router's weight in it.
       selection_bias: name in it of what is added to scores for the choice, if there may be one.
+      table: name in it of the experts of each token, if there may be one.
+      biases: from the configuration to names of which each layer has at least one.
       route: from the configuration to the options of `jaxmoe.route`.
       activation: from the configuration to that of `jaxmoe.Experts`.
       order, layout: of plain weights, as in `jaxmoe.Experts`.
@@ -111,6 +156,8 @@ class Family:
     weights: tuple[str, ...] = tuple(f"experts.{{e}}.{n}_proj" for n in ("gate", "up", "down"))
     router: str = "gate"
     selection_bias: str | None = None
+    table: str | None = None
+    biases: Callable[[Config], tuple[str, ...]] = _always()
     activation: Callable[[Config], str | Activation] = _gated
     order: str = "gate_up"
     layout: str = "nk"
@@ -122,17 +169,31 @@ class Family:
         """Whether one tensor has a weight of all experts."""
         return "{e}" not in self.weights[0]
 
-    def blocks(self, names: tuple[str, ...]) -> dict[int, str]:
-        """The module of each layer with experts, by the layer's number, among names of tensors."""
-        stem = re.escape(self.weights[-1]).replace(re.escape("{e}"), r"\d+")
+    def blocks(self, names: Iterable[str]) -> dict[int, str]:
+        """The module of each layer with experts, by the layer's number, among names of tensors.
+
+        Modules in one that is named `mtp` are left out: their layers are no layers of the model.
+
+        Raises:
+          ValueError: two modules have the same number.
+        """
+        stems = "|".join(map(re.escape, (*self.weights, f"{self.router}.weight")))
+        stem = stems.replace(re.escape("{e}"), r"\d+")
         pattern = re.compile(
-            rf"((?:.*\.)?layers\.(\d+)\.{re.escape(self.block)})\.{stem}(?:[._].*)?"
+            rf"((?:.*\.)?layers\.(\d+)\.{re.escape(self.block)})\.(?:{stem})(?:[._].*)?"
         )
-        found = (pattern.fullmatch(name) for name in names)
-        return {int(m[2]): m[1] for m in sorted(filter(None, found), key=lambda m: int(m[2]))}
+        out: dict[int, str] = {}
+        for at, digits in dict.fromkeys(m.groups() for m in map(pattern.fullmatch, names) if m):
+            if "mtp" in at.split("."):
+                continue
+            other = out.setdefault(int(digits), at)
+            if other != at:
+                raise ValueError(f"jaxmoe.{OP}: {other} and {at} are both layer {int(digits)}")
+        return dict(sorted(out.items()))
 
 
-_DEEPSEEK = Family(_deepseek_v3, selection_bias="gate.e_score_correction_bias")
+_V3_BIAS, _M2_BIAS = "gate.e_score_correction_bias", "e_score_correction_bias"
+_DEEPSEEK = Family(_deepseek_v3, selection_bias=_V3_BIAS, biases=_bias_of_v3)
 _W123 = tuple(f"experts.{{e}}.{n}" for n in ("w1", "w3", "w2"))
 _JOINED = ("experts.gate_up_proj", "experts.down_proj")
 
@@ -143,13 +204,18 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v2": Family(_deepseek_v2),
     **dict.fromkeys(("deepseek_v3", "kimi_k2", "glm4_moe", "glm_moe_dsa", "dots1"), _DEEPSEEK),
     "deepseek_v4": Family(
-        _deepseek_v4, "ffn", _W123, selection_bias="gate.bias", activation=_clamped
+        *(_deepseek_v4, "ffn", _W123),
+        selection_bias="gate.bias",
+        table="gate.tid2eid",
+        biases=_always("gate.bias", "gate.tid2eid"),
+        activation=_clamped,
     ),
     "minimax_m2": Family(
-        *(_minimax2, "block_sparse_moe", _W123), selection_bias="e_score_correction_bias"
+        *(_minimax2, "block_sparse_moe", _W123), selection_bias=_M2_BIAS, biases=_bias_of_minimax
     ),
     "gpt_oss": Family(
         *(_renormalize, "mlp", _JOINED, "router"),
+        biases=_always("router.bias"),
         activation=_gpt_oss,
         order="interleaved",
         layout="kn",
@@ -165,7 +231,7 @@ FAMILIES: dict[str, Family] = {
 
 def of(config: Config) -> tuple[Family, Config]:
     """The family of a configuration, and the part of it that is the language model's."""
-    text = config.get("text_config") or {}
+    text = {k: v for k, v in section(config, "text_config").items() if v is not None}
     for part in (config, text):
         kind = str(part.get("model_type", "")).removesuffix("_text")
         if kind in FAMILIES:

@@ -1,34 +1,14 @@
 """The tensors of a folder of safetensors files, mapped into memory."""
 
 import bisect
-import dataclasses
-import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 
-OP = "load"
-_INDEX = "model.safetensors.index.json"
-_DTYPES: dict[str, Any] = {
-    **{"BOOL": np.bool_, "U8": np.uint8, "I8": np.int8, "U16": np.uint16, "I16": np.int16},
-    **{"U32": np.uint32, "I32": np.int32, "U64": np.uint64, "I64": np.int64},
-    **{"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16},
-    **{"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2},
-    "F8_E8M0": ml_dtypes.float8_e8m0fnu,
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class _Place:
-    path: Path
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int  # bytes from the start of the file
-    end: int
+from jaxmoe._jax.checks import FLOATS, dtype_name
+from jaxmoe._load.files import DTYPES, OP, Place, index_of, places
 
 
 class Span(NamedTuple):
@@ -52,43 +32,30 @@ class Shards:
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
-        self._places: dict[str, _Place] = {}
-        self._sorted: list[str] = []
+        self._index = index_of(self.directory)
+        self._places = places(self.directory, self._index)
+        self._sorted = sorted(self._places.keys() | self._index.keys())
         self._mapped: dict[Path, np.ndarray[Any, Any]] = {}  # not longer: files may be replaced
-        for path in self._files():
-            self._places.update(_header(path))
-
-    def _files(self) -> list[Path]:
-        index = self.directory / _INDEX
-        if index.exists():
-            named = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-            files = [self.directory / name for name in sorted(set(named))]
-        else:
-            files = sorted(self.directory.glob("*.safetensors"))
-        missing = [path.name for path in files if not path.exists()]
-        if missing or not files:
-            what = ", ".join(missing) or "*.safetensors"
-            raise FileNotFoundError(f"jaxmoe.{OP}: {self.directory} has no {what}")
-        return files
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """The names of all tensors."""
-        return tuple(self._places)
+    def names(self) -> Sequence[str]:
+        """The names of all tensors, in order."""
+        return self._sorted
 
-    def beginning(self, start: str) -> list[str]:
-        """The names that begin so."""
-        if not self._sorted:
-            self._sorted = sorted(self._places)
-        first = bisect.bisect_left(self._sorted, start)
-        return self._sorted[first : bisect.bisect_left(self._sorted, start + "\U0010ffff")]
+    def parts(self, stem: str) -> set[str]:
+        """What follows the stem, after a dot or a "_", in the names that begin with it."""
+        first = bisect.bisect_left(self._sorted, stem)
+        last = bisect.bisect_left(self._sorted, stem + "`", first)  # behind "_" and before "a"
+        ends = (name[len(stem) :] for name in self._sorted[first:last])
+        return {end for end in ends if end[:1] in (".", "_")}
 
     def __contains__(self, name: str) -> bool:
-        return name in self._places
+        return name in self._places or name in self._index
 
-    def _place(self, name: str) -> _Place:
+    def _place(self, name: str) -> Place:
         if name not in self._places:
-            raise LookupError(f"jaxmoe.{OP}: {self.directory} has no tensor {name!r}")
+            where = self.directory / self._index.get(name, "")
+            raise LookupError(f"jaxmoe.{OP}: {where} has no tensor {name!r}")
         return self._places[name]
 
     def __getitem__(self, name: str) -> np.ndarray[Any, Any]:
@@ -96,25 +63,46 @@ class Shards:
         if place.path not in self._mapped:
             self._mapped[place.path] = np.memmap(place.path, np.uint8, "r")
         data = self._mapped[place.path][place.begin : place.end]
-        return data.view(_DTYPES[place.dtype]).reshape(place.shape)
+        return data.view(self.dtype(name)).reshape(place.shape)
 
     def dtype(self, name: str) -> np.dtype[Any]:
         """The dtype of a tensor."""
-        return np.dtype(_DTYPES[self._place(name).dtype])
+        place = self._place(name)
+        if place.dtype not in DTYPES:
+            raise ValueError(
+                f"jaxmoe.{OP}: {name} in {place.path} has the unknown dtype {place.dtype}"
+            )
+        return np.dtype(DTYPES[place.dtype])
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor."""
         return self._place(name).shape
 
+    def kind(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """The dtype, as the file spells it, and the shape of a tensor."""
+        place = self._place(name)
+        return place.dtype, place.shape
+
+    def check_float(self, name: str, *shape: int) -> None:
+        """Refuses a tensor of integers or of 8 bits, or of another shape, of which -1 fits all."""
+        got, dtype = self.shape(name), self.dtype(name)
+        fits = len(got) == len(shape) and all(w in (-1, n) for w, n in zip(shape, got, strict=True))
+        if dtype.name not in FLOATS or (shape and not fits):
+            rule = f", {list(shape)}" if shape else ""
+            raise ValueError(
+                f"jaxmoe.{OP}: {name} must be bf16, f16 or f32{rule}, not {dtype_name(dtype)} "
+                f"{list(got)}"
+            )
+
     def stacked(self, names: Sequence[str]) -> Piece:
         """Tensors of one dtype and shape, as one array."""
-        places = [self._place(name) for name in names]
-        spans = tuple(Span(place.path, place.begin, place.end) for place in places)
-        return Piece(self.dtype(names[0]), (len(names), *places[0].shape), spans)
+        found = [self._place(name) for name in names]
+        spans = tuple(Span(place.path, place.begin, place.end) for place in found)
+        return Piece(self.dtype(names[0]), (len(names), *found[0].shape), spans)
 
     def part(self, name: str, first: int, last: int) -> Piece:
         """Rows of a tensor."""
-        path, _, shape, begin, end = dataclasses.astuple(self._place(name))
+        path, _, shape, begin, end = self._place(name)
         row = (end - begin) // max(shape[0], 1)
         span = Span(path, begin + first * row, begin + last * row)
         return Piece(self.dtype(name), (last - first, *shape[1:]), (span,))
@@ -122,27 +110,3 @@ class Shards:
     def nbytes(self, name: str) -> int:
         """The bytes of a tensor."""
         return self._place(name).end - self._place(name).begin
-
-
-def _header(path: Path) -> dict[str, _Place]:
-    """The tensors that a file says it has; where their bytes are has been checked."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > size - 8:
-            raise ValueError(f"jaxmoe.{OP}: {path} is cut off, or no safetensors file")
-        header = json.loads(file.read(length))
-    header.pop("__metadata__", None)
-    places = {}
-    for name, tensor in header.items():
-        begin, end = (8 + length + offset for offset in tensor["data_offsets"])
-        dtype, shape = tensor["dtype"], tuple(tensor["shape"])
-        if dtype not in _DTYPES:
-            raise ValueError(f"jaxmoe.{OP}: {name} in {path} has the unknown dtype {dtype}")
-        if end - begin != math.prod(shape) * np.dtype(_DTYPES[dtype]).itemsize or end > size:
-            raise ValueError(
-                f"jaxmoe.{OP}: {path} has bytes {begin} to {end} of {size} for {name}, "
-                f"{dtype} {list(shape)}"
-            )
-        places[name] = _Place(path, dtype, shape, begin, end)
-    return places

@@ -38,14 +38,25 @@ def in_dtype(scales: jax.Array, dtype: Any) -> jax.Array:
 
 
 def int4_array(
-    op: str, name: str, codes: jax.Array, scales: jax.Array, zeros: Any, dtype: Any
+    op: str,
+    name: str,
+    codes: jax.Array,
+    scales: jax.Array,
+    zeros: Any,
+    dtype: Any,
+    group_size: int | None = None,
 ) -> QuantizedArray:
-    """The array of codes [E, N, K] in the format that has their groups."""
+    """The array of codes [E, N, K] in the format that has their groups.
+
+    group_size: what a file says of them. Where a row has one scale, only this tells a group of 64
+      or 128 that is all of K from no groups.
+    """
     _checks.check_dtype(op, name, scales, ("bfloat16", "float16"))
     k, count = codes.shape[2], scales.shape[2] if scales.ndim == 3 else 0
     group = k // count if count and k % count == 0 else 0
-    # One group of 64 or 128 is all of K as well: then the format with groups.
-    by = {32: "g32", 64: "g64", 128: "g128"}.get(group, "channel" if group == k else None)
+    by = {32: "g32", 64: "g64", 128: "g128"}.get(group)
+    if group == k and (by is None or group_size != k):
+        by = "channel"
     if by is None or (*codes.shape[:2], count) != scales.shape:
         rule = (
             f"{name} must hold a scale for each 32, 64, 128 or all of K={k} of "

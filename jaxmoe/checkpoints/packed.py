@@ -189,6 +189,7 @@ def from_int4(
     g_idx: Any = None,
     *,
     weight_zero_point: jax.Array | None = None,
+    group_size: int | None = None,
     dtype: Any = None,
 ) -> QuantizedArray:
     """Reads compressed-tensors' `pack-quantized` weights of 4 bits: w = (code - zero) * scale.
@@ -198,6 +199,8 @@ def from_int4(
       weight_scale: bfloat16 or float16 [E, N, K / g] with g of 32, 64, 128 or K.
       g_idx: `weight_g_idx`, as in `from_gptq`.
       weight_zero_point: int32 [E, N / 8, K / g], eight zero points along n a word; None: all are 8.
+      group_size: g, which the configuration of the files has. A row with one scale is int4_channel,
+        or a group of K if this is K.
       dtype: bfloat16 or float16, that of the array and of its scales; that of `weight_scale`.
 
     Returns:
@@ -233,7 +236,7 @@ def from_int4(
         name = "weight_zero_point"
         _checks.check_shape(op, name, weight_zero_point, wanted, "[E, N / 8, K / g]")
         zeros = zeros_of_words(op, name, jnp.swapaxes(jnp.asarray(weight_zero_point), 1, 2))
-    return int4_array(op, "weight_scale", codes, scales, zeros, dtype)
+    return int4_array(op, "weight_scale", codes, scales, zeros, dtype, group_size)
 
 
 def from_gptq(
@@ -243,6 +246,7 @@ def from_gptq(
     g_idx: Any = None,
     *,
     checkpoint_format: str = "gptq",
+    group_size: int | None = None,
     dtype: Any = None,
 ) -> QuantizedArray:
     """Reads GPTQ weights of 4 bits: w = (code - (zero + 1) % 16) * scale.
@@ -253,6 +257,7 @@ def from_gptq(
       scales: float16 or bfloat16 [E, K / g, N] with g of 32, 64, 128 or K.
       g_idx: [K] or [E, K], the group of each k; known numbers. Only groups of neighbours.
       checkpoint_format: "gptq", or "gptq_v2": zero points as they are, w = (code - zero) * scale.
+      group_size: as in `from_int4`.
       dtype: bfloat16 or float16, that of the array and of its scales; that of `scales`.
 
     Returns:
@@ -271,7 +276,7 @@ def from_gptq(
       >>> from jaxmoe import checkpoints
       >>> words = lambda *shape: jnp.full(shape, 0x77777777, jnp.int32)
       >>> q = checkpoints.from_gptq(
-      ...     words(1, 8, 64), words(1, 1, 8), jnp.ones((1, 1, 64), jnp.float16))
+      ...     words(1, 8, 64), words(1, 1, 8), jnp.ones((1, 1, 64), jnp.float16), group_size=64)
       >>> q.format, float(jaxmoe.dequantize(q)[0, 0, 0])
       ('int4_g64_zp', -1.0)
     """
@@ -283,11 +288,16 @@ def from_gptq(
     zeros = (zeros + jnp.uint8(checkpoint_format == "gptq")) & jnp.uint8(15)
     scales = _turned(op, "scales", scales)
     _check_order(op, g_idx, codes, scales)
-    return int4_array(op, "scales", codes, scales, zeros, dtype)
+    return int4_array(op, "scales", codes, scales, zeros, dtype, group_size)
 
 
 def from_awq(
-    qweight: jax.Array, qzeros: jax.Array, scales: jax.Array, *, dtype: Any = None
+    qweight: jax.Array,
+    qzeros: jax.Array,
+    scales: jax.Array,
+    *,
+    group_size: int | None = None,
+    dtype: Any = None,
 ) -> QuantizedArray:
     """Reads AWQ weights of 4 bits: w = (code - zero) * scale.
 
@@ -296,6 +306,7 @@ def from_awq(
         2, 4, 6, 1, 3, 5, 7.
       qzeros: int32 [E, K / g, N / 8], in the same order.
       scales: float16 or bfloat16 [E, K / g, N] with g of 32, 64, 128 or K.
+      group_size: as in `from_int4`.
       dtype: bfloat16 or float16, that of the array and of its scales; that of `scales`.
 
     Returns:
@@ -321,7 +332,8 @@ def from_awq(
     _checks.check_rank(op, "qweight", qweight, "E,K,N/8")
     codes = jnp.swapaxes(codes_of_words(op, "qweight", qweight, _AWQ_NIBBLES), 1, 2)
     zeros = zeros_of_words(op, "qzeros", qzeros, _AWQ_NIBBLES)
-    return int4_array(op, "scales", codes, _turned(op, "scales", scales), zeros, dtype)
+    scales = _turned(op, "scales", scales)
+    return int4_array(op, "scales", codes, scales, zeros, dtype, group_size)
 
 
 def _check_order(op: str, g_idx: Any, codes: jax.Array, scales: jax.Array) -> None:

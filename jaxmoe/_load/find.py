@@ -1,0 +1,214 @@
+"""Which reader of `jaxmoe.checkpoints` a weight has, by the names and dtypes of its tensors."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxmoe import checkpoints
+from jaxmoe._formats.quantization import BLOCK
+from jaxmoe._jax.checks import FLOATS
+from jaxmoe._load.families import section
+from jaxmoe._load.files import OP, mapping
+from jaxmoe._load.shards import Shards
+from jaxmoe._load.stored import INPUT_SCALE, Stored
+
+_GPTQ = ("gptq", "gptq_v2")
+# How AutoRound packs: `auto_gptq` has zero points less 1, the others have them as they are.
+_AUTO_ROUND = {
+    "auto_round:auto_gptq": "gptq",
+    "auto_round:gptqmodel": "gptq_v2",
+    "auto_round:auto_awq": "awq",
+}
+
+
+@functools.lru_cache(maxsize=64)
+def _with(reader: Callable[..., Any], names: tuple[str, ...], **options: Any) -> Any:
+    """A reader whose arguments after the first two have these names, with options."""
+
+    def read(first: Any, second: Any, *others: Any) -> Any:
+        return reader(first, second, **dict(zip(names, others, strict=False)), **options)
+
+    return read
+
+
+@dataclasses.dataclass(frozen=True)
+class _Weight:
+    """The tensors of a weight, of the first expert where each has its own."""
+
+    shards: Shards
+    stem: str
+    quantization: Mapping[str, Any]
+    dtype: str
+
+    @property
+    def first(self) -> str:
+        return self.stem.format(e=0)
+
+    def has(self, part: str) -> bool:
+        return self.first + part in self.shards
+
+    def dtype_of(self, part: str) -> np.dtype[Any]:
+        return self.shards.dtype(self.first + part)
+
+    def shape_of(self, part: str) -> tuple[int, ...]:
+        return self.shards.shape(self.first + part)
+
+    def stored(
+        self,
+        reader: Any,
+        *parts: str,
+        named: tuple[str, ...] = (),
+        checked: bool = False,
+        static: bool = False,
+        **options: Any,
+    ) -> Stored:
+        for part in parts:
+            self.dtype_of(part)  # names the one that is missing
+        kind = reader.__name__.removeprefix("from_")
+        read = _with(reader, named, dtype=self.dtype, **options)
+        return Stored(kind, self.stem, parts, read, checked, static)
+
+    def refused(self, why: str) -> NotImplementedError:
+        return NotImplementedError(f"jaxmoe.{OP}: {self.first}{why}")
+
+
+def find(shards: Shards, stem: str, quantization: Mapping[str, Any], dtype: str) -> Stored:
+    """How the weight of that stem is stored.
+
+    Args:
+      stem: up to the part's name: "model.layers.0.mlp.experts.{e}.gate_proj".
+      quantization: `quantization_config` of config.json, or an empty one.
+      dtype: what quantized weights are dequantized to.
+
+    Raises:
+      LookupError: the first expert lacks a tensor, which the message names.
+      NotImplementedError: weights that no reader knows.
+    """
+    weight = _Weight(shards, stem, quantization, dtype)
+    if weight.has(".qweight"):
+        return _gptq_or_awq(weight)
+    if weight.has("_blocks"):
+        return weight.stored(checkpoints.from_mxfp4, "_blocks", "_scales")
+    if weight.has(".weight_packed"):
+        return _packed(weight)
+    for part in (".weight", ""):
+        if weight.has(part):
+            return _by_dtype(weight, part)
+    raise LookupError(
+        f"jaxmoe.{OP}: {shards.directory} has no tensor {weight.first + '.weight'!r}, nor one "
+        "whose name ends on .weight_packed, .qweight or _blocks in its place"
+    )
+
+
+def _gptq_or_awq(weight: _Weight) -> Stored:
+    bits = weight.quantization.get("bits", 4)
+    if str(bits) != "4":
+        raise weight.refused(f".qweight has {bits} bits, not 4")
+    parts, group = (".qweight", ".qzeros", ".scales"), _group_size(weight.quantization)
+    variant = _variant(weight)
+    if variant == "awq":
+        return weight.stored(checkpoints.from_awq, *parts, named=("scales",), group_size=group)
+    order = (".g_idx",) if weight.has(".g_idx") else ()
+    options: dict[str, Any] = {"checkpoint_format": variant, "group_size": group}
+    named = ("scales", "g_idx")
+    return weight.stored(
+        checkpoints.from_gptq, *parts, *order, named=named, checked=bool(order), **options
+    )
+
+
+def _variant(weight: _Weight) -> str:
+    """How words are packed and zero points stored: "awq", "gptq" or "gptq_v2"."""
+    said = weight.quantization
+    method = str(said.get("quant_method")).lower()
+    if method == "awq":
+        return method
+    if method == "gptq":
+        variant = str(said.get("checkpoint_format") or "gptq")
+        if variant not in _GPTQ:
+            rule = f"checkpoint_format {variant!r}, not {' or '.join(_GPTQ)}"
+            raise weight.refused(f".qweight has {rule}")
+        return variant
+    if method == "auto-round":
+        packing = str(said.get("packing_format"))
+        if packing == "auto_round" and said.get("sym") is False:
+            return "gptq_v2"
+        if packing not in _AUTO_ROUND:
+            rule = f"packing_format {packing!r}, not {', '.join(_AUTO_ROUND)}"
+            raise weight.refused(f".qweight has {rule}, or auto_round with sym=false")
+        return _AUTO_ROUND[packing]
+    raise weight.refused(
+        f".qweight has quant_method {said.get('quant_method')!r}, not awq, gptq or auto-round"
+    )
+
+
+def _group_size(quantization: Mapping[str, Any]) -> int | None:
+    """The group of k that has a scale, if the configuration says one and no other."""
+    said = [quantization]
+    for name, group in section(quantization, "config_groups").items():
+        said.append(section(mapping(f"{name} of config_groups", group), "weights"))
+    sizes = {size for one in said if isinstance(size := one.get("group_size"), int)}
+    return max(sizes) if len(sizes) == 1 and max(sizes) > 0 else None  # -1: all of K
+
+
+def _packed(weight: _Weight) -> Stored:
+    """compressed-tensors: int4, mxfp4 and nvfp4."""
+    parts = (".weight_packed", ".weight_scale")
+    if weight.dtype_of(".weight_packed") == np.int32:
+        words = weight.shape_of(".weight_packed")[-1]
+        if weight.has(".weight_shape"):
+            k = weight.shards[weight.first + ".weight_shape"][-1]
+            if k != 8 * words:
+                raise weight.refused(f".weight_packed has {words} words for K={k}: not 4 bits")
+        more = {".weight_zero_point": "weight_zero_point", ".weight_g_idx": "g_idx"}
+        more = {part: name for part, name in more.items() if weight.has(part)}
+        return weight.stored(
+            *(checkpoints.from_int4, *parts, *more),
+            named=tuple(more.values()),
+            checked=".weight_g_idx" in more,
+            group_size=_group_size(weight.quantization),
+        )
+    if weight.dtype_of(".weight_scale") == np.uint8:
+        return weight.stored(checkpoints.from_mxfp4, *parts)
+    common = "weight_global_scale"
+    return weight.stored(checkpoints.from_nvfp4, *parts, f".{common}", named=(common,))
+
+
+def _by_dtype(weight: _Weight, part: str) -> Stored:
+    kind = str(weight.dtype_of(part))
+    if kind == "float8_e4m3fn":
+        return _fp8(weight, part)
+    if kind == "uint8":
+        parts, common = (part, ".weight_scale"), "weight_scale_2"
+        if not weight.has(f".{common}") and weight.dtype_of(".weight_scale") == np.uint8:
+            return weight.stored(checkpoints.from_mxfp4, *parts)  # AMD Quark
+        return weight.stored(checkpoints.from_nvfp4, *parts, f".{common}", named=(common,))
+    if kind == "int8" and weight.has(".weight_scale"):
+        raise weight.refused(
+            f"{part} is int8 beside .weight_scale (int-quantized), which has no reader"
+        )
+    if kind == "int8":
+        return weight.stored(checkpoints.from_mxfp4, part, ".scale")
+    if kind not in FLOATS:
+        raise weight.refused(f"{part} is {kind}, which no reader knows")
+    return Stored(kind, weight.stem, (part,), None)
+
+
+def _fp8(weight: _Weight, part: str) -> Stored:
+    for scale in (".weight_scale_inv", ".scale"):
+        if weight.has(scale):
+            return weight.stored(checkpoints.from_block, part, scale)
+    scale = ".weight_scale"
+    if weight.dtype_of(scale) == np.uint8:
+        return weight.stored(checkpoints.from_mxfp8, part, scale)
+    shape, of_scales = weight.shape_of(part), weight.shape_of(scale)
+    blocks = tuple(math.ceil(size / BLOCK) for size in shape)
+    if of_scales == blocks and blocks != (*shape[:1], 1):
+        return weight.stored(checkpoints.from_block, part, scale)
+    # Beside one scale a matrix the inputs may have one as well.
+    static = math.prod(of_scales) == 1 and weight.has(INPUT_SCALE)
+    static = static and weight.quantization.get("activation_scheme") != "dynamic"
+    return weight.stored(checkpoints.from_compressed_tensors, part, scale, static=static)
