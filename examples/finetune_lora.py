@@ -222,8 +222,10 @@ def main(arguments: list[str] | None = None) -> int:
     options = lm.parser(__doc__)
     options.add_argument("--format", default="mxfp4", help="of the frozen experts, or bf16 (mxfp4)")
     options.add_argument("--tasks", nargs="+", default=["encodings", "asyncio"], help="packages")
-    options.add_argument("--rank", type=int, default=8, help="of the adapters (8)")
-    options.add_argument("--tune-steps", type=int, default=200, help="of the adapters (200)")
+    options.add_argument("--rank", type=lm.positive, default=8, help="of the adapters (8)")
+    options.add_argument(
+        "--tune-steps", type=lm.positive, default=200, help="of the adapters (200)"
+    )
     options.add_argument("--rate", type=float, default=3e-3, help="of Adam (0.003)")
     args = options.parse_args(arguments)
     config = lm.chosen(args, "jaxmoe")

@@ -141,12 +141,22 @@ def start_all(args):
     return all(child.returncode == 0 for child in children)
 
 
+def positive(text):
+    """A number of the command line that is at least 1."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} must be at least 1")
+    return number
+
+
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--processes", type=positive, default=2)
     parser.add_argument("--id", type=int, help="of this process; by default all are started here")
     parser.add_argument("--coordinator", help="HOST:PORT of process 0")
-    parser.add_argument("--cpu-devices", type=int, default=0, help="run on so many CPU devices")
+    parser.add_argument(
+        "--cpu-devices", type=positive, default=0, help="run on so many CPU devices"
+    )
     parser.add_argument("--auto", action="store_true", help="let JAX find the other processes")
     parser.add_argument("--timeout", type=float, default=300, help="seconds, if all start here")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)

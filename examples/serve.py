@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ import jax.numpy as jnp
 
 import jaxmoe
 from jaxmoe import Experts, Routing
+from jaxmoe.quantize import FORMATS
 
 Params = dict[str, Any]
 
@@ -190,21 +192,47 @@ def tokens_per_second(params: Params, config: Config, batch: int, steps: int, la
     return batch * steps / (time.perf_counter() - start)
 
 
+def positive(text: str) -> int:
+    """Reads a number of the command line that is at least 1."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} must be at least 1")
+    return number
+
+
+def numbers(text: str) -> list[int]:
+    """Reads numbers of the command line, by commas."""
+    return [positive(part) for part in text.split(",")]
+
+
+def names(text: str, allowed: Sequence[str]) -> list[str]:
+    """Reads names of the command line, by commas."""
+    for name in (found := text.split(",")):
+        if name not in allowed:
+            raise argparse.ArgumentTypeError(f"{name!r} must be one of {', '.join(allowed)}")
+    return found
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Prints a line for each format, batch and kind of layer."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=_Help)
     parser.add_argument("--preset", choices=PRESETS, default="toy")
-    parser.add_argument("--format", default="bf16", help="of the experts, several by commas")
-    parser.add_argument("--batch", default="1,8", help="sequences at once, several by commas")
-    parser.add_argument("--tokens", type=int, default=64, help="that are timed, of each sequence")
-    parser.add_argument("--layer", default="jaxmoe,ragged_dot", help="several by commas")
+    formats = functools.partial(names, allowed=("bf16", *FORMATS))
+    layers = functools.partial(names, allowed=tuple(LAYERS))
+    more = "several by commas"
+    parser.add_argument("--format", type=formats, default="bf16", help=f"of the experts, {more}")
+    parser.add_argument("--batch", type=numbers, default="1,8", help=f"sequences at once, {more}")
+    parser.add_argument("--tokens", type=positive, default=64, help="timed of each sequence")
+    parser.add_argument("--layer", type=layers, default="jaxmoe,ragged_dot", help=more)
     args = parser.parse_args(arguments)
+    if "jaxmoe" not in args.layer and "bf16" not in args.format:
+        parser.error("--layer ragged_dot has experts in --format bf16 alone")
     config = PRESETS[args.preset]
     print(f"{args.preset} on {jax.devices()[0].device_kind}, {args.tokens} tokens a sequence")
-    for format in args.format.split(","):
+    for format in args.format:
         params = init(config, format)
-        for batch in map(int, args.batch.split(",")):
-            for layer in args.layer.split(","):
+        for batch in args.batch:
+            for layer in args.layer:
                 if layer != "jaxmoe" and format != "bf16":
                     continue
                 rate = tokens_per_second(params, config, batch, args.tokens, layer)

@@ -357,13 +357,21 @@ def run(config: Config, seed: int, out: Path, every: int, save_every: int) -> tu
     return final, entropy
 
 
+def positive(text: str) -> int:
+    """Reads a number of the command line that is at least 1."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} must be at least 1")
+    return number
+
+
 def parser(description: str | None) -> argparse.ArgumentParser:
     """Returns a parser of the options that say what to train."""
     made = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
     made.add_argument("--out", type=Path, default=Path("lm"), help="folder of what is written (lm)")
     made.add_argument("--preset", choices=("toy", "small"), help="toy on a CPU, small on a GPU")
-    made.add_argument("--steps", type=int, help="to train to, all runs together")
-    made.add_argument("--every", type=int, default=50, help="steps between reports (50)")
+    made.add_argument("--steps", type=positive, help="to train to, all runs together")
+    made.add_argument("--every", type=positive, default=50, help="steps between reports (50)")
     made.add_argument(
         "--save-every", type=int, default=200, help="steps between checkpoints, 0 for none (200)"
     )

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jaxmoe._gemm.gate_up import activate
 from jaxmoe._jax import checks as _checks
+from jaxmoe._mlp.checks import check_experts
 from jaxmoe.activation import resolve
 from jaxmoe.experts import Experts
 from jaxmoe.finalize import finalize
@@ -25,7 +26,8 @@ _OP = "lora.moe_mlp"
 class Adapters:
     """Adapters of one layer of experts, one or several. A pytree: what is trained.
 
-    A weight W [K, N] of an expert becomes W + scale * A @ B, of rank r.
+    A weight W [K, N] of an expert becomes W + scale * A @ B, of rank r. The arrays are bfloat16,
+    float16 or float32.
 
     Attributes:
       gate_up_a: [E, H, r], or [S, E, H, r] of S adapters; so below.
@@ -62,10 +64,12 @@ def init(
       rank: r; on CUDA a multiple of 8 (of 4 in float32).
       scale: see `Adapters`.
       num_adapters: S, for arrays with that axis in front; None for one adapter.
-      dtype: of the arrays. They are rounded to that of the layer where they multiply.
+      dtype: of the arrays, bfloat16, float16 or float32. They are rounded to that of the layer
+        where they multiply.
 
     Raises:
-      TypeError, ValueError: a rank or number below 1.
+      TypeError: no `Experts`, a scale that is no number, or another dtype.
+      ValueError: a rank or number below 1, or experts of several layers.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxmoe
@@ -74,13 +78,17 @@ def init(
       >>> lora.init(jax.random.key(0), experts, rank=8).gate_up_b.shape
       (2, 8, 6)
     """
-    _checks.check_int("lora.init", "rank", rank, 1)
+    op = "lora.init"
+    _checks.check_int(op, "rank", rank, 1)
+    _checks.check_type(op, "experts", experts, Experts, "a jaxmoe.Experts")
+    _checks.check_number(op, "scale", scale)
+    _checks.float_dtype(op, "dtype", dtype)
     if len(experts.down.shape) != 3:
         rule = "experts must be those of one layer; jax.vmap draws those of several"
-        raise ValueError(_checks.message("lora.init", rule, down=experts.down))
+        raise ValueError(_checks.message(op, rule, down=experts.down))
     lead: tuple[int, ...] = (experts.num_experts,)
     if num_adapters is not None:
-        lead = (_checks.check_int("lora.init", "num_adapters", num_adapters, 1), *lead)
+        lead = (_checks.check_int(op, "num_adapters", num_adapters, 1), *lead)
     width = experts.intermediate * (2 if resolve(experts.activation).gated else 1)
     keys = jax.random.split(key)
 
@@ -171,7 +179,11 @@ def moe_mlp(
             for (w, bias), b in zip(arrays, halves, strict=True)
         ]
         z = jnp.concatenate(parts, axis=1)
-    h = activate(z, resolve(experts.activation), experts.order).astype(x.dtype)
+    act = resolve(experts.activation)
+    h = activate(z, act, experts.order).astype(x.dtype)
+    if not act.fused:  # which may not be 0 at 0: rows of no expert are in no common scale
+        used = jnp.arange(h.shape[0], dtype=jnp.int32) < order.expert_offsets[-1]
+        h = jnp.where(used[:, None], h, jnp.zeros((), h.dtype))
     y = product(h, experts.down, second, experts.down_bias, adapters.down_a, adapters.down_b)
     if residual is not None:
         residual = residual.reshape(tokens.shape)
@@ -179,20 +191,22 @@ def moe_mlp(
     return y.reshape(*lead, hidden)
 
 
+@_checks.array_likes
 def merged(experts: Experts, adapters: Adapters) -> Experts:
     """Returns plain experts with one adapter added to their weights, each rounded once.
 
     Raises:
-      TypeError: quantized experts: dequantize them first.
-      ValueError: several adapters.
+      TypeError: quantized experts: dequantize them first; or arrays that are not floating.
+      ValueError: several adapters, or such of other experts.
     """
     op = "lora.merged"
+    _checks.check_type(op, "experts", experts, Experts, "a jaxmoe.Experts")
     if isinstance(experts.down, QuantizedArray):
         raise TypeError(_checks.message(op, "experts must be plain", down=experts.down))
-    if adapters.down_b.ndim != 3:
+    several = _check_adapters(op, experts, adapters)
+    if several:
         rule = "adapters must be one: take one of them with jax.tree.map(lambda a: a[i], adapters)"
         raise ValueError(_checks.message(op, rule, down_b=adapters.down_b))
-    _check_adapters(op, experts, adapters)
 
     def added(w: jax.Array, layout: str, a: jax.Array, b: jax.Array) -> jax.Array:
         wide = (m.astype(jnp.float32) for m in (a, b))
@@ -251,6 +265,8 @@ def _check(
     residual: Any,
 ) -> None:
     e = experts
+    _checks.check_type(_OP, "routing", routing, Routing, "a jaxmoe.Routing")
+    _checks.check_type(_OP, "experts", experts, Experts, "a jaxmoe.Experts")
     for name in ("token_format", "forward_format", "x_scale", "h_scale"):
         if getattr(e, name) is not None:
             rule = f"experts.{name} must be None beside adapters"
@@ -259,15 +275,17 @@ def _check(
         rule = f"experts must be all {routing.num_experts} of the routing"
         raise ValueError(_checks.message(_OP, rule, num_experts=e.num_experts))
     _checks.check_dtype(_OP, "x", x, _checks.FLOATS)
-    if not isinstance(e.down, QuantizedArray):
-        products = e.down.dtype if e.dtype is None else e.dtype
-        _checks.check_dtype(_OP, "x", x, (jnp.dtype(products).name,))
+    if x.ndim < 2:
+        raise ValueError(_checks.message(_OP, "x must have axes of tokens and of H", x=x))
+    check_experts(_OP, x, e)
     _checks.check_dtype(_OP, "routing.expert_ids", routing.expert_ids, ("int32",))
+    _checks.check_dtype(_OP, "routing.weights", routing.weights, ("float32",))
     of_tokens = {
         "routing.expert_ids": (routing.expert_ids.shape[:-1], x.shape[:-1]),
         "routing.weights": (routing.weights.shape, routing.expert_ids.shape),
     }
     if residual is not None:
+        _checks.check_array(_OP, "residual", residual)
         _checks.check_same_dtype(_OP, "residual", residual, "x", x)
         of_tokens["residual"] = (residual.shape, x.shape)
     several = _check_adapters(_OP, e, adapters)
@@ -284,8 +302,16 @@ def _check(
 
 
 def _check_adapters(op: str, experts: Experts, adapters: Adapters) -> tuple[int, ...]:
-    """Checks shapes against the experts. Returns (S,), or () for one adapter."""
+    """Checks adapters against the experts. Returns (S,), or () for one adapter."""
+    _checks.check_type(op, "adapters", adapters, Adapters, "a jaxmoe.lora.Adapters")
+    _checks.check_number(op, "adapters.scale", adapters.scale)
     e = experts
+    for name in ("gate_up_a", "gate_up_b", "down_a", "down_b"):
+        array = getattr(adapters, name)
+        _checks.check_dtype(op, f"adapters.{name}", array, _checks.FLOATS)
+        if array.ndim not in (3, 4):
+            rule = f"adapters.{name} must have 3 axes, or 4 of several adapters, not {array.ndim}"
+            raise ValueError(_checks.message(op, rule, **{name: array}))
     width = e.intermediate * (2 if resolve(e.activation).gated else 1)
     ranks = {"gate_up": adapters.gate_up_b.shape[-2], "down": adapters.down_b.shape[-2]}
     wanted = {
@@ -297,7 +323,7 @@ def _check_adapters(op: str, experts: Experts, adapters: Adapters) -> tuple[int,
     several = adapters.down_b.shape[:-3]
     for name, matrix in wanted.items():
         array = getattr(adapters, name)
-        if array.shape != (*several, e.num_experts, *matrix) or len(several) > 1:
+        if array.shape != (*several, e.num_experts, *matrix):
             rule = f"adapters.{name} must be {[*several, e.num_experts, *matrix]}"
             raise ValueError(_checks.message(op, rule, **{name: array}))
     return several

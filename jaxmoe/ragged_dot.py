@@ -38,8 +38,8 @@ def ragged_dot_general(
 
         tokamax.ragged_dot(lhs, rhs, sizes, implementation=(jaxmoe.ragged_dot_general, "xla"))
 
-    Everything else is refused by NotImplementedError, so that a caller with a list of
-    implementations takes the next one.
+    Everything else that JAX has is refused by NotImplementedError, so that a caller with a list of
+    implementations takes the next one; what no implementation takes is a TypeError or ValueError.
 
     Args:
       lhs: [R, K] or [R, M] bfloat16, float16 or float32.
@@ -59,6 +59,7 @@ def ragged_dot_general(
 
     Raises:
       NotImplementedError: another form or rank, no group, mixed or other dtypes, an `out_sharding`.
+      TypeError: an argument of another kind.
       TypeError, ValueError: those of `jaxmoe.grouped_gemm` and `grouped_gemm_weight_grad`.
 
     Numerics: those of `jaxmoe.grouped_gemm` and `jaxmoe.grouped_gemm_weight_grad`.
@@ -77,6 +78,7 @@ def ragged_dot_general(
       [[[1.0]], [[5.0]]]
     """
     del zero_initialize
+    _check_kinds(lhs, rhs, group_sizes, ragged_dot_dimension_numbers, activation)
     form = _form(ragged_dot_dimension_numbers)
     if form is None:
         rule = "ragged_dot_dimension_numbers must be one of the three forms of the docstring"
@@ -91,10 +93,7 @@ def ragged_dot_general(
     if form != "gradient" and rhs.shape[0] == 0:
         raise _unsupported("rhs must have one group or more", rhs=rhs)
     if preferred_element_type is not None:
-        wanted = jnp.dtype(preferred_element_type)
-        if wanted.name not in _checks.FLOATS:
-            rule = f"preferred_element_type={wanted.name} must be bfloat16, float16 or float32"
-            raise _unsupported(rule)
+        _check_element_type(preferred_element_type)
     if out_sharding is not None:
         raise _unsupported("out_sharding must be None", out_sharding=out_sharding)
     given = {"group_offset": group_offset, "activation": activation}
@@ -104,13 +103,36 @@ def ragged_dot_general(
                 rule = f"{name} must be None where rows are contracted"
                 raise _unsupported(rule, **{name: value})
         return grouped_gemm_weight_grad(lhs, rhs, group_sizes, precision, preferred_element_type)
-    if group_offset is not None and jnp.ndim(group_offset) == 1:
-        group_offset = jnp.reshape(group_offset, ())
     product = (lhs, rhs, group_sizes, precision)
     if activation is None:
         return grouped_gemm(*product, preferred_element_type, group_offset, weight_layout=form)
     z = grouped_gemm(*product, jnp.float32, group_offset, weight_layout=form)
     return activation(z).astype(preferred_element_type or lhs.dtype)
+
+
+def _check_kinds(lhs: Any, rhs: Any, group_sizes: Any, numbers: Any, activation: Any) -> None:
+    """Refuses what is no argument of JAX's function, nor an activation."""
+    for name, x in (("lhs", lhs), ("rhs", rhs), ("group_sizes", group_sizes)):
+        if not hasattr(x, "dtype"):  # quantized arrays of other packages have one
+            _checks.check_array(_OP, name, x)
+    if not isinstance(numbers, jax.lax.RaggedDotDimensionNumbers):
+        name = "ragged_dot_dimension_numbers"
+        rule = f"{name} must be a jax.lax.RaggedDotDimensionNumbers"
+        raise TypeError(_checks.message(_OP, rule, **{name: numbers}))
+    if activation is not None and not callable(activation):
+        rule = "activation must be a function of the result, or None"
+        raise TypeError(_checks.message(_OP, rule, activation=activation))
+
+
+def _check_element_type(value: Any) -> None:
+    """Refuses a `preferred_element_type` that no result has here."""
+    name, allowed = "preferred_element_type", "bfloat16, float16 or float32"
+    try:
+        wanted = jnp.dtype(value)
+    except TypeError:
+        raise TypeError(_checks.message(_OP, f"{name}={value!r} must be {allowed}")) from None
+    if wanted.name not in _checks.FLOATS:
+        raise _unsupported(f"{name}={wanted.name} must be {allowed}")
 
 
 def _form(numbers: jax.lax.RaggedDotDimensionNumbers) -> str | None:

@@ -83,6 +83,34 @@ def test_both_kinds_of_experts_are_one_model_that_looks_only_back(example):
     assert (np.abs(logits[4:] - changed[4:]).max(axis=1) > 1e-4).all()
 
 
+@pytest.mark.parametrize(
+    ("module", "options", "message"),
+    [
+        ("train_lm", "--steps 0", "argument --steps: 0 must be at least 1"),
+        ("train_lm", "--every 0", "argument --every: 0 must be at least 1"),
+        ("train_lm", "--every a", "argument --every: invalid positive value: 'a'"),
+        ("finetune_lora", "--tune-steps 0", "argument --tune-steps: 0 must be at least 1"),
+        ("finetune_lora", "--rank 0", "argument --rank: 0 must be at least 1"),
+        ("serve", "--tokens 0", "argument --tokens: 0 must be at least 1"),
+        ("serve", "--batch 1,0", "argument --batch: 0 must be at least 1"),
+        ("serve", "--layer foo", "argument --layer: 'foo' must be one of jaxmoe, ragged_dot"),
+        ("serve", "--format bf16,foo", "argument --format: 'foo' must be one of bf16, fp8_tensor"),
+        (
+            "serve",
+            "--format mxfp4 --layer ragged_dot",
+            "--layer ragged_dot has experts in --format bf16 alone",
+        ),
+        ("multi_process", "--processes 0 --cpu-devices 1", "argument --processes: 0 must be at l"),
+        ("multi_process", "--cpu-devices -1", "argument --cpu-devices: -1 must be at least 1"),
+    ],
+)
+def test_refused_command_lines(monkeypatch, capsys, module, options, message):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    with pytest.raises(SystemExit) as stop:
+        importlib.import_module(module).main(options.split())
+    assert stop.value.code == 2 and message in capsys.readouterr().err
+
+
 def test_kinds_are_compared_with_the_spread_over_seeds(example):
     del example  # the folder of examples is on the path with it
     compare = importlib.import_module("compare_experts")

@@ -476,7 +476,7 @@ def test_manual_axes_are_refused():
 def test_without_tokens_nothing_is_gathered(axes):
     """Of arrays without rows XLA has no collective."""
     mesh = make_mesh(EXPLICIT, "a")
-    put = lambda a, spec=P("a"): jax.device_put(a, NamedSharding(mesh, spec))  # noqa: E731
+    put = lambda a: jax.device_put(a, NamedSharding(mesh, P("a")))  # noqa: E731
     tokens, weights = _drawn()
     experts = Experts(**{n: put(w) for n, w in weights.items()})
     x, ids, of_ids = (put(tokens[n][:0]) for n in ("x", "ids", "weights"))

@@ -111,6 +111,24 @@ def test_through_frozen_quantized_experts(format):
         assert a.any() and np.abs(a - b).max() < 0.1 * np.abs(b).max()
 
 
+def test_rows_of_no_expert_are_in_no_scale():
+    """Also where the activation makes something of their zeros."""
+    x, routing, experts, _ = example()
+    ids = np.where(np.arange(T)[:, None] < 1, routing.expert_ids, -1)
+    routing = dataclasses.replace(routing, expert_ids=ids)
+    q = {n: quantize(getattr(experts, n), "fp8_tensor", weight_layout="kn") for n in FIRST_AND_DOWN}
+    q |= {"gate_up_bias": None}
+
+    def far(gate, up):
+        return jnp.where((gate == 0) & (up == 0), 50.0, gate * up)
+
+    def layer(activation):
+        e = dataclasses.replace(experts, **q, activation=activation)
+        return lora.moe_mlp(x, routing, e, lora.init(jax.random.key(1), e, 4))
+
+    assert_equal(layer(far), layer(lambda gate, up: gate * up))
+
+
 def test_adapters_train_and_experts_stay():
     x, routing, experts, target = example()
     y = layer(x, routing, experts, target)
@@ -142,6 +160,19 @@ def test_adapters_train_and_experts_stay():
         ({"x": np.ones((T + 1, H), np.float32)}, "routing.expert_ids must have the axes of tok"),
         ({"routing": {"weights": np.ones((2, T), np.float32)}}, "routing.weights must have the ax"),
         ({"residual": np.ones((H, T), np.float32)}, "residual must have the axes of tokens"),
+        (
+            {"x": np.ones((T, H // 2), np.float32)},
+            r"lora.moe_mlp: experts.gate_up.shape\[1\]=64 must equal x.shape\[1\]=32 \(hidden\)",
+        ),
+        ({"x": np.ones(H, np.float32)}, "x must have axes of tokens and of H"),
+        (
+            {"adapters": {"down_b": np.ones(RANK, np.float32)}},
+            "adapters.down_b must have 3 axes, or 4 of several adapters, not 1",
+        ),
+        (
+            {"adapters": {"gate_up_a": np.ones((1,) * 5, np.float32)}},
+            "adapters.gate_up_a must have 3",
+        ),
     ],
 )
 def test_refused(change, message):
@@ -157,7 +188,13 @@ def test_refused(change, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"x": np.ones((T, H), np.float16)}, "x.dtype=f16 must be f32"),
+        ({"x": np.ones((T, H), np.float16)}, "x.dtype=f16 must equal that of the experts, f32"),
+        ({"routing": 3}, "lora.moe_mlp: routing must be a jaxmoe.Routing. Got routing: 3"),
+        ({"experts": None}, "lora.moe_mlp: experts must be a jaxmoe.Experts. Got experts: None"),
+        (
+            {"adapters": None},
+            "lora.moe_mlp: adapters must be a jaxmoe.lora.Adapters. Got adapters: N",
+        ),
         ({"adapter_ids": np.zeros(T, np.int64)}, "adapter_ids"),
         ({"residual": np.ones((T, H), np.float16)}, "residual"),
     ],
@@ -165,9 +202,46 @@ def test_refused(change, message):
 def test_refused_dtypes(change, message):
     x, routing, experts, one = example()
     several = jax.tree.map(lambda a: a[None], one)
-    given = {"x": x, "adapter_ids": np.zeros(T, np.int32)} | change
+    given = {"x": x, "routing": routing, "experts": experts, "adapters": several}
     with pytest.raises(TypeError, match=message):
-        lora.moe_mlp(routing=routing, experts=experts, adapters=several, **given)
+        lora.moe_mlp(**given | {"adapter_ids": np.zeros(T, np.int32)} | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"down_a": np.ones((E, WIDTH, RANK), np.int32)}, "adapters.down_a.dtype=i32 must be bf16"),
+        ({"gate_up_b": None}, "adapters.gate_up_b must be a JAX or NumPy array"),
+        ({"scale": "a"}, "adapters.scale must be a number, which is static"),
+    ],
+)
+def test_refused_fields_of_adapters(change, message):
+    x, routing, experts, adapters = example()
+    adapters = dataclasses.replace(adapters, **change)
+    with pytest.raises(TypeError, match=f"lora.moe_mlp: {message}"):
+        lora.moe_mlp(x, routing, experts, adapters)
+    with pytest.raises(TypeError, match=f"lora.merged: {message}"):
+        lora.merged(experts, adapters)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dtype": jnp.int32}, "dtype=int32 must be bfloat16, float16 or float32"),
+        ({"dtype": "foo"}, "dtype='foo' must be bfloat16"),
+        ({"dtype": None}, "dtype=None must be bfloat16"),
+        ({"scale": "a"}, "scale must be a number, which is static. Got scale: 'a'"),
+        ({"scale": np.ones((), np.float32)}, "scale must be a number"),
+        (
+            {"experts": np.ones((2, 2))},
+            r"experts must be a jaxmoe.Experts. Got experts: f64\[2,2\]",
+        ),
+    ],
+)
+def test_refused_draws(change, message):
+    given = {"key": jax.random.key(0), "experts": example()[2], "rank": RANK} | change
+    with pytest.raises(TypeError, match=f"lora.init: {message}"):
+        lora.init(**given)
 
 
 def test_static_scales_are_refused():

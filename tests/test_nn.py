@@ -17,6 +17,7 @@ import jaxmoe
 from jaxmoe import Swiglu, expert_parallel
 from jaxmoe._testing import assert_equal
 from jaxmoe.nn import MoEConfig, apply, init, parameters
+from jaxmoe.routing_methods import METHODS
 
 PLAIN = MoEConfig(8, 16, num_experts=4, top_k=2)
 DEEPSEEK = MoEConfig(
@@ -167,13 +168,19 @@ def test_parameters_are_drawn_by_fan_in():
     assert named["shared_down"].fan_in == 512
 
 
-def test_experts_of_several_devices():
-    config, p, x = example("deepseek")
-    mesh = jax.make_mesh((4,), ("expert",), devices=jax.devices()[:4])
+@pytest.mark.parametrize(
+    ("name", "parts"), [("deepseek", {"expert": 4}), ("plain", {"expert": 2, "mlp": 2})]
+)
+def test_experts_of_several_devices(name, parts):
+    """Each has some of them, or a part of I of some."""
+    config, p, x = example(name)
+    mesh = jax.make_mesh(tuple(parts.values()), tuple(parts), devices=jax.devices()[:4])
     specs = {
-        n: P("expert") if a.axes[0] == "expert" else P() for n, a in parameters(config).items()
+        n: P(*(axis if axis in parts else None for axis in a.axes))
+        for n, a in parameters(config).items()
     }
-    layer = functools.partial(expert_parallel.moe_mlp, axis_name="expert")
+    options = {"axis_name": "expert"} | ({"tensor_axis": "mlp"} if "mlp" in parts else {})
+    layer = functools.partial(expert_parallel.moe_mlp, **options)
     block = jax.shard_map(
         lambda p, x: apply(config, p, x, layer=layer)[0],
         mesh=mesh,
@@ -196,13 +203,34 @@ def test_experts_of_several_devices():
         ({"method": "softmax", "num_groups": 2}, ValueError, "num_groups"),
         ({"activation": "swish"}, ValueError, "activation"),
         ({"forward_format": "fp3"}, ValueError, "forward_format"),
-        ({"param_dtype": jnp.int32}, ValueError, "must be bfloat16, float16 or float32"),
-        ({"method": "top1"}, ValueError, "method"),
+        ({"param_dtype": jnp.int32}, TypeError, "must be bfloat16, float16 or float32"),
+        ({"method": "top1"}, ValueError, "MoEConfig: method='top1' must be one of"),
         ({"scale": np.ones((), np.float32)}, TypeError, "scale must be a number"),
         ({"selection_bias": True}, ValueError, "selection_bias=True needs method 'deepseek_v3'"),
         ({"shared_router": True}, ValueError, "shared_router=True needs a shared expert"),
-        ({"param_dtype": jnp.bfloat16, "dtype": jnp.float32}, ValueError, "param_dtype must be"),
-        ({"param_dtype": jnp.bfloat16, "dtype": jnp.float16}, ValueError, "param_dtype must be"),
+        (
+            {"param_dtype": jnp.bfloat16, "dtype": jnp.float32},
+            ValueError,
+            "param_dtype=bfloat16 must be dtype=float32, or float32 beside a narrower one",
+        ),
+        ({"param_dtype": jnp.bfloat16, "dtype": jnp.float16}, ValueError, "must be dtype=float16"),
+        (
+            {"dtype": jnp.bfloat16, "forward_format": "fp8_tensor"},
+            ValueError,
+            "param_dtype=float32 must be dtype=bfloat16 with forward_format='fp8_tensor'",
+        ),
+        ({"param_dtype": None}, TypeError, "param_dtype=None must be bfloat16, float16 or float32"),
+        ({"param_dtype": "foo"}, TypeError, "param_dtype='foo' must be bfloat16"),
+        ({"dtype": "foo"}, TypeError, "dtype='foo' must be bfloat16"),
+        ({"dtype": jnp.int8}, TypeError, "dtype=int8 must be bfloat16"),
+        ({"balance_loss": "a"}, TypeError, "balance_loss must be a number.* Got balance_loss: 'a'"),
+        ({"balance_loss": -1.0}, ValueError, "balance_loss=-1.0 must be at least 0"),
+        ({"balance_loss": np.ones((), np.float32)}, TypeError, "balance_loss must be a number"),
+        ({"z_loss": None}, TypeError, "z_loss must be a number.* Got z_loss: None"),
+        ({"z_loss": float("nan")}, ValueError, "z_loss=nan must be finite"),
+        ({"z_loss": float("inf")}, ValueError, "z_loss=inf must be finite"),
+        ({"router_bias": "yes"}, TypeError, "router_bias must be a bool. Got router_bias: 'yes'"),
+        ({"expert_bias": 1}, TypeError, "expert_bias must be a bool"),
     ],
 )
 def test_refused_configs(change, error, message):
@@ -221,6 +249,52 @@ def test_refused_arrays():
         apply(config, p, x, mask=np.ones(5, bool))
     with pytest.raises(TypeError, match="mask.dtype"):
         apply(config, p, x, mask=np.ones((3, 5), np.int32))
+
+
+@pytest.mark.parametrize(
+    ("name", "missing", "message"),
+    [
+        ("gpt_oss", ("down_bias",), r"MoE: params must have down_bias \[4, 8\]\."),
+        ("gpt_oss", ("gate_bias", "up_bias"), r"gate_bias \[4, 16\], up_bias \[4, 16\]"),
+        ("deepseek", ("selection_bias",), r"params must have selection_bias \[8\]"),
+        ("qwen2", ("shared_gate",), r"params must have shared_gate \[8, 24\]"),
+    ],
+)
+def test_a_missing_array_is_named(name, missing, message):
+    config, p, x = example(name)
+    with pytest.raises(KeyError, match=message):
+        apply(config, {n: a for n, a in p.items() if n not in missing}, x)
+
+
+def test_an_array_that_the_config_has_not_is_refused():
+    config, p, x = example("plain")
+    with pytest.raises(KeyError, match="params must not have down_bias, which the config has not"):
+        apply(config, p | {"down_bias": np.ones((4, 8), np.float32)}, x)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        ("router", (4, 4), r"params\['router'\].shape=\[4,4\] must be \[8,4\]"),
+        ("router", (8, 5), r"params\['router'\].shape=\[8,5\] must be \[8,4\]"),
+        ("down", (4, 16, 9), r"params\['down'\].shape=\[4,16,9\] must be \[4,16,8\]"),
+        ("gate", (4, 8, 12), r"params\['gate'\].shape=\[4,8,12\] must be \[4,8,16\]"),
+        ("up", (8, 16), r"params\['up'\] must have 3 axes \[expert,embed,mlp\], not 2"),
+        ("down", (3, 16, 8), r"gate.shape=\[4, 8, 16\] must be \[3, 8, 16\]"),
+    ],
+)
+def test_arrays_of_another_shape_are_refused(name, shape, message):
+    config, p, x = example("plain")
+    with pytest.raises(ValueError, match=message):
+        apply(config, p | {name: np.ones(shape, np.float32)}, x)
+
+
+def test_quantized_experts_are_taken():
+    config = MoEConfig(64, 64, num_experts=4, top_k=2)
+    p, x = drawn(config, jax.random.key(0)), jnp.ones((3, 64))
+    quantize = functools.partial(jaxmoe.quantize, format="fp8_channel", weight_layout="kn")
+    q = dict(p) | {n: quantize(p[n]) for n in ("gate", "up", "down")}
+    np.testing.assert_allclose(apply(config, q, x)[0], apply(config, p, x)[0], rtol=0.2, atol=0.2)
 
 
 def test_gradients_of_masters_are_not_rounded():
@@ -259,6 +333,13 @@ def test_llama4_weighs_what_experts_read():
     experts = jaxmoe.Experts(**{n: p[n] for n in ("gate", "up", "down")})
     want = jaxmoe.moe_mlp(jnp.asarray(x), routing, experts, apply_weight_on_input=True)
     np.testing.assert_allclose(applied(config, p, x)[0], want, rtol=1e-5, atol=1e-6)
+
+
+def test_a_method_by_name_is_the_method():
+    named = dataclasses.replace(PLAIN, method="llama4", top_k=1)
+    itself = dataclasses.replace(named, method=METHODS["llama4"])
+    p, x = drawn(named, jax.random.key(0)), example("plain")[2]
+    assert_equal(applied(itself, p, x)[0], applied(named, p, x)[0])
 
 
 def test_explicit_axes():
@@ -393,6 +474,12 @@ def test_modules_are_the_block(framework):
     assert_equal(aux.load, of_want.load)
     moved = jaxmoe.update_selection_bias(p["selection_bias"], of_want.load, rate=0.25)
     assert_equal(module.bias(x, 0.25), moved)
+
+
+def test_a_bias_that_is_not_there_is_not_moved(framework):
+    config, p, x = example("plain")
+    with pytest.raises(ValueError, match="MoE: the block has no selection bias to move; config.s"):
+        framework(config, p).bias(x, 0.25)
 
 
 def test_modules_over_devices(framework):

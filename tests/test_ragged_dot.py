@@ -104,6 +104,33 @@ def test_everything_else_is_not_implemented(form, change, message):
         jaxmoe.ragged_dot_general(**(given | change))
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"group_offset": np.array([1, 2])}, "group_offset must be one integer.* i64\\[2\\]"),
+        ({"group_offset": "a"}, "group_offset must be one integer.* 'a'"),
+        (
+            {"ragged_dot_dimension_numbers": None},
+            "ragged_dot_dimension_numbers must be a jax.lax.RaggedDotDimensionNumbers.*None",
+        ),
+        (
+            {"preferred_element_type": "foo"},
+            "general: preferred_element_type='foo' must be bfloat16",
+        ),
+        ({"activation": "silu"}, "activation must be a function of the result, or None.*'silu'"),
+        ({"lhs": [[1.0]]}, "general: lhs must be a JAX or NumPy array. Got lhs: a list"),
+        ({"rhs": None}, "general: rhs must be a JAX or NumPy array. Got rhs: None"),
+        ({"group_sizes": [3, 0, 9, 4]}, "group_sizes must be a JAX or NumPy array"),
+    ],
+)
+def test_what_no_implementation_takes(change, message):
+    lhs, rhs, sizes = example("kn")
+    given = {"lhs": lhs, "rhs": rhs, "group_sizes": sizes}
+    given |= {"ragged_dot_dimension_numbers": numbers(*FORMS["kn"])}
+    with pytest.raises(TypeError, match=message):
+        jaxmoe.ragged_dot_general(**(given | change))
+
+
 @pytest.mark.filterwarnings("default")  # of what tokamax imports
 def test_tokamax_calls_it():
     tokamax = pytest.importorskip("tokamax")

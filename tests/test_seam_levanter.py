@@ -58,6 +58,16 @@ def test_master_weights():
     np.testing.assert_allclose(y.astype(np.float32), want, rtol=0.05, atol=0.05)
 
 
+def test_experts_of_any_integer_type():
+    """The last one of 256 too, which padding is not."""
+    x, _, weights, valid, w13, w2 = example()
+    w13, w2 = (jnp.tile(w, (43, 1, 1))[:256] for w in (w13, w2))
+    ids = np.tile(np.array([3, 255], np.uint8), (T, 1))
+    layer = functools.partial(moe_mlp_local, activation_fn=jax.nn.silu, num_experts=256)
+    y, wide = (layer(x, i, weights, valid, w13, w2)[0] for i in (ids, ids.astype(np.int32)))
+    np.testing.assert_array_equal(y, wide)
+
+
 @pytest.mark.parametrize("function", (jax.nn.silu, jnp.tanh))
 def test_names_of_grug_are_saved(function):
     """A policy that saves them by name finds the result, and the rows around a function."""
@@ -131,6 +141,22 @@ class TestLevanter:
         ({"num_experts": 5}, ValueError, r"moe_w13.shape\[0\]=6 must be 5 \(num_experts\)"),
         ({"token_valid": np.ones(T)}, TypeError, "token_valid.dtype=f64 must be bool"),
         ({"token_valid": np.ones(3, bool)}, ValueError, r"token_valid.shape=\[3\] must be \[24\]"),
+        (
+            {"selected_experts": np.ones((T, K), np.float32)},
+            TypeError,
+            "moe_mlp_local: selected_experts.dtype=f32 must be an integer type",
+        ),
+        (
+            {"combine_weights": np.ones((T, K), np.int32)},
+            TypeError,
+            "combine_weights.dtype=i32 must be a floating type",
+        ),
+        (
+            {"activation_fn": None},
+            TypeError,
+            "activation_fn must be a function of the gate.*: None",
+        ),
+        ({"activation_fn": "silu"}, TypeError, "activation_fn must be a function.*: 'silu'"),
     ],
 )
 def test_refused(change, error, message):

@@ -214,3 +214,18 @@ def test_refused(config, place, message):
         args[place] = types.SimpleNamespace(qvalue=1)
     with pytest.raises(NotImplementedError, match=message):
         sparse_matmul(stub(**config), *args)
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "message"),
+    [
+        (("float32", "float32"), r"module.get_topk\(...\)\[1\].dtype=f32 must be an integer type"),
+        (("int32", "int32"), r"module.get_topk\(...\)\[0\].dtype=i32 must be a floating type"),
+    ],
+)
+def test_refused_choices(dtypes, message):
+    module = stub()
+    weights, ids = module.get_topk(arguments()[1])
+    module.get_topk = lambda *_, **__: (weights.astype(dtypes[0]), ids.astype(dtypes[1]))
+    with pytest.raises(TypeError, match=message):
+        sparse_matmul(module, *arguments())

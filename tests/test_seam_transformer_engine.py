@@ -87,6 +87,8 @@ ROUTINGS = {
         {"pre_softmax": True, "groups": (4, 2)},
     ),
     "no_groups": ({"num_groups": -1, "group_topk": -1}, {}),
+    "no_number_of_groups": ({"group_topk": 1}, {}),
+    "no_best_groups": ({"num_groups": 4}, {}),
 }
 
 
@@ -121,7 +123,7 @@ def test_one_expert_keeps_its_score(score):
 def test_llama4():
     """Weights multiply what experts read, which differs for any activation but a linear one."""
     given = example()
-    options = {"score_function": "sigmoid", "apply_weight_on_input": True}
+    options = {"score_function": "sigmoid", "apply_weight_on_input": True, "group_topk": 1}
     y = check(given, 1, options, literal(given, 1, score="sigmoid", on_input=True))
     assert np.abs(y - literal(given, 1, score="sigmoid")).max() > 0.01
 
@@ -210,8 +212,11 @@ def test_experts_over_devices(early):
         y, _, received = jax.jit(lambda given: layer(**given))(placed)
     np.testing.assert_allclose(y, literal(given, 2, early=early), rtol=2e-4, atol=2e-4)
     assert received.tolist() == [B * S * 2]
-    with pytest.raises(ValueError, match="axis='model' must be one of fsdp, expert"):
-        moe(**given, num_experts=E, num_experts_per_tok=2, ep_axis="model", mesh=mesh)
+    layer = functools.partial(layer, **given, mesh=mesh)
+    with pytest.raises(ValueError, match="moe: ep_axis='model' must be one of fsdp, expert"):
+        layer(ep_axis="model")
+    with pytest.raises(ValueError, match="moe: data_parallelism_axes='z' must be one of fsdp, exp"):
+        layer(data_parallelism_axes=("z",))
 
 
 class Sets:
@@ -271,9 +276,25 @@ def test_not_implemented(change, message):
         ({"num_experts": 9}, r"gate_kernel.shape\[1\]=8 must be 9 \(num_experts\)"),
         ({"wi_0_bias": np.zeros((E, WIDTH))}, "wi_0_bias and wi_1_bias must both be given"),
         ({"x": np.zeros((3, H), np.float32)}, r"x must have 3 axes \[B,S,H\]"),
+        (
+            {"gate_kernel": np.zeros((H + 1, E), np.float32)},
+            r"moe: gate_kernel.shape\[0\]=17 must equal x.shape\[2\]=16 \(hidden\)",
+        ),
+        ({"wi": (1, 2, 3)}, "wi must be an array or two, gate and up, not 3"),
+        ({"scaling_factor": float("nan")}, "scaling_factor=nan must be finite"),
+        ({"ep_axis": "expert"}, "ep_axis='expert' needs a mesh: give mesh=, or call it inside jax"),
     ],
 )
 def test_refused(change, message):
     given = example() | {"num_experts": E, "num_experts_per_tok": 2} | change
     with pytest.raises(ValueError, match=message):
         moe(**given)
+
+
+@pytest.mark.parametrize(
+    "change", [{"aux_loss_coeff": None}, {"scaling_factor": "a"}, {"scaling_factor": None}]
+)
+def test_no_numbers(change):
+    name, value = next(iter(change.items()))
+    with pytest.raises(TypeError, match=f"moe: {name} must be a number.* Got {name}: {value!r}"):
+        moe(**example(), num_experts=E, num_experts_per_tok=2, **change)

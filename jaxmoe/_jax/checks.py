@@ -8,6 +8,7 @@ that nothing here can run. Every helper takes the op's public name first and rai
 
 import dataclasses
 import functools
+import math
 import operator
 import re
 from collections.abc import Callable, Sequence
@@ -183,6 +184,28 @@ def check_type(op: str, name: str, value: Any, kind: Any, what: str) -> None:
     """Checks the type of a value that is `what`: "a jaxmoe.Routing"."""
     if not isinstance(value, kind):
         raise TypeError(message(op, f"{name} must be {what}", **{name: value}))
+
+
+def check_number(op: str, name: str, value: Any) -> float:
+    """Returns a static number as a Python float."""
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+        raise TypeError(message(op, f"{name} must be a number, which is static", **{name: value}))
+    if not math.isfinite(value):
+        raise ValueError(message(op, f"{name}={value} must be finite"))
+    return float(value)
+
+
+def float_dtype(op: str, name: str, value: Any) -> np.dtype[Any]:
+    """Returns what names a dtype of `FLOATS` as that dtype."""
+    try:
+        dtype = None if value is None else np.dtype(value)  # which None is not, but float64
+    except TypeError:
+        dtype = None
+    if dtype is None or dtype.name not in FLOATS:
+        shown = repr(value) if dtype is None else dtype.name
+        rule = f"{name}={shown} must be bfloat16, float16 or float32"
+        raise TypeError(message(op, rule))
+    return dtype
 
 
 def check_choice(op: str, name: str, value: Any, allowed: Sequence[str]) -> None:

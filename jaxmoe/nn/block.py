@@ -6,21 +6,20 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jaxmoe._formats import FORWARD
 from jaxmoe._jax import checks as _checks
 from jaxmoe._route import scores_of
 from jaxmoe.activation import Activation, resolve
 from jaxmoe.experts import Experts
 from jaxmoe.losses import expert_load, load_balancing_loss, router_z_loss
 from jaxmoe.mlp import moe_mlp
+from jaxmoe.nn import checks
 from jaxmoe.routing import Routing, route
 from jaxmoe.routing_methods import METHODS, RoutingMethod, method_of
 
 _OP = "MoEConfig"
 Layer = Callable[..., jax.Array]
-_WEIGHS_INPUTS = "llama4"  # the method of models that weigh what experts read, not what they say
+_WEIGHS_INPUTS = METHODS["llama4"]  # models of it weigh what experts read, not what they say
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,11 +42,11 @@ class MoEConfig:
       expert_bias: whether both products of an expert have one.
       shared_intermediate: width of the shared expert; 0: there is none.
       shared_router: whether the shared expert has a gate of its own (Qwen2-MoE).
-      balance_loss: coefficient of `jaxmoe.load_balancing_loss`.
-      z_loss: coefficient of `jaxmoe.router_z_loss`.
+      balance_loss: coefficient of `jaxmoe.load_balancing_loss`, at least 0.
+      z_loss: coefficient of `jaxmoe.router_z_loss`, at least 0.
       param_dtype: of the weights of experts, shared ones too. The router is float32.
       dtype: of products; None for `param_dtype`. If it is narrower, weights are float32 masters.
-      forward_format: see `jaxmoe.Experts`.
+      forward_format: see `jaxmoe.Experts`; not beside master weights.
 
     Raises:
       TypeError, ValueError: a number out of range, an unknown name, or fields that do not go
@@ -77,33 +76,11 @@ class MoEConfig:
 
     def __post_init__(self) -> None:
         """Checks what no other function would name as a field of the config."""
-        for name in ("hidden", "intermediate", "num_experts", "top_k"):
-            _checks.check_int(_OP, name, getattr(self, name), 1)
-        _checks.check_int(_OP, "shared_intermediate", self.shared_intermediate, 0)
-        method = method_of(_OP, self.method)
-        resolve(self.activation, _OP)
-        if self.forward_format is not None:
-            _checks.check_choice(_OP, "forward_format", self.forward_format, tuple(FORWARD))
-        if self.selection_bias and not method.bias:
-            having = " or ".join(repr(name) for name, method in METHODS.items() if method.bias)
-            rule = f"selection_bias=True needs method {having}"
-            raise ValueError(_checks.message(_OP, rule, method=self.method))
-        if self.shared_router and not self.shared_intermediate:
-            rule = "shared_router=True needs a shared expert"
-            raise ValueError(_checks.message(_OP, rule, shared_intermediate=0))
+        checks.check_fields(self)
         for name in ("param_dtype", "dtype"):  # equal configs are one program
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, jnp.dtype(getattr(self, name)))
-        stored, products = self.param_dtype, self.product_dtype
-        if {stored.name, products.name} - set(_checks.FLOATS):
-            rule = "param_dtype and dtype must be bfloat16, float16 or float32"
-            raise ValueError(_checks.message(_OP, rule, param_dtype=stored, dtype=products))
-        if products != stored and (stored.name != "float32" or products.itemsize > 2):
-            rule = "param_dtype must be dtype, or float32 beside a narrower one"
-            raise ValueError(_checks.message(_OP, rule, param_dtype=stored, dtype=products))
-        if isinstance(self.scale, jax.Array | np.ndarray):
-            rule = "scale must be a number: a config is static"
-            raise TypeError(_checks.message(_OP, rule, scale=self.scale))
+            if name == "param_dtype" or self.dtype is not None:
+                object.__setattr__(self, name, _checks.float_dtype(_OP, name, getattr(self, name)))
+        checks.check_dtypes(self)
         logits = jax.ShapeDtypeStruct((1, self.num_experts), jnp.float32)
         jax.eval_shape(lambda logits: _routed(self, logits), logits)
 
@@ -209,22 +186,23 @@ def apply(
 
     Args:
       config: what the block is.
-      params: its arrays by the names of `parameters`.
+      params: its arrays by the names of `parameters`, no others.
       x: [..., H] bfloat16, float16 or float32.
       mask: [...] bool, True for valid tokens; the others get the shared expert alone, and count for
         no expert and no loss.
       layer: `jaxmoe.moe_mlp`, or a function with its arguments x, routing, experts and residual;
         inside `jax.shard_map`, where `params` has a device's experts,
         `functools.partial(jaxmoe.expert_parallel.moe_mlp, axis_name="expert")`. It is given one
-        axis of tokens, and `apply_weight_on_input=True` with method "llama4", as Llama 4 has it.
+        axis of tokens, and `apply_weight_on_input=True` with method "llama4", named or itself, as
+        Llama 4 has it.
 
     Returns:
       [..., H] in the dtype of x, and `Aux`.
 
     Raises:
-      KeyError: an array is missing.
-      TypeError, ValueError: an x or mask of another dtype or shape, and those of `jaxmoe.route`,
-        `jaxmoe.Experts` and the layer.
+      KeyError: an array is missing, or there is one that the config has not.
+      TypeError, ValueError: an x or mask of another dtype or shape, arrays of another shape, and
+        those of `jaxmoe.route`, `jaxmoe.Experts` and the layer.
 
     Numerics: logits in float32 whatever x is, products in `config.product_dtype`; the balance loss
       of methods whose scores are no probabilities is that of scores divided by their sum
@@ -232,15 +210,8 @@ def apply(
     Sharding: tokens and experts may be split as in `jaxmoe.moe_mlp`; on Explicit axes H of x and
       router must be whole.
     """
-    _checks.check_dtype("MoE", "x", x, _checks.FLOATS)
-    if x.ndim < 2 or x.shape[-1] != config.hidden:
-        rule = f"x must have axes of tokens and a last one of hidden={config.hidden}"
-        raise ValueError(_checks.message("MoE", rule, x=x))
-    if mask is not None:
-        _checks.check_dtype("MoE", "mask", mask, ("bool",))
-        if mask.shape != x.shape[:-1]:
-            rule = "mask must have the axes of tokens that x has"
-            raise ValueError(_checks.message("MoE", rule, mask=mask, x=x))
+    checks.check_tokens(config, x, mask)
+    checks.check_params(parameters(config), params)
     tokens = x.astype(config.product_dtype)
     # What is left out has no gradient either, NaN or not.
     valid = x if mask is None else jnp.where(mask[..., None], x, jnp.zeros((), x.dtype))
@@ -293,7 +264,8 @@ def _by_layer(
     residual: jax.Array | None,
 ) -> jax.Array:
     """The experts by `layer`, which has one axis of tokens unless it is that of the library."""
-    options = {"apply_weight_on_input": True} if config.method == _WEIGHS_INPUTS else {}
+    on_input = method_of(_OP, config.method) == _WEIGHS_INPUTS
+    options = {"apply_weight_on_input": True} if on_input else {}
     if layer is moe_mlp or tokens.ndim == 2:
         return layer(tokens, routing, experts, residual=residual, **options)
     ids, weights = (a.reshape(-1, a.shape[-1]) for a in (routing.expert_ids, routing.weights))

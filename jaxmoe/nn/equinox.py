@@ -5,6 +5,7 @@ import jax
 
 from jaxmoe.losses import update_selection_bias
 from jaxmoe.mlp import moe_mlp
+from jaxmoe.nn import checks
 from jaxmoe.nn.block import Aux, Layer, MoEConfig, apply, init, parameters
 
 
@@ -49,6 +50,11 @@ class MoE(eqx.Module):
         return apply(self.config, self.params | self.state, x, mask=mask, layer=self.layer)
 
     def with_selection_bias(self, load: jax.Array, *, rate: float | jax.Array) -> "MoE":
-        """Returns the block with its bias moved one step, see `jaxmoe.update_selection_bias`."""
+        """Returns the block with its bias moved one step, see `jaxmoe.update_selection_bias`.
+
+        Raises:
+          ValueError: the config has no selection bias.
+        """
+        checks.check_has_bias(self.config)
         moved = {n: update_selection_bias(b, load, rate=rate) for n, b in self.state.items()}
         return eqx.tree_at(lambda block: block.state, self, moved)

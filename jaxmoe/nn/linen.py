@@ -7,6 +7,7 @@ import jax
 
 from jaxmoe.losses import update_selection_bias
 from jaxmoe.mlp import moe_mlp
+from jaxmoe.nn import checks
 from jaxmoe.nn.block import Aux, Layer, MoEConfig, Parameter, apply, initial, parameters
 
 STATE = "moe_state"  # collection of what is not trained
@@ -41,7 +42,13 @@ class MoE(nn.Module):
     def __call__(
         self, x: jax.Array, mask: jax.Array | None = None, rate: float | jax.Array | None = None
     ) -> tuple[jax.Array, Aux]:
-        """Computes the block; see `jaxmoe.nn.apply`."""
+        """Computes the block; see `jaxmoe.nn.apply`.
+
+        Raises:
+          ValueError: a `rate`, but no selection bias.
+        """
+        if rate is not None:
+            checks.check_has_bias(self.config)
         named, layer = parameters(self.config), self.layer
         if self.is_initializing():  # outside of any mesh: all experts, by the plain layer
             layer = moe_mlp

@@ -7,6 +7,7 @@ from flax import nnx
 
 from jaxmoe.losses import update_selection_bias
 from jaxmoe.mlp import moe_mlp
+from jaxmoe.nn import checks
 from jaxmoe.nn.block import Aux, Layer, MoEConfig, apply, initial, parameters
 
 
@@ -58,6 +59,11 @@ class MoE(nnx.Module):
         return apply(self.config, params, x, mask=mask, layer=self.layer)
 
     def update_selection_bias(self, load: jax.Array, *, rate: float | jax.Array) -> None:
-        """Moves the selection bias one step, see `jaxmoe.update_selection_bias`."""
+        """Moves the selection bias one step, see `jaxmoe.update_selection_bias`.
+
+        Raises:
+          ValueError: the config has no selection bias.
+        """
+        checks.check_has_bias(self.config)
         bias: Any = self.selection_bias  # type: ignore[attr-defined]
         bias[...] = update_selection_bias(bias[...], load, rate=rate)

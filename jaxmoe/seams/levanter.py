@@ -1,5 +1,6 @@
 """The local expert layer of levanter's grug: `_moe_mlp_local` with its backends' signature."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from jaxmoe.permute import permute
 from jaxmoe.plan import plan
 from jaxmoe.routing import Routing
 from jaxmoe.seams._activations import of_function
+from jaxmoe.seams._routing import routing_of
 
 # What grug's rematerialisation policies save by name.
 _INPUT, _HIDDEN = "grug_moe_dispatch_input", "grug_moe_expert_hidden"
@@ -63,7 +65,8 @@ def moe_mlp_local(
 
     Raises:
       ValueError: `num_experts` or `token_valid` do not fit, or `expert_chunks` is not 1.
-      TypeError: `token_valid` is not bool; and those of `jaxmoe.moe_mlp`.
+      TypeError: `token_valid` is not bool, experts are no integers, their weights not floating, or
+        `activation_fn` is no function; and those of `jaxmoe.moe_mlp`.
 
     Numerics: those of `jaxmoe.moe_mlp`: routing weights are not rounded to the dtype of `x`, and
       the sum over k is float32.
@@ -85,14 +88,19 @@ def moe_mlp_local(
     if expert_chunks != 1:
         rule = f"expert_chunks={expert_chunks} must be 1: weights are not gathered here"
         raise ValueError(_checks.message(op, rule))
+    if not callable(activation_fn):
+        rule = "activation_fn must be a function of the gate, such as jax.nn.silu"
+        raise TypeError(_checks.message(op, rule, activation_fn=activation_fn))
     _checks.check_rank(op, "x", x, "T,H")
     _checks.check_rank(op, "selected_experts", selected_experts, "T,K")
     _checks.check_rank(op, "moe_w13", moe_w13, "E,H,2I")
     _checks.check_dtype(op, "token_valid", token_valid, ("bool",))
     _checks.check_shape(op, "token_valid", token_valid, x.shape[:1], "[T]")
     _checks.check_dim(op, "moe_w13", moe_w13, 0, num_experts, "num_experts")
-    ids = jnp.where(token_valid[:, None], selected_experts, -1).astype(jnp.int32)
-    routing = Routing(ids, combine_weights.astype(jnp.float32), num_experts=num_experts)
+    names = ("selected_experts", "combine_weights")
+    routing = routing_of(op, names, selected_experts, combine_weights, num_experts)
+    ids = jnp.where(token_valid[:, None], routing.expert_ids, -1)
+    routing = dataclasses.replace(routing, expert_ids=ids)
     activation = of_function(activation_fn)
     master = x.dtype if moe_w13.dtype != x.dtype else None
     # Any gated activation checks the same shapes.

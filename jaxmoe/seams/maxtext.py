@@ -1,5 +1,6 @@
 """MaxText's layer of experts: the method `sparse_matmul` of its `RoutedMoE`."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +14,10 @@ from jaxmoe.losses import expert_load, update_selection_bias
 from jaxmoe.mlp import moe_mlp
 from jaxmoe.routing import Routing
 from jaxmoe.seams._activations import BY_NAME
+from jaxmoe.seams._routing import routing_of
 
 _OP = "seams.maxtext.sparse_matmul"
+_CHOSEN = ("module.get_topk(...)[1]", "module.get_topk(...)[0]")
 
 
 def sparse_matmul(
@@ -57,7 +60,8 @@ def sparse_matmul(
 
     Raises:
       NotImplementedError: quantized kernels, or an activation that no kernel has.
-      TypeError, ValueError: those of `jaxmoe.Experts` and `jaxmoe.moe_mlp`.
+      TypeError, ValueError: `get_topk` returns experts that are no integers or weights that are not
+        floating; and those of `jaxmoe.Experts` and `jaxmoe.moe_mlp`.
 
     Numerics: those of `jaxmoe.moe_mlp`; no token is dropped. Kernels of another dtype than the
       module's are float32 master weights, whose gradients are not rounded; with a `forward_format`
@@ -86,12 +90,9 @@ def sparse_matmul(
         forced_routed_experts=forced_routed_experts,
     )
     on_input = _named(config.decoder_block) == "llama4"
-    weights = weights.astype(jnp.float32)
-    routing = Routing(
-        ids.astype(jnp.int32),
-        jax.nn.sigmoid(weights) if on_input else weights,
-        num_experts=module.num_experts,
-    )
+    routing = routing_of(_OP, _CHOSEN, ids, weights, module.num_experts)
+    if on_input:
+        routing = dataclasses.replace(routing, weights=jax.nn.sigmoid(routing.weights))
     x = inputs.astype(module.dtype)
     if forward_format is not None:  # which has no master weights
         w0_kernel, w1_kernel, wo_kernel = (w.astype(x.dtype) for w in kernels.values())

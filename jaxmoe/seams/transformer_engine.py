@@ -100,8 +100,8 @@ def moe(
 
     Raises:
       NotImplementedError: an argument that cannot be honoured, with what is allowed.
-      TypeError, ValueError: wrong arrays; and those of `jaxmoe.route`, `jaxmoe.Experts` and
-        `jaxmoe.moe_mlp`.
+      TypeError, ValueError: wrong arrays or numbers, an `ep_axis` without a mesh, or an axis that
+        the mesh has not; and those of `jaxmoe.route`, `jaxmoe.Experts` and `jaxmoe.moe_mlp`.
 
     Numerics: logits are float32 sums and are not rounded to the dtype of `x`; neither are routing
       weights. All else is that of `jaxmoe.moe_mlp`. The loss is
@@ -125,19 +125,22 @@ def moe(
     _checks.check_float(_OP, "x", x)
     _checks.check_rank(_OP, "gate_kernel", gate_kernel, "H,E")
     _checks.check_dim(_OP, "gate_kernel", gate_kernel, 1, num_experts, "num_experts")
+    _checks.check_same_dim(_OP, "gate_kernel", gate_kernel, 0, "x", x, 2, "hidden")
+    scale = _checks.check_number(_OP, "scaling_factor", scaling_factor)
+    aux_loss_coeff = _checks.check_number(_OP, "aux_loss_coeff", aux_loss_coeff)
     _check_absent(quantizer_sets, recv_capacity_per_rank)
     wide: Any = {"precision": jax.lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
     logits = jnp.matmul(x, gate_kernel.astype(x.dtype), **wide)
     score = _score(score_function)
+    groups = (num_groups or 0, group_topk or 0)
     if apply_weight_on_input:
-        options = _on_input(score, num_experts_per_tok, expert_bias, group_topk, norm_topk_prob)
+        options = _on_input(score, num_experts_per_tok, expert_bias, groups, norm_topk_prob)
     else:
-        groups = (num_groups or 0, group_topk or 0)
         options = _method(
             *(score, num_experts_per_tok, use_pre_softmax, groups, norm_topk_prob),
             **{} if expert_bias is None else {"bias": expert_bias},
         )
-    routing = route(logits, top_k=num_experts_per_tok, scale=float(scaling_factor), **options)
+    routing = route(logits, top_k=num_experts_per_tok, scale=scale, **options)
     unweighted = wo_bias if apply_topk_weights_early else None
     biases = (wi_0_bias, wi_1_bias, None if apply_topk_weights_early else wo_bias)
     experts = _experts(x, wi, wo, biases, _activation(activation_type), forward_format)
@@ -178,9 +181,11 @@ def _score(score_function: Any) -> str:
     return name
 
 
-def _on_input(score: str, top_k: int, bias: Any, group_topk: Any, normalized: Any) -> Any:
+def _on_input(
+    score: str, top_k: int, bias: Any, groups: tuple[int, int], normalized: Any
+) -> dict[str, Any]:
     """The method of Llama 4."""
-    if score != "sigmoid" or top_k != 1 or bias is not None or (group_topk or 0) > 0 or normalized:
+    if score != "sigmoid" or top_k != 1 or bias is not None or min(groups) > 0 or normalized:
         rule = (
             "apply_weight_on_input=True needs score_function='sigmoid' and num_experts_per_tok=1, "
             "without expert_bias, groups and norm_topk_prob"
@@ -202,7 +207,7 @@ def _method(
         rule = "expert_bias must be None with score_function='softmax'"
         raise NotImplementedError(_checks.message(_OP, rule, expert_bias=bias["bias"]))
     grouped: dict[str, Any] = {}
-    if groups[1] > 0:
+    if min(groups) > 0:
         _check_groups(score, pre_softmax, top_k, *groups)
         grouped = {"num_groups": groups[0], "top_groups": groups[1]}
     if score == "softmax" and not pre_softmax:
@@ -219,7 +224,7 @@ def _method(
 def _check_groups(score: str, pre_softmax: bool, top_k: int, num_groups: int, best: int) -> None:
     """Refuses groups whose worth no routing method has."""
     wanted = {"sigmoid": 2, "softmax": 1 if pre_softmax else 0}.get(score, 0)
-    if num_groups > 0 and top_k == wanted * best:
+    if top_k == wanted * best:
         return
     allowed = f"num_experts_per_tok={top_k} / {wanted}" if wanted else "None"
     kind = "softmax without use_pre_softmax" if score == "softmax" and not pre_softmax else score
@@ -245,6 +250,9 @@ def _experts(
     gate_bias, up_bias, down_bias = biases
     first: dict[str, Any]
     if isinstance(wi, tuple | list):
+        if len(wi) != 2:
+            rule = f"wi must be an array or two, gate and up, not {len(wi)}"
+            raise ValueError(_checks.message(_OP, rule))
         gate, up = wi
         first = {"gate": gate, "up": up, "gate_bias": gate_bias, "up_bias": up_bias}
     else:
@@ -275,11 +283,14 @@ def _by_mesh(
     """The layer, over devices if there are several along the axis of experts."""
     if mesh is None:
         mesh = jax.sharding.get_abstract_mesh()
-    if ep_axis is None or mesh.empty:
-        return moe_mlp(x, routing, experts, **options)
-    for axis in (ep_axis, *data_axes):
-        _checks.check_choice(_OP, "axis", axis, mesh.axis_names)
-    if mesh.shape[ep_axis] == 1:
+    if ep_axis is not None:
+        if mesh.empty:
+            rule = f"ep_axis={ep_axis!r} needs a mesh: give mesh=, or call it inside jax.set_mesh"
+            raise ValueError(_checks.message(_OP, rule))
+        _checks.check_choice(_OP, "ep_axis", ep_axis, mesh.axis_names)
+        for axis in data_axes:
+            _checks.check_choice(_OP, "data_parallelism_axes", axis, mesh.axis_names)
+    if ep_axis is None or mesh.shape[ep_axis] == 1:
         return moe_mlp(x, routing, experts, **options)
     flat = lambda a: a.reshape(-1, a.shape[-1])  # noqa: E731
     ids, weights = flat(routing.expert_ids), flat(routing.weights)
