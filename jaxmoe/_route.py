@@ -84,7 +84,7 @@ def weights_xla(logits: jax.Array, expert_ids: jax.Array, *, rule: Rule) -> jax.
             total = jnp.maximum(total, rule.epsilon)
         total = jnp.where(total == 0, 1.0, total)
         # The slope of s / total has the square of the total, which underflows long before it does.
-        near = jax.lax.stop_gradient(1.0 / jnp.clip(total, 1e-37, 1.0))
+        near = jax.lax.stop_gradient(1.0 / jnp.clip(jnp.abs(total), 1e-37, 1.0))
         s = (s * near) / (total * near)
     if rule.scale != 1.0:
         s = s * rule.scale
@@ -216,7 +216,7 @@ def _batch(args: Any, dims: Any, **params: Any) -> Any:
     logits = _primitive.move_batch_to_front(args.logits, dims.logits)
     size, num_tokens, num_experts = logits.shape
     outs = route_p(logits.reshape(size * num_tokens, num_experts), args.bias, **params)
-    return tuple(o.reshape(size, num_tokens, -1) for o in outs), (0, 0)
+    return tuple(o.reshape(size, num_tokens, o.shape[1]) for o in outs), (0, 0)
 
 
 def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:

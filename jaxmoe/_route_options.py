@@ -14,6 +14,7 @@ from jaxmoe._route import Rule, constant_padding, without
 from jaxmoe.routing_methods import RoutingMethod, method_of
 
 _EPSILON = 1e-20
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,10 +201,10 @@ def _check_float(
     finite: bool = True,
     kinds: str = "a Python float known at trace time",
 ) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float | np.floating):
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         raise TypeError(_checks.message(op, f"{name} must be {kinds}", **{name: value}))
-    if math.isnan(value) or (finite and math.isinf(value)) or value == math.inf:
-        rule = f"{name}={value} must be {'finite' if finite else 'finite or -inf'}"
+    if not (abs(value) <= _LARGEST or (value == -math.inf and not finite)):
+        rule = f"{name}={value!s:.40} must be {'finite' if finite else 'finite or -inf'} in float32"
         raise ValueError(_checks.message(op, rule))
     return float(value)
 

@@ -154,7 +154,7 @@ def _batch(args: Any, dims: Any, *, shared: bool) -> Any:
     residual = args.residual
     if residual is not None:
         residual = _primitive.move_batch_to_front(residual, dims.residual, size)
-        residual = residual.reshape(-1, hidden)
+        residual = residual.reshape(size * num_tokens, hidden)
     (y,) = _finalize(
         rows,
         slot_to_row.reshape(size * num_tokens, top_k),

@@ -108,7 +108,10 @@ def sequence_balance_loss(
     _check_scores(op, scores, expert_ids, mask, "B,S", ("sequences", "tokens of a sequence"))
     x = _masked(scores, mask)
     total = x.sum(-1, keepdims=True)
-    x = x / jnp.where(total == 0, 1.0, total)
+    total = jnp.where(total == 0, 1.0, total)
+    # The slope of x / total has the square of the total, which underflows long before it does.
+    near = jax.lax.stop_gradient(1.0 / jnp.clip(jnp.abs(total), 1e-37, 1.0))
+    x = (x * near) / (total * near)
     return scores.shape[-1] / expert_ids.shape[-1] * _load_times_score(x, expert_ids, mask)
 
 
@@ -314,8 +317,9 @@ def _check_scores(
 
 def _checked_rate(op: str, rate: Any) -> Any:
     if isinstance(rate, int | float | np.floating) and not isinstance(rate, bool):
-        if not rate >= 0:
-            raise ValueError(_checks.message(op, f"rate={rate} must be at least 0"))
+        if not 0 <= rate <= float(np.finfo(np.float32).max):
+            rule = f"rate={rate!s:.40} must be at least 0 and finite in float32"
+            raise ValueError(_checks.message(op, rule))
         return jnp.float32(rate)
     if not isinstance(rate, jax.Array | np.ndarray):
         rule = "rate must be a number or a scalar float32 array"

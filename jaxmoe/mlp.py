@@ -268,7 +268,8 @@ def _window(
     num_local = experts.num_experts
     if num_experts is None:
         num_experts = checks.num_experts(op, routing, experts, expert_offset, expert_map)
-    local = check_window(op, num_experts, expert_offset, num_local, expert_map)
+    name = "experts.num_experts"
+    local = check_window(op, num_experts, expert_offset, num_local, expert_map, name)
     top_k = routing.expert_ids.shape[1]
     if not 1 <= top_k <= local[0]:
         rule = (

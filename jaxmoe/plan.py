@@ -13,6 +13,8 @@ from jaxmoe._jax import primitive as _primitive
 from jaxmoe._jax import sharding as _sharding
 from jaxmoe._jax import sizes as _sizes
 
+_MOST_EXPERTS = 2**31 - 2  # int32 counts them and one more
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -115,15 +117,16 @@ def check_window(
     expert_offset: Any,
     num_local_experts: Any,
     expert_map: Any,
+    local_name: str = "num_local_experts",
 ) -> tuple[int, int, int]:
     """Checks which experts are local. Returns (num_experts, expert_offset, num_local_experts)."""
-    num_experts = _checks.check_int(op, "num_experts", num_experts, 1)
+    num_experts = _checks.check_int(op, "num_experts", num_experts, 1, _MOST_EXPERTS)
     hint = "give expert_map if it depends on the device"
     expert_offset = _checks.check_int(op, "expert_offset", expert_offset, 0, num_experts - 1, hint)
     if expert_map is None:
         most = num_experts - expert_offset
     else:
-        most = None
+        most = _MOST_EXPERTS
         _checks.check_rank(op, "expert_map", expert_map, "E")
         _checks.check_dtype(op, "expert_map", expert_map, ("int32",))
         _checks.check_dim(op, "expert_map", expert_map, 0, num_experts, "num_experts")
@@ -131,9 +134,10 @@ def check_window(
             rule = f"expert_offset={expert_offset} must be 0 if expert_map is given"
             raise ValueError(_checks.message(op, rule, expert_map=expert_map))
     if num_local_experts is None:
-        return num_experts, expert_offset, num_experts if most is None else most
-    why = "" if most is None else f"num_experts={num_experts}, expert_offset={expert_offset}"
-    local = _checks.check_int(op, "num_local_experts", num_local_experts, 1, most, why)
+        return num_experts, expert_offset, most if expert_map is None else num_experts
+    whole = f"num_experts={num_experts}, expert_offset={expert_offset}"
+    why = "" if expert_map is not None else whole
+    local = _checks.check_int(op, local_name, num_local_experts, 1, most, why)
     return num_experts, expert_offset, local
 
 
@@ -230,8 +234,9 @@ def _batch(args: Any, dims: Any, **params: Any) -> Any:
         expert_ids = jax.vmap(of_example, (0, dims.expert_map))(expert_ids, expert_map)
         expert_map = None
         params |= {"num_experts": params["num_local_experts"], "expert_offset": 0}
-    outs = _plan(expert_ids.reshape(-1, *expert_ids.shape[2:]), expert_map, **params)
     batch = expert_ids.shape[1]
+    expert_ids = expert_ids.reshape(size * batch, *expert_ids.shape[2:])
+    outs = _plan(expert_ids, expert_map, **params)
     return tuple(o.reshape(size, batch, *o.shape[1:]) for o in outs), (0, 0, 0)
 
 

@@ -55,7 +55,7 @@ class RoutingMethod:
             if type(getattr(self, name)) is not bool:
                 rule = f"{name} must be a bool"
                 raise TypeError(_checks.message(op, rule, **{name: getattr(self, name)}))
-        if self.norm_topk_prob not in (None, False, True):
+        if self.norm_topk_prob is not None and type(self.norm_topk_prob) is not bool:
             rule = "norm_topk_prob must be a bool or None"
             raise TypeError(_checks.message(op, rule, norm_topk_prob=self.norm_topk_prob))
         _checks.check_int(op, "top_k", self.top_k, 0)

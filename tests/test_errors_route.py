@@ -125,6 +125,8 @@ ERRORS = [
     ),
     (TypeError, r"scale must be a number .* Got scale: True\.", {"scale": True}),
     (ValueError, r"scale=nan must be finite", {"scale": float("nan")}),
+    (ValueError, r"scale=1e\+300 must be finite in float32", {"scale": 1e300}),
+    (ValueError, r"scale=10{39} must be finite in float32", {"scale": 10**400}),
     (
         ValueError,
         r"scale must have 0 axes \[\], not 1\. Got scale: f32\[1\]\.",

@@ -438,6 +438,35 @@ REFUSED = (
 
 
 @KINDS
+@pytest.mark.parametrize(
+    "row, count",
+    [
+        (Row("", P("b"), P("b", None, "a"), "", "", P(("a", "b")), "b"), T),
+        (Row("", P("b"), P("b"), "", "", P("a"), "b"), 4),
+        (Row("", P(None, "a", "b"), P(None, "b", "a"), "", "", P(("a", "b")), "b"), T),
+    ],
+    ids=("beside H of the result", "more devices than tokens", "H and I"),
+)
+def test_axes_that_are_named_split_the_tokens(row, count, kind):
+    """Or all devices along them had the same ones, whose gradients were added up."""
+    mesh = mesh_of(row, kind)
+    _, experts = put(row, mesh, "interleaved")
+    few = {n: place(a[:count], mesh, row.x) for n, a in _drawn()[0].items()}
+    got, _ = run(gradients, mesh, few, experts, axes=row.axes)
+    whole, weights = _drawn()
+    one = {n: a[:count] for n, a in whole.items()}
+    close(got, jax.jit(gradients)(one, Experts(**weights, order="interleaved")))
+
+
+def test_an_auto_axis_beside_explicit_ones_is_refused():
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AUTO, EXPLICIT))
+    tokens, experts = put(Row("", P(None, "a"), P("a"), "", "", P("b")), mesh)
+    text = "gather_weights='a' must name an Explicit axis of the mesh ('b')"
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=re.escape(text)):
+        jax.jit(lambda tokens, experts: layer(tokens, experts, "a"))(tokens, experts)
+
+
+@KINDS
 @pytest.mark.parametrize(("axes", "error", "text"), REFUSED, ids=lambda value: str(value)[:12])
 def test_what_is_refused(kind, axes, error, text):
     mesh = make_mesh(kind, "a")
@@ -488,6 +517,18 @@ def test_without_tokens_nothing_is_gathered(axes):
     dx, dweights, dexperts = jax.jit(jax.grad(loss, (0, 1, 2)))(x, of_ids, experts)
     assert (dx.shape, dweights.shape) == (x.shape, of_ids.shape)
     assert not any(np.asarray(a).any() for a in jax.tree.leaves(dexperts))
+
+
+def test_without_tokens_a_residual_is_of_no_use():
+    mesh = make_mesh(EXPLICIT, "a")
+    tokens, weights = _drawn()
+    experts = Experts(
+        gate_up=place(weights["gate_up"], mesh, P()),
+        down=place(weights["down"], mesh, P(None, None, "a")),
+    )
+    none = {n: place(a[:0], mesh, P()) for n, a in tokens.items()}
+    y, *of = jax.jit(gradients)(none, experts)
+    assert y.shape == (0, H) and not any(np.asarray(a).any() for a in jax.tree.leaves(of))
 
 
 @pytest.mark.parametrize("wrong", ("routing", "experts"))

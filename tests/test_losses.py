@@ -330,6 +330,20 @@ def test_gradients_have_the_dtype_of_the_scores_and_stay_finite():
         assert np.isfinite(np.asarray(grad, np.float32)).all()
 
 
+def test_scores_may_be_small():
+    """The slope of a quotient has the square of its divisor, which is 0 long before that is."""
+
+    def loss(logits):
+        scores = jax.nn.sigmoid(logits)
+        return jaxmoe.sequence_balance_loss(scores[None], ids[None]).sum()
+
+    ids = jnp.array([[3, 2], [2, 0]], jnp.int32)
+    logits = jnp.array([[0.0, 1.0, 2.0, 3.0], [1.0, 0.0, 2.0, 0.5]])
+    far, farther = (jax.grad(loss)(logits - low) for low in (40.0, 60.0))
+    assert np.asarray(far).all()
+    np.testing.assert_allclose(farther, far, rtol=1e-4)
+
+
 def test_vmap():
     scores, ids, mask = _case(6, 5, 2, "with_invalid", jnp.float32, (3,))
     scores = jax.nn.sigmoid(scores)
@@ -632,12 +646,12 @@ BIAS, LOAD = np.zeros(4, np.float32), np.zeros(4, np.int32)
         (
             lambda: update_selection_bias(BIAS, LOAD, rate=-0.1),
             ValueError,
-            "update_selection_bias: rate=-0.1 must be at least 0.",
+            "update_selection_bias: rate=-0.1 must be at least 0 and finite in float32.",
         ),
         (
             lambda: update_selection_bias(BIAS, LOAD, rate=NAN),
             ValueError,
-            "update_selection_bias: rate=nan must be at least 0.",
+            "update_selection_bias: rate=nan must be at least 0 and finite in float32.",
         ),
         (
             lambda: update_selection_bias(BIAS, LOAD, rate="fast"),

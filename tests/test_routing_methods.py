@@ -87,6 +87,23 @@ def test_the_kernel_runs_them():
     assert op.cuda_target == "jaxmoe_route_v2"
 
 
+def test_logits_may_have_a_negative_sum():
+    """Weights are quotients of these, whatever their sign, and so are their slopes."""
+    method = RoutingMethod("logits", normalize="sum")
+    logits = jnp.array([[-40.0, -50.0], [40.0, -41.0], [28.457, -59.152], [-1.0, -2.0]])
+
+    def quotients(logits):
+        chosen = jnp.sort(logits, axis=1)[:, ::-1]
+        return chosen / chosen.sum(axis=1, keepdims=True)
+
+    def weights(logits):
+        return route(logits, top_k=2, method=method).weights
+
+    np.testing.assert_allclose(weights(logits), quotients(logits), rtol=1e-5)
+    got, want = (jax.jacobian(fn)(logits) for fn in (weights, quotients))
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("fields", "kind", "message"),
     (
@@ -96,6 +113,7 @@ def test_the_kernel_runs_them():
         ({"by_score": 1}, TypeError, "by_score must be a bool. Got by_score: 1."),
         ({"bias": "yes"}, TypeError, "bias must be a bool. Got bias: 'yes'."),
         ({"top_k": -1}, ValueError, "top_k=-1 must be at least 0"),
+        ({"norm_topk_prob": 1}, TypeError, "norm_topk_prob must be a bool or None."),
         ({"norm_topk_prob": "no"}, TypeError, "norm_topk_prob must be a bool or None."),
         ({"norm_topk_prob": True}, ValueError, "norm_topk_prob must be None with normalize='none'"),
     ),

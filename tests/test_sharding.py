@@ -513,6 +513,17 @@ def test_three_devices_bring_gates_and_ups_together():
     assert collectives(text) == "1 all-reduce, 2 collective-permute"
 
 
+@pytest.mark.parametrize("kind", (AUTO, EXPLICIT), ids=str)
+def test_gates_and_ups_come_together_over_axes_in_any_order(kind):
+    """`jax.lax.ppermute` takes them in the order of the mesh alone."""
+    inputs = {n: a for n, a in arguments().items() if not n.startswith("b_")}
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(kind,) * 2)
+    both = ("b", "a")
+    specs = dict.fromkeys(inputs, P()) | {"w_gate_up": P(None, None, both), "w_down": P(None, both)}
+    y, _ = compiled(layer, mesh, inputs, specs, "gate_up")
+    close(y, layer(inputs, "gate_up"))
+
+
 # What is split, and static scales: whatever is quantized has the scale that one device gives it.
 ONE_SCALE = {
     "columns of a row": ("fp8_channel", Row("", "", i="a"), ()),

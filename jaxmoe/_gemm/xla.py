@@ -52,9 +52,10 @@ def gmm_xla(
     out = jnp.zeros((num_rows, n), out_dtype)
     if out.size and starts.size:
         x, out = with_a_block(x.reshape(num_rows, k)), with_a_block(out)
-        w = w.reshape(-1, *w.shape[2:])
-        w_scales = None if w_scales is None else w_scales.reshape(-1, *w_scales.shape[2:])
-        bias = None if bias is None else bias.reshape(-1, n)
+        count = w.shape[0] * w.shape[1]
+        w = w.reshape(count, *w.shape[2:])
+        w_scales = None if w_scales is None else w_scales.reshape(count, *w_scales.shape[2:])
+        bias = None if bias is None else bias.reshape(count, n)
         if x_scales is not None:
             if format.one_token_scale:
                 x_scales = jnp.broadcast_to(x_scales[:, None], (batch, rows_per_batch))

@@ -46,7 +46,7 @@ class Leading:
             wanted, got = (f"[{','.join(map(str, s))}]" for s in (self.shape, a.shape[:-1]))
             rule = f"{name}.shape[:-1]={got} must be {wanted}, the axes of tokens of this call"
             raise ValueError(_checks.message(self.op, rule, **{name: a}))
-        return self._reshaped(a, self.axes, (self.split,), (-1,))
+        return self._reshaped(a, self.axes, (self.split,), (math.prod(self._local()),))
 
     def flat_mask(self, mask: Any) -> Any:
         """Makes [T] of a mask [...]; what is no array stays, for the check of its dtype."""
@@ -57,11 +57,14 @@ class Leading:
 
     def unflat(self, a: jax.Array) -> jax.Array:
         """Makes [...,n] of [T,n], split as the arguments were."""
+        return self._reshaped(a, (self.split,), self.axes, self._local())
+
+    def _local(self) -> tuple[int, ...]:
+        """The sizes of a device's part."""
         if not self.split:
-            return a.reshape(*self.shape, a.shape[-1])
+            return self.shape
         counts = [math.prod(self.mesh.shape[axis] for axis in axes) for axes in self.axes]
-        local = tuple(size // count for size, count in zip(self.shape, counts, strict=True))
-        return self._reshaped(a, (self.split,), self.axes, local)
+        return tuple(size // count for size, count in zip(self.shape, counts, strict=True))
 
     def _reshaped(
         self, a: Any, given: _mesh.Dims, wanted: _mesh.Dims, local: tuple[int, ...]

@@ -6,6 +6,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax._src.core import get_axis_env
 from jax.sharding import AxisType, PartitionSpec
 
 _one_device = jax.make_user_context(False)  # part of JAX's trace context
@@ -35,6 +37,20 @@ def once(a: Any, axes: Axes) -> Any:
 def total(a: jax.Array, axes: Axes) -> jax.Array:
     """The sum of `a` over the devices along `axes`."""
     return jax.lax.psum(a, axes) if axes else a
+
+
+def permuted(a: jax.Array, axes: Axes, to: Sequence[int]) -> jax.Array:
+    """Sends `a` of the device with index i along `axes` to that with index to[i].
+
+    NOTE: `jax.lax.ppermute` takes axes in the order of the mesh alone.
+    """
+    names = list(get_axis_env().axis_sizes)
+    ordered = sorted(axes, key=names.index)
+    places = np.arange(len(to)).reshape([jax.lax.axis_size(axis) for axis in axes])
+    # place[i]: where the device with index i along `axes` is along the axes in order.
+    place = np.argsort(places.transpose([axes.index(axis) for axis in ordered]).reshape(-1))
+    pairs = [(int(place[i]), int(place[j])) for i, j in enumerate(to)]
+    return jax.lax.ppermute(a, tuple(ordered), pairs)
 
 
 def axes_of(spec: Any, ndim: int) -> Dims:

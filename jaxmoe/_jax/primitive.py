@@ -307,6 +307,8 @@ def _batch(
     def of_named(arrays: Any, dims: Any) -> Any:
         return rule(op.named(arrays, absent), op.named(dims, absent), **params)
 
+    if batch_size(args, dims) == 0:
+        return _of_no_examples(op, args, dims, absent, **params)
     axes = _sharding.examples_axes(args, dims)
     if not axes:
         outs, out_dims = of_named(args, dims)
@@ -320,6 +322,17 @@ def _batch(
     arrays = [move_batch_to_front(a, d) for a, d in zip(args, dims, strict=True)]
     outs = _sharding.over_examples(op.public_name, of_own, arrays, fronts, axes)
     return outs, [0] * len(outs)
+
+
+def _of_no_examples(op: Op, args: Any, dims: Any, absent: tuple[str, ...], **params: Any) -> Any:
+    """The results of a batch without examples, whose shapes no rule has to make out of nothing."""
+    avals = [
+        jax.ShapeDtypeStruct(a.shape if d is None else (*a.shape[:d], *a.shape[d + 1 :]), a.dtype)
+        for a, d in zip(args, dims, strict=True)
+    ]
+    specs = op.out(*op.named(avals, absent), **params)
+    size = batch_size(args, dims)
+    return [jnp.zeros((size, *shape), dtype) for shape, dtype in specs], [0] * len(specs)
 
 
 def _jvp(

@@ -159,7 +159,8 @@ def on_explicit_axes(
     make = type(arrays)
     avals = make(*(None if a is None else jax.typeof(a) for a in arrays))
     given = make(*(None if a is None else explicit_dims(a) for a in avals))
-    split = rule.split(Call(avals, given, (), dict(mesh.shape), explicit=True), **params)
+    sizes = {axis: mesh.shape[axis] for axis in of_kind(mesh, AxisType.Explicit)}
+    split = rule.split(Call(avals, given, (), sizes, explicit=True), **params)
     for i, name in rule.weights(**params).items():
         if avals[i] is None:
             continue

@@ -119,7 +119,11 @@ def divide(call: Call, layer: Layer, fetched: Axes = ()) -> Division:
     choices = (given.x[0], given.expert_ids[0], of_weights)
     had = next((axes for axes in choices if axes), ())
     wanted = (*had, *(axis for axis in fetched if axis not in had))
-    tokens = call.pick(avals.x.shape[0], wanted, taken=h_out)
+    wanted = tuple(axis for axis in wanted if axis not in h_out)
+    tokens = call.pick(avals.x.shape[0], wanted)
+    if not set(fetched) <= set(tokens):  # or devices along them would run the same tokens
+        others = tuple(axis for axis in wanted if axis not in fetched)
+        tokens = call.pick(avals.x.shape[0], (*fetched, *others))
     gather = tuple(a for a in tokens if a in e + i + i_in + h_in)
     apart = call.count(i) > 1 and layer.activation.gated and layer.gate_up != "interleaved"
     apart = apart and avals.w_up is None

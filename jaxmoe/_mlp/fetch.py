@@ -51,7 +51,7 @@ def choose(call: Call, layer: Layer) -> GatherChoice:
     """The axes over which weights are gathered: those that `layer` names, or by bytes."""
     if layer.gather is not None:
         for name in layer.gather:
-            check_axis(name, call.sizes, call.avals.x)
+            check_axis(name, call.sizes, call.avals.x, "an Explicit" if call.explicit else "an")
         check_tokens(layer.gather, call.count(layer.gather), call.avals.x)
         why = f"gather_weights={layer.gather!r}" if layer.gather else "gather_weights=()"
         return GatherChoice(layer.gather, why, {})
@@ -99,11 +99,11 @@ def places_of(call: Call, d: Division, layer: Layer) -> Operands:
     return ins._replace(**{name: add(getattr(ins, name), more) for name, more in parts.items()})
 
 
-def check_axis(name: Any, sizes: Any, x: Any) -> None:
+def check_axis(name: Any, sizes: Any, x: Any, kind: str = "an") -> None:
     """Refuses the name of an axis that the mesh does not have."""
     if name not in sizes:
         known = ", ".join(map(repr, sizes)) or "there is none"
-        rule = f"gather_weights={name!r} must name an axis of the mesh ({known})"
+        rule = f"gather_weights={name!r} must name {kind} axis of the mesh ({known})"
         raise ValueError(_checks.message("moe_mlp", rule, x=x))
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmoe._jax.mesh import Axes, index, own
+from jaxmoe._jax.mesh import Axes, index, own, permuted
 from jaxmoe._mlp.operands import Layer
 
 
@@ -60,7 +60,7 @@ def join_pairs(z: jax.Array, *, axes: Axes, count: int) -> jax.Array:
         low, high = jnp.where(lower, low, high), jnp.where(lower, high, low)
     sends = [(2 * s + (count % 2 == 0 and 2 * s >= count)) % count for s in range(count)]
     others = [(2 * s + (count % 2 == 1 or 2 * s < count)) % count for s in range(count)]
-    low = jax.lax.ppermute(low, axes, list(enumerate(sends)))
-    high = jax.lax.ppermute(high, axes, list(enumerate(others)))
+    low = permuted(low, axes, sends)
+    high = permuted(high, axes, others)
     even = here % 2 == 0
     return jnp.concatenate([jnp.where(even, low, high), jnp.where(even, high, low)], axis=1)

@@ -75,6 +75,8 @@ def layer_part(call: Call, d: Division, op: LayerOp, layer: Layer) -> Callable[.
 
     def part(*arrays: Any) -> tuple[jax.Array]:
         whole = Operands(*arrays)
+        if whole.residual is not None and not whole.residual.size:  # whole, whatever H of y is
+            whole = whole._replace(residual=None)
         a = device.operands(whole)
         # The layer adds the residual itself unless its result is only a part of a sum.
         inside = whole.residual if not (d.added or d.gather) else None
