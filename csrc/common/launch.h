@@ -5,7 +5,6 @@
 
 #include <atomic>
 #include <cstddef>
-#include <cstdint>
 
 #include "csrc/common/cuda_check.h"
 
@@ -29,64 +28,15 @@ __device__ __forceinline__ void GridDependencyLaunch() {
 #endif
 }
 
-// Kernels that `PrepareKernel` has seen on a device: a set of a fixed size, which threads share.
-class PreparedKernels {
- public:
-  static bool Has(const void* kernel, int device) {
-    const uintptr_t key = KeyOf(kernel, device);
-    for (size_t i = 0; i < kSize; ++i) {
-      const uintptr_t found = At(key + i).load(std::memory_order_acquire);
-      if (found == key || found == 0) return found == key;
-    }
-    return false;
-  }
-
-  static void Add(const void* kernel, int device) {
-    const uintptr_t key = KeyOf(kernel, device);
-    for (size_t i = 0; i < kSize; ++i) {
-      uintptr_t found = 0;
-      if (At(key + i).compare_exchange_strong(found, key) || found == key) return;
-    }
-  }
-
- private:
-  static constexpr size_t kSize = 4096;  // if it is full, kernels are prepared again
-
-  // Addresses have at most 57 bits.
-  static uintptr_t KeyOf(const void* kernel, int device) {
-    return reinterpret_cast<uintptr_t>(kernel) | static_cast<uintptr_t>(device) << 57;
-  }
-
-  static std::atomic<uintptr_t>& At(uintptr_t place) {
-    static std::atomic<uintptr_t> keys[kSize];
-    return keys[place % kSize];
-  }
-};
-
-// Allows a kernel as much shared memory as there is on the current device, the first time.
-// NOTE: as much as a launch needs would be too little for that of another thread, which comes
-// between this and its launch.
+// More than 48 KiB, static shared memory included, must be asked for.
+// NOTE: it is asked for what a launch needs, and another thread's launch of the same kernel may ask
+// for less before it. Sizes differ in the kernels of the plan alone, from 500 local experts on.
 template <typename... KernelArgs>
-cudaError_t PrepareKernel(void (*kernel)(KernelArgs...)) {
-  int device = 0;
-  JAXMOE_RETURN_IF_CUDA_ERROR(cudaGetDevice(&device));
-  const void* address = reinterpret_cast<const void*>(kernel);
-  if (PreparedKernels::Has(address, device)) return cudaSuccess;
-  int most = 0;
-  JAXMOE_RETURN_IF_CUDA_ERROR(
-      cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
-  cudaFuncAttributes attributes{};
-  JAXMOE_RETURN_IF_CUDA_ERROR(cudaFuncGetAttributes(&attributes, kernel));
-  JAXMOE_RETURN_IF_CUDA_ERROR(
-      cudaFuncSetAttribute(kernel,
-                           cudaFuncAttributeMaxDynamicSharedMemorySize,
-                           most - static_cast<int>(attributes.sharedSizeBytes)));
-  // The most shared memory and the least L1: an SM changes this split only when it is idle, so with
-  // a large L1 the blocks of a GEMM (up to 227 KiB) could not start beside a kernel's last ones.
-  JAXMOE_RETURN_IF_CUDA_ERROR(cudaFuncSetAttribute(
-      kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
-  PreparedKernels::Add(address, device);
-  return cudaSuccess;
+cudaError_t AllowSharedMemory(void (*kernel)(KernelArgs...), size_t smem_bytes) {
+  constexpr size_t kDefaultSmemBytes = 40 * 1024;
+  if (smem_bytes <= kDefaultSmemBytes) return cudaSuccess;
+  return cudaFuncSetAttribute(
+      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(smem_bytes));
 }
 
 // Launches `kernel`; with `pdl` it may start before the previous kernel of the stream has finished.
@@ -103,7 +53,11 @@ cudaError_t LaunchClusters(void (*kernel)(KernelArgs...),
                            cudaStream_t stream,
                            bool pdl,
                            Args&&... args) {
-  JAXMOE_RETURN_IF_CUDA_ERROR(PrepareKernel(kernel));
+  JAXMOE_RETURN_IF_CUDA_ERROR(AllowSharedMemory(kernel, smem_bytes));
+  // The most shared memory and the least L1: an SM changes this split only when it is idle, so with
+  // a large L1 the blocks of a GEMM (up to 227 KiB) could not start beside a kernel's last ones.
+  JAXMOE_RETURN_IF_CUDA_ERROR(cudaFuncSetAttribute(
+      kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
   cudaLaunchAttribute attributes[2]{};
   int count = 0;
   if (pdl) {
@@ -148,7 +102,7 @@ cudaError_t GetMaxClusters(dim3 block, int cluster, size_t smem_bytes, int* coun
   JAXMOE_RETURN_IF_CUDA_ERROR(cudaGetDevice(&device));
   *count = device < kDevices ? known[device].load(std::memory_order_relaxed) : 0;
   if (*count > 0) return cudaSuccess;
-  JAXMOE_RETURN_IF_CUDA_ERROR(PrepareKernel(kKernel));
+  JAXMOE_RETURN_IF_CUDA_ERROR(AllowSharedMemory(kKernel, smem_bytes));
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeClusterDimension;
   attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
