@@ -213,7 +213,7 @@ LAYER_ERRORS = (
     (
         {"num_experts": 4, "expert_offset": 2},
         ValueError,
-        "num_local_experts=3 must be in [1, 2]; num_experts=4, expert_offset=2.",
+        "experts.num_experts=3 must be in [1, 2]; num_experts=4, expert_offset=2.",
     ),
     (
         {"expert_map": MAP, "expert_offset": 1},
