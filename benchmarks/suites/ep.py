@@ -119,10 +119,8 @@ def _ep_call(impl: str) -> Call:
 
 
 def _local_call(x: Any, r: Routed, w: jaxmoe.Experts, y: jax.Array) -> jax.Array:
-    count = w.num_experts * jax.lax.axis_size(AXIS)
-    here = jnp.arange(count, dtype=jnp.int32) - jax.lax.axis_index(AXIS) * w.num_experts
     routing = jaxmoe.Routing(r.expert_ids, r.weights + spread.zero(y))
-    return jaxmoe.moe_mlp(x, routing, w, expert_map=here)
+    return jaxmoe.moe_mlp(x, routing, w, expert_map=spread.own_map(w))
 
 
 def _ragged_call(x: jax.Array, r: Routed, w: jaxmoe.Experts, y: jax.Array) -> jax.Array:

@@ -41,9 +41,7 @@ def _layer(impl: str) -> Any:
     if impl == ep.LOCAL:
 
         def local(x: jax.Array, routing: jaxmoe.Routing, w: jaxmoe.Experts) -> Any:
-            count = w.num_experts * jax.lax.axis_size(AXIS)
-            here = jnp.arange(count, dtype=jnp.int32) - jax.lax.axis_index(AXIS) * w.num_experts
-            return jaxmoe.moe_mlp(x, routing, w, expert_map=here)
+            return jaxmoe.moe_mlp(x, routing, w, expert_map=spread.own_map(w))
 
         return local
     dispatch = VARIANTS[impl].dispatch

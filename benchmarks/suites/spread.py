@@ -160,6 +160,12 @@ def half(tokens: jax.Array, layer: jax.Array, y: jax.Array) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(tokens, at, count)
 
 
+def own_map(w: jaxmoe.Experts) -> jax.Array:
+    """The `expert_map` of a device that has its part of the experts alone."""
+    count = w.num_experts * jax.lax.axis_size(AXIS)
+    return jnp.arange(count, dtype=jnp.int32) - jax.lax.axis_index(AXIS) * w.num_experts
+
+
 def split(fn: Callable[..., Any], specs: Any) -> Callable[..., Any]:
     """The function of what a device has, over all of them; results are split by their rows."""
     return jax.shard_map(fn, mesh=mesh(), in_specs=specs, out_specs=P(AXIS), check_vma=False)
