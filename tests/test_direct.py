@@ -293,9 +293,9 @@ def test_without_memory_it_is_refused():
 
 def test_memory_that_is_too_small_is_refused_with_what_is_needed():
     ids, a = ids_of("uniform"), arrays()
-    rule = r"needs (\d+) bytes of peer memory for 2 tokens of each of 8 devices, and num_bytes=4608"
+    rule = r"needs (\d+) bytes of peer memory for 2 tokens of each of 8 devices, and num_bytes=6144"
     with (
-        expert_parallel.open_peer_memory(mesh(**EIGHT), "expert", num_bytes=4608),
+        expert_parallel.open_peer_memory(mesh(**EIGHT), "expert", num_bytes=6144),
         pytest.raises(ValueError, match=rule) as caught,
     ):
         jax.eval_shape(layer(), ids, a)
@@ -354,7 +354,7 @@ def test_own_apart_is_refused(memory):
     [
         ({"mesh": "eight"}, TypeError, "mesh must be a jax.sharding.Mesh"),
         ({"axis_name": "experts"}, ValueError, "axis_name='experts' must be one of"),
-        ({"num_bytes": 4607}, ValueError, "num_bytes=4607 must be at least 4608"),
+        ({"num_bytes": 6143}, ValueError, "num_bytes=6143 must be at least 6144"),
         ({"num_bytes": 1e6}, TypeError, "num_bytes"),
         ({"axis_name": ()}, ValueError, "axis_name=() must be an axis of the mesh, or several"),
         ({"axis_name": ("expert", "expert")}, ValueError, "several, each once"),
@@ -440,11 +440,30 @@ def test_memory_has_room_for_the_backward_pass():
     """Cotangents of ids and weights come home beside those of tokens."""
     sizes = {"num_tokens": 256, "top_k": 8, "num_devices": 8, "small": 16, "row_bytes": 32}
     needed = peers.needed_bytes(token_bytes=32, quantized=False, **sizes)
-    assert needed == peers.HEADER_BYTES + 2 * 8 * 256 * (32 + 4 * 16)
+    assert needed == peers.HEADER_BYTES + 8 * 8 * 256 * (32 + 4 * 16)
     bytes_ = peers.needed_bytes(token_bytes=8, quantized=True, **sizes)  # of which none come home
-    assert bytes_ == peers.HEADER_BYTES + 2 * 8 * 256 * 4 * 16
+    assert bytes_ == peers.HEADER_BYTES + 8 * 8 * 256 * 4 * 16
     packed = peers.needed_bytes(256, 8, 1, 16, 0, 4096, quantized=True)
-    assert packed == peers.HEADER_BYTES + 2 * peers.dispatch_bytes(256, 8, 1, 4096, 0)
+    assert packed == peers.HEADER_BYTES + 8 * peers.dispatch_bytes(256, 8, 1, 4096, 0)
+
+
+@pytest.mark.parametrize("half", (256, 98304, 1 << 23, 1 << 30))
+def test_memory_is_divided_as_it_was_counted(half):
+    """Into halves that have what was asked for, and parts for few tokens."""
+    got, few = peers.parts_of(peers.total_bytes(half))
+    assert (got, few) == (half, min(3 * half, peers.MOST_FEW_BYTES))
+    assert all(a % 256 == 0 for a in peers.parts_of(peers.total_bytes(half) + 1001))
+
+
+@pytest.mark.parametrize("num_devices", (2, 8))
+@pytest.mark.parametrize("hidden, top_k", [(2048, 8), (7168, 8), (256, 2)])
+def test_memory_for_few_tokens_has_room_for_their_flags(num_devices, hidden, top_k):
+    """Rows, slots and small numbers of all devices, each 8 bytes in 16."""
+    for count in (1, 8, 64):
+        needed = expert_parallel.peer_memory_bytes(count, hidden, top_k, num_devices)
+        _, few = peers.parts_of(needed)
+        pairs = -(-count * top_k // 2) + count * (hidden // 4 + top_k + hidden // 256)
+        assert min(16 * num_devices * pairs, peers.MOST_FEW_BYTES) <= few
 
 
 @pytest.mark.usefixtures("on_gpus")
@@ -503,7 +522,7 @@ def connected(monkeypatch, extension, others, good=True):
 
     monkeypatch.setattr(connect.multihost_utils, "process_allgather", gather)
     devices = np.array([Device(0, 0), Device(1, 0), Device(0, 1), Device(1, 1)])
-    connect.connect("expert", devices[None, :], 1024, 2.0)
+    connect.connect("expert", devices[None, :], (1024, 512), 2.0)
 
 
 class Device:
@@ -524,7 +543,7 @@ def test_processes_tell_each_other_where_their_memory_is(monkeypatch):
     extension = Extension()
     connected(monkeypatch, extension, told_by_another)
     allocated, opened = extension.calls[:2], extension.calls[2:]
-    assert allocated == [("peer_allocate", "expert", i, 1024, True) for i in (0, 1)]
+    assert allocated == [("peer_allocate", "expert", i, 1024, 512, True) for i in (0, 1)]
     own = [(0, 64, bytes(64)), (1, 4160, bytes([1]) * 64)]
     everyone = [*own, (-1, 9, bytes([92]) * 64), (-1, 10, bytes([93]) * 64)]
     assert opened == [("peer_connect", "expert", i, i, 0, 2.0, everyone) for i in (0, 1)]

@@ -40,7 +40,7 @@ def run(program, *arguments):
 
 @pytest.mark.parametrize("devices, steps, seed", [(1, 6, 1), (2, 30, 2), (3, 20, 3), (8, 6, 4)])
 def test_steps_of_any_kind_and_size_in_a_row(program, devices, steps, seed):
-    """Dispatches and combines, in one launch and in three, garbage among the slots."""
+    """Dispatches and combines, of few tokens and of many, garbage among the slots."""
     assert run(program, devices, steps, seed) == (True, [(NONE, 0, 0)] * devices)
 
 
@@ -65,22 +65,24 @@ def test_a_program_with_another_mesh_is_seen(program):
 
 
 @pytest.mark.parametrize(
-    "what, wrong",
+    "file, what, wrong",
     [
-        ("(step % 2) * peers.half_bytes", "0"),
-        ("- step) < 0", "- step) < -1"),
-        ("flag->tags[step % 2] != tag", "false"),
+        ("step", "(step % 2) * peers.half_bytes", "0"),
+        ("step", "(step % 2) * peers.few_bytes", "0"),
+        ("step", "(came) != step && !failed", "(came) + 2 < step && !failed"),
+        ("step", "(came >> 32) != tag", "(came >> 32) + tag == 0"),
+        ("few", "for (int tries = 1; pair.y != step || pair.w != step;", "for (int tries = 1; 0;"),
     ],
-    ids=("one half", "a step early", "no tags"),
+    ids=("one half", "one half of few", "a step early", "no tags", "no flags of rows"),
 )
-def test_a_mistake_is_noticed(what, wrong, tmp_path):
-    name = Path("csrc/peers/exchange.cuh")
+def test_a_mistake_is_noticed(file, what, wrong, tmp_path):
+    name = Path(f"csrc/peers/{file}.cuh")
     text = (ROOT / name).read_text(encoding="utf-8")
     assert text.count(what) == 1
     (tmp_path / name).parent.mkdir(parents=True)
     (tmp_path / name).write_text(text.replace(what, wrong), encoding="utf-8")
     broken = compiled(tmp_path / "peers", tmp_path)
-    if "tags" in what:
+    if "tag" in what:
         assert not run(broken, 2, 6, 5, "differs", 2)[0]
         return
-    assert not all(run(broken, 3, 30, seed)[0] for seed in (1, 2, 3))
+    assert not all(run(broken, 3, 30, seed, "none", 99)[0] for seed in (1, 2, 3))

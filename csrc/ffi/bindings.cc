@@ -1,4 +1,4 @@
-// The Python module `jaxmoe._cuda_ffi`: FFI handlers by target name, their execution counts, tables
+// The Python module `jaxmoe._cuda_ffi`: FFI handlers by target name and stage, their execution counts, tables
 // to compare with the package, and the memory of peers.
 #include <nanobind/nanobind.h>
 
@@ -16,7 +16,12 @@ namespace {
 nb::dict Registrations() {
   nb::dict handlers;
   for (const Target* t = Target::first; t != nullptr; t = t->next) {
-    handlers[t->name] = nb::capsule(reinterpret_cast<void*>(t->handler));
+    nb::dict stages;
+    stages["execute"] = nb::capsule(reinterpret_cast<void*>(t->handler));
+    if (t->check != nullptr) {
+      stages["initialize"] = nb::capsule(reinterpret_cast<void*>(t->check));
+    }
+    handlers[t->name] = stages;
   }
   return handlers;
 }

@@ -23,9 +23,10 @@ auto WithoutGil(const Work& work) {
 }
 
 // Returns (address, handle), which `Connect` of this process and, if `shared`, of others takes.
-nb::tuple Allocate(const std::string& name, int ordinal, int64_t half_bytes, bool shared) {
+nb::tuple Allocate(
+    const std::string& name, int ordinal, int64_t half_bytes, int64_t few_bytes, bool shared) {
   const PeerAddress address =
-      WithoutGil([&] { return AllocatePeerMemory(name, ordinal, half_bytes, shared); });
+      WithoutGil([&] { return AllocatePeerMemory(name, ordinal, half_bytes, few_bytes, shared); });
   return nb::make_tuple(
       address.address,
       nb::bytes(reinterpret_cast<const char*>(&address.handle), sizeof(address.handle)));

@@ -2,6 +2,7 @@
 // experts and sums back, through memory that was opened under the name `memory`.
 #include <cuda_runtime_api.h>
 
+#include <optional>
 #include <string>
 #include <string_view>
 
@@ -32,11 +33,10 @@ constexpr Types kQuantized{ffi::DataType::F8E4M3FN, ffi::DataType::U8, ffi::Data
 // The current device's memory.
 class PeersOfCall {
  public:
-  PeersOfCall(const PeerAttrs& attrs, Operands* take)
-      : name_(attrs.memory), device_(Device(take)), in_use_(name_, device_) {
+  PeersOfCall(const PeerAttrs& attrs, int32_t device, Operands* take)
+      : name_(attrs.memory), in_use_(name_, device) {
     if (in_use_.get() == nullptr) {
-      take->Refuse("no peer memory '" + name_ + "' is open on GPU " + std::to_string(device_) +
-                   ".");
+      take->Refuse("no peer memory '" + name_ + "' is open on GPU " + std::to_string(device) + ".");
       return;
     }
     const Peers& peers = *in_use_.get();
@@ -51,21 +51,17 @@ class PeersOfCall {
     take->Range("bytes in half of the peer memory", needed, 0, in_use_.get()->half_bytes);
   }
 
-  Peers get() const { return in_use_.get() == nullptr ? Peers{} : *in_use_.get(); }
+  // Where there is memory.
+  const Peers& known() const { return *in_use_.get(); }
+  const Peers* on_device() const { return in_use_.on_device(); }
 
  private:
-  static int Device(Operands* take) {
-    int device = -1;
-    if (cudaGetDevice(&device) != cudaSuccess) take->Refuse("there is no current GPU.");
-    return device;
-  }
-
   const std::string name_;
-  const int device_;
   const PeersInUse in_use_;
 };
 
-ffi::Error PeerDispatch(cudaStream_t stream,
+ffi::Error PeerDispatch(std::optional<cudaStream_t> stream,
+                        int32_t device,
                         In place,
                         In slots,
                         In tokens,
@@ -77,8 +73,8 @@ ffi::Error PeerDispatch(cudaStream_t stream,
   Operands take("expert_parallel.moe_mlp");
   Dim T, K, H, S;
   PeerDispatchParams params{};
-  const PeersOfCall peers(attrs, &take);
-  params.peers = peers.get();
+  const PeersOfCall peers(attrs, device, &take);
+  params.peers = peers.on_device();
   const int64_t n = attrs.num_devices;
   params.place = take.Ints("place", place, {});
   params.slots = take.Ints("slots", slots, {T, K});
@@ -90,18 +86,18 @@ ffi::Error PeerDispatch(cudaStream_t stream,
   params.all_tokens = take.Any("all_tokens", *all_tokens, {n * T, H}, Like(tokens));
   if (params.small != nullptr) params.all_small = take.Floats("all_small", *all_small, {n * T, S});
   if (take.failed()) return take.error();
-  params.size = {T, K, attrs.num_local};
+  params.size = {T, K, attrs.num_local, peers.known().num_devices};
   const bool words = tokens.element_type() == ffi::DataType::U32;
   params.token_bytes = H * (numbers ? ElementSize(TypeOf(tokens)) : words ? 4 : 1);
   if (params.token_bytes % 2 != 0) take.Refuse("tokens must have an even number of bytes.");
-  peers.Fits(PeerDispatchBytes(
-                 params.size, params.peers.num_devices, params.token_bytes, params.small_floats),
-             &take);
+  peers.Fits(PeerDispatchBytes(params.size, params.token_bytes, params.small_floats), &take);
   if (take.failed()) return take.error();
-  return take.Result(LaunchPeerDispatch(params, stream));
+  if (!stream) return ffi::Error::Success();
+  return take.Result(LaunchPeerDispatch(params, peers.known(), *stream));
 }
 
-ffi::Error PeerCombine(cudaStream_t stream,
+ffi::Error PeerCombine(std::optional<cudaStream_t> stream,
+                       int32_t device,
                        In place,
                        In slots,
                        In all_slots,
@@ -114,8 +110,8 @@ ffi::Error PeerCombine(cudaStream_t stream,
   Operands take("expert_parallel.moe_mlp");
   Dim T, K, H, S;
   PeerCombineParams params{};
-  const PeersOfCall peers(attrs, &take);
-  params.peers = peers.get();
+  const PeersOfCall peers(attrs, device, &take);
+  params.peers = peers.on_device();
   const int64_t n = attrs.num_devices;
   params.place = take.Ints("place", place, {});
   params.slots = take.Ints("slots", slots, {T, K});
@@ -127,20 +123,21 @@ ffi::Error PeerCombine(cudaStream_t stream,
   params.y = take.Any("y", *y, {T, H}, Like(rows));
   if (params.small != nullptr) params.small_sum = take.Floats("small_sum", *small_sum, {T, S});
   if (take.failed()) return take.error();
-  params.size = {T, K, attrs.num_local};
+  params.size = {T, K, attrs.num_local, peers.known().num_devices};
   params.dtype = TypeOf(rows);
   params.hidden = H;
   const int64_t row_bytes = H * ElementSize(params.dtype);
-  peers.Fits(
-      PeerCombineBytes(params.size, params.peers.num_devices, row_bytes, params.small_floats),
-      &take);
+  peers.Fits(PeerCombineBytes(params.size, row_bytes, params.small_floats), &take);
   if (take.failed()) return take.error();
-  return take.Result(LaunchPeerCombine(params, stream));
+  if (!stream) return ffi::Error::Success();
+  return take.Result(LaunchPeerCombine(params, peers.known(), *stream));
 }
 
-// NOTE: not recordable, as steps of a device must not run at the same time.
-const Registered<PeerDispatch, false> dispatch("jaxmoe_peer_dispatch_v1");
-const Registered<PeerCombine, false> combine("jaxmoe_peer_combine_v1");
+// A CUDA graph does not run the handler; what is wrong with the memory is seen before it.
+const Registered<Checked<PeerDispatch>::Execute> dispatch("jaxmoe_peer_dispatch_v1",
+                                                          &Checked<PeerDispatch>::HandleCheck);
+const Registered<Checked<PeerCombine>::Execute> combine("jaxmoe_peer_combine_v1",
+                                                        &Checked<PeerCombine>::HandleCheck);
 
 }  // namespace
 }  // namespace jaxmoe

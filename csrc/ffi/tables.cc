@@ -83,11 +83,10 @@ nb::dict PeerBytes() {
     for (int64_t top_k : {1, 3, 8}) {
       for (int devices : {1, 2, 8}) {
         for (int64_t row : {2, 96, 14336}) {
-          const ExchangeSize size{tokens, top_k, 1};
+          const ExchangeSize size{.num_tokens = tokens, .top_k = top_k, .num_local = 1, .num_devices = devices};
           const int64_t small = 2 * top_k;
           bytes[nb::make_tuple(tokens, top_k, devices, row, small)] =
-              nb::make_tuple(PeerDispatchBytes(size, devices, row, small),
-                             PeerCombineBytes(size, devices, row, small));
+              nb::make_tuple(PeerDispatchBytes(size, row, small), PeerCombineBytes(size, row, small));
         }
       }
     }

@@ -9,6 +9,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <optional>
 
 #include "xla/ffi/api/ffi.h"
 
@@ -18,6 +19,12 @@ namespace xla::ffi {
 template <>
 struct CtxBinding<cudaStream_t> {
   using Ctx = PlatformStream<cudaStream_t>;
+};
+
+// And of this type the number of its GPU.
+template <>
+struct CtxBinding<int32_t> {
+  using Ctx = DeviceOrdinal;
 };
 
 }  // namespace xla::ffi
@@ -33,27 +40,32 @@ using Out = ffi::Result<ffi::AnyBuffer>;
 // A member of the list of registered targets. What a name means never changes, because exported
 // programs hold it: other operands, attributes or results need another version.
 struct Target {
-  Target(const char* name, XLA_FFI_Handler* handler, const std::atomic<int64_t>* executions)
-      : name(name), handler(handler), executions(executions), next(first) {
+  Target(const char* name,
+         XLA_FFI_Handler* handler,
+         XLA_FFI_Handler* check,
+         const std::atomic<int64_t>* executions)
+      : name(name), handler(handler), check(check), executions(executions), next(first) {
     first = this;
   }
 
   const char* name;
   XLA_FFI_Handler* handler;
+  XLA_FFI_Handler* check;  // null, or what runs before each execution, of a CUDA graph too
   const std::atomic<int64_t>* executions;
   const Target* next;
 
   static inline const Target* first = nullptr;  // of the list
 };
 
-// Registers `fn` when the module is loaded. XLA may record its launches in a CUDA graph if
-// `recordable`: where calls that depend on nothing of each other may run at the same time.
-template <auto fn, bool recordable = true>
+// Registers `fn` when the module is loaded. XLA may record its launches in a CUDA graph, where calls
+// that depend on nothing of each other may run at the same time.
+template <auto fn>
 struct Registered;
 
-template <class... Params, ffi::Error (*fn)(Params...), bool recordable>
-struct Registered<fn, recordable> : Target {
-  explicit Registered(const char* name) : Target(name, &Handle, &executions) {}
+template <class... Params, ffi::Error (*fn)(Params...)>
+struct Registered<fn> : Target {
+  explicit Registered(const char* name, XLA_FFI_Handler* check = nullptr)
+      : Target(name, &Handle, check, &executions) {}
 
  private:
   // A command buffer runs the handler when it is recorded and not when it is replayed.
@@ -65,13 +77,25 @@ struct Registered<fn, recordable> : Target {
   }
 
   static XLA_FFI_Error* Handle(XLA_FFI_CallFrame* frame) {
-    static auto* handler = [] {
-      if constexpr (recordable) {
-        return ffi::Ffi::BindTo(&Count, {ffi::Traits::kCmdBufferCompatible}).release();
-      } else {
-        return ffi::Ffi::BindTo(&Count).release();
-      }
-    }();
+    static auto* handler =
+        ffi::Ffi::BindTo(&Count, {ffi::Traits::kCmdBufferCompatible}).release();
+    return handler->Call(frame);
+  }
+};
+
+// Two handlers of one function: it launches on a stream, or only checks without one.
+template <auto fn>
+struct Checked;
+
+template <class... Params, ffi::Error (*fn)(std::optional<cudaStream_t>, Params...)>
+struct Checked<fn> {
+  static ffi::Error Execute(cudaStream_t stream, Params... params) { return fn(stream, params...); }
+
+  static ffi::Error Check(Params... params) { return fn(std::nullopt, params...); }
+
+  static XLA_FFI_Error* HandleCheck(XLA_FFI_CallFrame* frame) {
+    constexpr auto kStage = ffi::ExecutionStage::kInitialize;
+    static auto* handler = ffi::Ffi::BindTo<decltype(&Check), kStage>(&Check).release();
     return handler->Call(frame);
   }
 };

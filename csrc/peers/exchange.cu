@@ -3,8 +3,8 @@
 #include <initializer_list>
 
 #include "csrc/common/launch.h"
-#include "csrc/peers/exchange.cuh"
 #include "csrc/peers/exchange.h"
+#include "csrc/peers/few.cuh"
 
 namespace jaxmoe {
 namespace {
@@ -12,18 +12,18 @@ namespace {
 constexpr int64_t kMaxInt = 0x7fffffff;
 constexpr int64_t kWarps = kPeerThreads / 32;
 constexpr int64_t kCtasPerSm = 4;
-// Up to so many tasks of a warp are one launch, of CTAs that run at once whatever else does: for
-// few tokens three launches take longer than what they do.
-constexpr int64_t kMostTasksOfOne = 2048;
-constexpr int64_t kMostCtasOfOne = 64;
+// Up to so many rows of 4 KiB are few tokens: one launch, of CTAs that run at once whatever else
+// does.
+constexpr int64_t kMostFew = 2048;
+constexpr int64_t kMostCtasOfFew = 64;
 
 // CTAs for so many tasks of a warp each.
-cudaError_t GetGrid(int64_t tasks, bool one_launch, dim3* grid) {
+cudaError_t GetGrid(int64_t tasks, bool few, dim3* grid) {
   int sm_count = 0;
   JAXMOE_RETURN_IF_CUDA_ERROR(GetSmCount(&sm_count));
-  // Of one launch half of the SMs, each of which has room for a CTA: others may be taken.
+  // Of few half of the SMs, each of which has room for a CTA: others may be taken.
   const int64_t most =
-      one_launch ? std::clamp<int64_t>(sm_count / 2, 1, kMostCtasOfOne) : sm_count * kCtasPerSm;
+      few ? std::clamp<int64_t>(sm_count / 2, 1, kMostCtasOfFew) : sm_count * kCtasPerSm;
   *grid = dim3(static_cast<unsigned>(std::clamp<int64_t>(CeilDiv(tasks, kWarps), 1, most)));
   return cudaSuccess;
 }
@@ -32,13 +32,18 @@ int64_t PartsOfRow(int64_t row_units) {
   return std::max<int64_t>(1, CeilDiv(row_units, 32 * kPeerUnits));
 }
 
-// Whether a call is one launch, which hangs on its sizes alone and not on where its arrays lie.
-bool IsOneLaunch(const ExchangeSize& size, const Peers& peers, int64_t row_bytes) {
-  return size.num_tokens * peers.num_devices * PartsOfRow(CeilDiv(row_bytes, 16)) <=
-         kMostTasksOfOne;
+// Makes a step one of few tokens if it is small, rows have whole units of 16 bytes, and its pairs
+// have room. That hangs on sizes alone, which all devices have alike, and not on where arrays lie.
+void ChooseFew(ExchangeSize* size, const Peers& peers, int64_t row_bytes, int64_t pairs) {
+  const int64_t parts = PartsOfRow(CeilDiv(row_bytes, 16));
+  const int64_t bytes = pairs * static_cast<int64_t>(sizeof(uint4));
+  if (size->num_tokens * size->num_devices * parts > kMostFew || row_bytes % 16 != 0) return;
+  if (bytes > peers.few_bytes) return;
+  size->few = true;
+  size->bytes = bytes;
 }
 
-cudaError_t LaunchWait(const Peers& peers, uint32_t tag, cudaStream_t stream) {
+cudaError_t LaunchWait(const Peers* peers, uint32_t tag, cudaStream_t stream) {
   return LaunchKernel(PeerWaitKernel, dim3(1), dim3(32), 0, stream, false, peers, tag);
 }
 
@@ -56,15 +61,11 @@ uint32_t TagOf(std::initializer_list<int64_t> numbers) {
 template <class Unit>
 cudaError_t LaunchDispatchUnit(const PeerDispatchParams& p, cudaStream_t stream) {
   const int64_t units = p.token_bytes / static_cast<int64_t>(sizeof(Unit));
-  const int64_t slots = p.size.num_tokens * p.size.top_k * p.peers.num_devices;
+  const int64_t slots = p.size.num_tokens * p.size.top_k * p.size.num_devices;
   const int64_t floats = p.size.num_tokens * p.small_floats;
   const int64_t copied = CeilDiv(p.size.num_tokens * units, kPeerUnits);
-  const int64_t tasks = p.size.num_tokens * p.peers.num_devices * PartsOfRow(units);
+  const int64_t tasks = p.size.num_tokens * p.size.num_devices * PartsOfRow(units);
   dim3 grid;
-  if (IsOneLaunch(p.size, p.peers, p.token_bytes)) {
-    JAXMOE_RETURN_IF_CUDA_ERROR(GetGrid(tasks, true, &grid));
-    return LaunchKernel(PeerDispatchKernel<Unit>, grid, dim3(kPeerThreads), 0, stream, false, p);
-  }
   JAXMOE_RETURN_IF_CUDA_ERROR(
       GetGrid(CeilDiv(std::max({slots, floats, copied}), 32), false, &grid));
   JAXMOE_RETURN_IF_CUDA_ERROR(
@@ -74,6 +75,14 @@ cudaError_t LaunchDispatchUnit(const PeerDispatchParams& p, cudaStream_t stream)
   return LaunchKernel(PeerPullKernel<Unit>, grid, dim3(kPeerThreads), 0, stream, false, p);
 }
 
+cudaError_t LaunchFewDispatch(const PeerDispatchParams& p, cudaStream_t stream) {
+  const int64_t parts = FewParts(PairsOf(p.token_bytes));
+  dim3 grid;
+  JAXMOE_RETURN_IF_CUDA_ERROR(
+      GetGrid(p.size.num_tokens * p.size.num_devices * parts, true, &grid));
+  return LaunchKernel(PeerFewDispatchKernel, grid, dim3(kPeerThreads), 0, stream, false, p);
+}
+
 // The same kernels for rows of whole pieces of kSize elements, or of single ones.
 template <typename T, int kSize>
 cudaError_t LaunchCombineSized(const PeerCombineParams& p, cudaStream_t stream) {
@@ -81,12 +90,8 @@ cudaError_t LaunchCombineSized(const PeerCombineParams& p, cudaStream_t stream) 
   const int64_t pieces = p.hidden / kSize;
   const int row_pieces = static_cast<int>(pieces);
   const dim3 block(kPeerThreads);
-  const int64_t tasks = p.size.num_tokens * p.peers.num_devices * PartsOfRow(pieces);
+  const int64_t tasks = p.size.num_tokens * p.size.num_devices * PartsOfRow(pieces);
   dim3 grid;
-  if (IsOneLaunch(p.size, p.peers, p.hidden * static_cast<int64_t>(sizeof(T)))) {
-    JAXMOE_RETURN_IF_CUDA_ERROR(GetGrid(tasks, true, &grid));
-    return LaunchKernel(PeerCombineKernel<T, kSize>, grid, block, 0, stream, false, p, row_pieces);
-  }
   JAXMOE_RETURN_IF_CUDA_ERROR(GetGrid(tasks, false, &grid));
   JAXMOE_RETURN_IF_CUDA_ERROR(
       LaunchKernel(PeerPushKernel<Unit>, grid, block, 0, stream, false, p, row_pieces));
@@ -97,16 +102,24 @@ cudaError_t LaunchCombineSized(const PeerCombineParams& p, cudaStream_t stream) 
 
 template <typename T>
 cudaError_t LaunchCombineType(const PeerCombineParams& p, cudaStream_t stream) {
+  const int64_t row_bytes = p.hidden * static_cast<int64_t>(sizeof(T));
   const uintptr_t bits = reinterpret_cast<uintptr_t>(p.rows) |
                          reinterpret_cast<uintptr_t>(p.residual) |
-                         reinterpret_cast<uintptr_t>(p.y) |
-                         static_cast<uintptr_t>(p.hidden * static_cast<int64_t>(sizeof(T)));
-  return bits % 16 == 0 ? LaunchCombineSized<T, 16 / sizeof(T)>(p, stream)
-                        : LaunchCombineSized<T, 1>(p, stream);
+                         reinterpret_cast<uintptr_t>(p.y) | static_cast<uintptr_t>(row_bytes);
+  if (!p.size.few) {
+    return bits % 16 == 0 ? LaunchCombineSized<T, 16 / sizeof(T)>(p, stream)
+                          : LaunchCombineSized<T, 1>(p, stream);
+  }
+  if (bits % 16 != 0) return cudaErrorMisalignedAddress;
+  const int64_t parts = FewParts(PairsOf(row_bytes));
+  dim3 grid;
+  JAXMOE_RETURN_IF_CUDA_ERROR(
+      GetGrid(p.size.num_tokens * p.size.num_devices * parts, true, &grid));
+  return LaunchKernel(PeerFewCombineKernel<T>, grid, dim3(kPeerThreads), 0, stream, false, p);
 }
 
-bool TooLarge(const ExchangeSize& size, const Peers& peers, int64_t row_bytes) {
-  return size.num_tokens > kMaxInt / peers.num_devices || size.top_k > kMaxInt ||
+bool TooLarge(const ExchangeSize& size, int64_t row_bytes) {
+  return size.num_tokens > kMaxInt / size.num_devices || size.top_k > kMaxInt ||
          size.num_local > kMaxInt || row_bytes > kMaxInt;
 }
 
@@ -121,34 +134,52 @@ cudaError_t Load(Kernels... kernels) {
 
 }  // namespace
 
-cudaError_t LaunchPeerDispatch(PeerDispatchParams params, cudaStream_t stream) {
-  if (TooLarge(params.size, params.peers, params.token_bytes)) return cudaErrorInvalidValue;
-  if (params.size.num_tokens == 0) return cudaSuccess;
-  params.size.tag = TagOf({0,
-                           params.size.num_tokens,
-                           params.size.top_k,
-                           params.size.num_local,
-                           params.token_bytes,
-                           params.small_floats});
+cudaError_t LaunchPeerDispatch(PeerDispatchParams params, const Peers& peers, cudaStream_t stream) {
+  ExchangeSize& size = params.size;
+  if (TooLarge(size, params.token_bytes)) return cudaErrorInvalidValue;
+  if (size.num_tokens == 0) return cudaSuccess;
+  size.bytes = PeerDispatchBytes(size, params.token_bytes, params.small_floats);
+  const int64_t pairs = PairsOf(params.token_bytes) + PairsOf(params.small_floats * 4);
+  ChooseFew(&size,
+            peers,
+            params.token_bytes,
+            size.num_devices * (PairsOf(size.num_tokens * size.top_k * 4) +
+                                size.num_tokens * pairs));
+  size.tag = TagOf({size.few ? 2 : 0,
+                    size.num_tokens,
+                    size.top_k,
+                    size.num_local,
+                    params.token_bytes,
+                    params.small_floats});
   const uintptr_t bits = reinterpret_cast<uintptr_t>(params.tokens) |
                          reinterpret_cast<uintptr_t>(params.all_tokens) |
                          static_cast<uintptr_t>(params.token_bytes);
+  if (size.few) {
+    return bits % 8 == 0 ? LaunchFewDispatch(params, stream) : cudaErrorMisalignedAddress;
+  }
   if (bits % 16 == 0) return LaunchDispatchUnit<uint4>(params, stream);
   if (bits % 4 == 0) return LaunchDispatchUnit<uint32_t>(params, stream);
   return LaunchDispatchUnit<uint16_t>(params, stream);
 }
 
-cudaError_t LaunchPeerCombine(PeerCombineParams params, cudaStream_t stream) {
+cudaError_t LaunchPeerCombine(PeerCombineParams params, const Peers& peers, cudaStream_t stream) {
+  ExchangeSize& size = params.size;
   const int64_t row_bytes = params.hidden * ElementSize(params.dtype);
-  if (TooLarge(params.size, params.peers, row_bytes)) return cudaErrorInvalidValue;
-  if (params.size.num_tokens == 0 || params.hidden == 0) return cudaSuccess;
-  params.size.tag = TagOf({1,
-                           params.size.num_tokens,
-                           params.size.top_k,
-                           params.size.num_local,
-                           static_cast<int64_t>(params.dtype),
-                           params.hidden,
-                           params.small_floats});
+  if (TooLarge(size, row_bytes)) return cudaErrorInvalidValue;
+  if (size.num_tokens == 0 || params.hidden == 0) return cudaSuccess;
+  size.bytes = PeerCombineBytes(size, row_bytes, params.small_floats);
+  ChooseFew(&size,
+            peers,
+            row_bytes,
+            size.num_devices * size.num_tokens *
+                (PairsOf(row_bytes) + PairsOf(params.small_floats * 4)));
+  size.tag = TagOf({size.few ? 3 : 1,
+                    size.num_tokens,
+                    size.top_k,
+                    size.num_local,
+                    static_cast<int64_t>(params.dtype),
+                    params.hidden,
+                    params.small_floats});
   switch (params.dtype) {
     case DType::kBFloat16:
       return LaunchCombineType<__nv_bfloat16>(params, stream);
@@ -161,32 +192,21 @@ cudaError_t LaunchPeerCombine(PeerCombineParams params, cudaStream_t stream) {
   }
 }
 
-int64_t PeerDispatchBytes(const ExchangeSize& size,
-                          int num_devices,
-                          int64_t token_bytes,
-                          int64_t small_floats) {
-  return PlacesOf(size, num_devices, token_bytes, small_floats).end;
+int64_t PeerDispatchBytes(const ExchangeSize& size, int64_t token_bytes, int64_t small_floats) {
+  return PlacesOf(size, token_bytes, small_floats).end;
 }
 
-int64_t PeerCombineBytes(const ExchangeSize& size,
-                         int num_devices,
-                         int64_t row_bytes,
-                         int64_t small_floats) {
-  const int64_t rows = num_devices * size.num_tokens;
+int64_t PeerCombineBytes(const ExchangeSize& size, int64_t row_bytes, int64_t small_floats) {
+  const int64_t rows = size.num_devices * size.num_tokens;
   return PeerAligned(rows * row_bytes) + PeerAligned(rows * small_floats * 4);
 }
 
 cudaError_t LoadPeerKernels() {
   return Load(PeerWaitKernel,
-              PeerDispatchKernel<uint4>,
-              PeerDispatchKernel<uint32_t>,
-              PeerDispatchKernel<uint16_t>,
-              PeerCombineKernel<__nv_bfloat16, 8>,
-              PeerCombineKernel<__nv_bfloat16, 1>,
-              PeerCombineKernel<__half, 8>,
-              PeerCombineKernel<__half, 1>,
-              PeerCombineKernel<float, 4>,
-              PeerCombineKernel<float, 1>,
+              PeerFewDispatchKernel,
+              PeerFewCombineKernel<__nv_bfloat16>,
+              PeerFewCombineKernel<__half>,
+              PeerFewCombineKernel<float>,
               PeerStageKernel<uint4>,
               PeerStageKernel<uint32_t>,
               PeerStageKernel<uint16_t>,

@@ -2,7 +2,7 @@
 //
 // Each is three kernels in one stream: what others need is written and announced, one CTA waits for
 // the announcements of all, and the last kernel reads. What waits is one CTA, so collectives on
-// other streams find SMs. For few tokens it is one kernel, of so few CTAs that all run at once.
+// other streams find SMs. For few tokens see few.cuh.
 //   dispatch: tokens are copied into the own half, slots pushed into every device's; then each
 //     device pulls the rows that have a choice there, from the half of their source into its
 //     result.
@@ -20,136 +20,13 @@
 
 #include "csrc/common/piece.cuh"
 #include "csrc/peers/exchange.h"
-#include "csrc/peers/system_scope.cuh"
+#include "csrc/peers/step.cuh"
 
 namespace jaxmoe {
 
-inline constexpr int kPeerThreads = 256;
 inline constexpr int kPeerUnits = 8;  // loads of a lane in flight
 
-// ---- steps ----------------------------------------------------------------------------------
-
-__device__ __forceinline__ PeerHeader* HeaderOf(const Peers& peers, int device) {
-  return reinterpret_cast<PeerHeader*>(peers.bases[device]);
-}
-
-// Of what a device gives others in a step.
-__device__ __forceinline__ char* HalfOf(const Peers& peers, int device, uint32_t step) {
-  return peers.bases[device] + kPeerHeaderBytes + (step % 2) * peers.half_bytes;
-}
-
-// Whether the last CTA of the grid is here, for all threads; `counter` is 0 again then.
-__device__ __forceinline__ bool IsLastCta(uint32_t* counter) {
-  __syncthreads();
-  bool last = false;
-  if (threadIdx.x == 0) {
-    __threadfence_system();
-    last = atomicAdd(counter, 1u) == gridDim.x - 1;
-    if (last) *counter = 0;
-    __threadfence_system();
-  }
-  return __syncthreads_or(last);
-}
-
-// Gives up, and tells the others: none of them may read what this device does not write any more.
-// The first thread that does says why.
-__device__ __forceinline__ void Fail(const Peers& peers,
-                                     uint32_t step,
-                                     PeerFailure::Code code,
-                                     int device) {
-  if (atomicExch(&HeaderOf(peers, peers.rank)->told, 1u) == 0) {
-    peers.failure->device = device;
-    peers.failure->step = step;
-    __threadfence_system();
-    peers.failure->code = code;
-  }
-  if (code == PeerFailure::kGaveUp) return;  // they have been told, and of whom
-  for (int i = 0; i < peers.num_devices; ++i) {
-    StoreReleaseSystem(&HeaderOf(peers, i)->failed, peers.rank + 1);
-  }
-}
-
-// Whether something has failed, for all threads of a CTA, which see it change while they ask.
-__device__ __forceinline__ bool HasFailed(const Peers& peers) {
-  const uint32_t* failed = &HeaderOf(peers, peers.rank)->failed;
-  return __syncthreads_or(threadIdx.x == 0 && LoadAcquireSystem(failed) != 0);
-}
-
-// Whether this device may write what others need: nothing has failed, and the program has the
-// devices where the memory has them.
-__device__ __forceinline__ bool Begins(const Peers& peers, const int32_t* place, uint32_t step) {
-  if (HasFailed(peers)) return false;
-  const bool other = threadIdx.x == 0 && *place != peers.place;
-  if (other) Fail(peers, step, PeerFailure::kOtherMesh, *place);
-  return !__syncthreads_or(other);
-}
-
-// Tells every device that this one has come to `step`, when the last CTA of the grid is here.
-__device__ __forceinline__ void AnnounceStep(const Peers& peers, uint32_t step, uint32_t tag) {
-  if (!IsLastCta(&HeaderOf(peers, peers.rank)->arrivals)) return;
-  if (static_cast<int>(threadIdx.x) < peers.num_devices) {
-    __threadfence_system();
-    PeerHeader::Flag* flag = &HeaderOf(peers, threadIdx.x)->flags[peers.rank];
-    flag->tags[step % 2] = tag;
-    StoreReleaseSystem(&flag->step, step);
-  }
-}
-
-// Waits until all devices have come to `step`. Returns whether one gave up, for all threads.
-__device__ __forceinline__ bool WaitForStep(const Peers& peers, uint32_t step, uint32_t tag) {
-  PeerHeader* own = HeaderOf(peers, peers.rank);
-  const int device = static_cast<int>(threadIdx.x);
-  bool failed = false;
-  if (device < peers.num_devices) {
-    const PeerHeader::Flag* flag = &own->flags[device];
-    const uint64_t begin = GlobalTimer();
-    // Not equal: another device may be a step ahead.
-    while (static_cast<int32_t>(LoadAcquireSystem(&flag->step) - step) < 0 && !failed) {
-      if (const uint32_t gave_up = LoadAcquireSystem(&own->failed); gave_up != 0) {
-        Fail(peers, step, PeerFailure::kGaveUp, static_cast<int>(gave_up) - 1);
-        failed = true;
-      } else if (GlobalTimer() - begin > peers.timeout_ns) {
-        Fail(peers, step, PeerFailure::kTimeout, device);
-        failed = true;
-      }
-    }
-    // It is overwritten two steps later, which that device comes to after this one has passed this.
-    if (!failed && flag->tags[step % 2] != tag) {
-      Fail(peers, step, PeerFailure::kOtherStep, device);
-      failed = true;
-    }
-  }
-  return __syncthreads_or(failed);
-}
-
-// One warp: waits until all devices have come to the next step, and passes it.
-__global__ void __launch_bounds__(32) PeerWaitKernel(Peers peers, uint32_t tag) {
-  PeerHeader* own = HeaderOf(peers, peers.rank);
-  const uint32_t step = own->step + 1;
-  WaitForStep(peers, step, tag);
-  if (threadIdx.x == 0) own->step = step;
-}
-
-// Passes a step when the last CTA of the grid is here.
-__device__ __forceinline__ void PassStep(const Peers& peers, uint32_t step) {
-  PeerHeader* own = HeaderOf(peers, peers.rank);
-  if (IsLastCta(&own->departures) && threadIdx.x == 0) own->step = step;
-}
-
 // ---- rows -----------------------------------------------------------------------------------
-
-// Whether a choice lies on a device, for all lanes of a warp.
-__device__ __forceinline__ bool HasChoice(const int32_t* slots,
-                                          const ExchangeSize& size,
-                                          int device) {
-  bool here = false;
-  const int64_t first = device * size.num_local;
-  for (int k = threadIdx.x % 32; k < static_cast<int>(size.top_k); k += 32) {
-    const int64_t slot = __ldcg(slots + k);
-    here |= slot >= first && slot < first + size.num_local;
-  }
-  return __any_sync(0xffffffffu, here);
-}
 
 // A warp's copy of units [begin, begin + 32 kPeerUnits) of a row.
 template <class Unit>
@@ -185,32 +62,9 @@ __device__ __forceinline__ Unit AllBits(bool set) {
   }
 }
 
-// A part of a row of one device that a warp moves.
-struct RowPart {
-  int source;
-  int64_t token;
-  int begin;  // unit
-};
-
 // Parts of a row.
 __device__ __forceinline__ int64_t PartsOf(int row_units) {
   return (row_units + 32 * kPeerUnits - 1) / (32 * kPeerUnits);
-}
-
-__device__ __forceinline__ RowPart PartAt(int64_t task, int64_t parts, const Peers& peers) {
-  const int64_t row = task / parts;
-  const int n = peers.num_devices;
-  return {static_cast<int>((row % n + peers.rank) % n),
-          row / n,
-          static_cast<int>(task % parts) * 32 * kPeerUnits};
-}
-
-__device__ __forceinline__ int64_t WarpOfGrid() {
-  return static_cast<int64_t>(blockIdx.x) * (kPeerThreads / 32) + threadIdx.x / 32;
-}
-
-__device__ __forceinline__ int64_t WarpsOfGrid() {
-  return static_cast<int64_t>(gridDim.x) * (kPeerThreads / 32);
 }
 
 // ---- dispatch -------------------------------------------------------------------------------
@@ -228,31 +82,28 @@ __host__ __device__ constexpr int64_t PeerAligned(int64_t bytes) {
 
 // Slots of all devices come first.
 __host__ __device__ constexpr DispatchPlaces PlacesOf(const ExchangeSize& size,
-                                                      int num_devices,
                                                       int64_t token_bytes,
                                                       int64_t small_floats) {
-  const int64_t slots = PeerAligned(num_devices * size.num_tokens * size.top_k * 4);
+  const int64_t slots = PeerAligned(size.num_devices * size.num_tokens * size.top_k * 4);
   const int64_t tokens = PeerAligned(size.num_tokens * token_bytes);
   return {slots, slots + tokens, slots + tokens + PeerAligned(size.num_tokens * small_floats * 4)};
 }
 
 // Unit: what divides a row of tokens, whose units are read and written at once.
 template <class Unit>
-__device__ __forceinline__ void Stage(const PeerDispatchParams& params, uint32_t step) {
-  const Peers& peers = params.peers;
+__device__ __forceinline__ void Stage(const Peers& peers,
+                                      const PeerDispatchParams& params,
+                                      uint32_t step) {
   const ExchangeSize& size = params.size;
-  const DispatchPlaces places =
-      PlacesOf(size, peers.num_devices, params.token_bytes, params.small_floats);
+  const DispatchPlaces places = PlacesOf(size, params.token_bytes, params.small_floats);
   char* own = HalfOf(peers, peers.rank, step);
 
   const int64_t stride = WarpsOfGrid() * 32;
   const int64_t thread = WarpOfGrid() * 32 + threadIdx.x % 32;
   const int64_t slots = size.num_tokens * size.top_k;
-  for (int64_t i = thread; i < slots * peers.num_devices; i += stride) {
-    const int device = static_cast<int>(i / slots);
-    const int64_t slot = i - device * slots;
+  for (int device = 0; device < peers.num_devices; ++device) {
     int32_t* there = reinterpret_cast<int32_t*>(HalfOf(peers, device, step)) + peers.rank * slots;
-    there[slot] = params.slots[slot];
+    for (int64_t i = thread; i < slots; i += stride) there[i] = params.slots[i];
   }
   float* small = reinterpret_cast<float*>(own + places.small);
   for (int64_t i = thread; i < size.num_tokens * params.small_floats; i += stride) {
@@ -271,11 +122,12 @@ __device__ __forceinline__ void Stage(const PeerDispatchParams& params, uint32_t
 }
 
 template <class Unit>
-__device__ __forceinline__ void Pull(const PeerDispatchParams& params, uint32_t step, bool failed) {
-  const Peers& peers = params.peers;
+__device__ __forceinline__ void Pull(const Peers& peers,
+                                     const PeerDispatchParams& params,
+                                     uint32_t step,
+                                     bool failed) {
   const ExchangeSize& size = params.size;
-  const DispatchPlaces places =
-      PlacesOf(size, peers.num_devices, params.token_bytes, params.small_floats);
+  const DispatchPlaces places = PlacesOf(size, params.token_bytes, params.small_floats);
   const int32_t* arrived = reinterpret_cast<const int32_t*>(HalfOf(peers, peers.rank, step));
   const int row_units = static_cast<int>(params.token_bytes / sizeof(Unit));
   const int small_floats = static_cast<int>(params.small_floats);
@@ -284,7 +136,7 @@ __device__ __forceinline__ void Pull(const PeerDispatchParams& params, uint32_t 
   const int64_t parts = row_units > 0 ? PartsOf(row_units) : 1;
   const int64_t tasks = size.num_tokens * peers.num_devices * parts;
   for (int64_t task = WarpOfGrid(); task < tasks; task += WarpsOfGrid()) {
-    const RowPart part = PartAt(task, parts, peers);
+    const RowPart part = PartAt(task, parts, 32 * kPeerUnits, peers);
     const int64_t row = part.source * size.num_tokens + part.token;
     const int32_t* slots = arrived + row * top_k;
     const bool comes = !failed && HasChoice(slots, size, peers.rank);
@@ -311,28 +163,19 @@ __device__ __forceinline__ void Pull(const PeerDispatchParams& params, uint32_t 
 
 template <class Unit>
 __global__ void __launch_bounds__(kPeerThreads) PeerStageKernel(PeerDispatchParams params) {
-  const uint32_t step = HeaderOf(params.peers, params.peers.rank)->step + 1;
-  if (!Begins(params.peers, params.place, step)) return;  // others may still read
-  Stage<Unit>(params, step);
-  AnnounceStep(params.peers, step, params.size.tag);
+  const Peers& peers = *params.peers;
+  const uint32_t step = NextStep(peers);
+  if (!Begins(peers, params.size, params.place, step)) return;  // others may still read
+  Stage<Unit>(peers, params, step);
+  AnnounceAtEnd(peers, step, params.size.tag);
 }
 
 template <class Unit>
 __global__ void __launch_bounds__(kPeerThreads) PeerPullKernel(PeerDispatchParams params) {
-  const uint32_t step = HeaderOf(params.peers, params.peers.rank)->step;
-  Pull<Unit>(params, step, HasFailed(params.peers));
-}
-
-// All of it in one launch, whose CTAs must all run at once.
-template <class Unit>
-__global__ void __launch_bounds__(kPeerThreads, 1) PeerDispatchKernel(PeerDispatchParams params) {
-  const uint32_t step = HeaderOf(params.peers, params.peers.rank)->step + 1;
-  if (Begins(params.peers, params.place, step)) {
-    Stage<Unit>(params, step);
-    AnnounceStep(params.peers, step, params.size.tag);
-  }
-  Pull<Unit>(params, step, WaitForStep(params.peers, step, params.size.tag));
-  PassStep(params.peers, step);
+  const Peers& peers = *params.peers;
+  const uint32_t step = peers.own->step;
+  Pull<Unit>(peers, params, step, HasFailed(peers));
+  FinishStep(peers, step);
 }
 
 // ---- combine --------------------------------------------------------------------------------
@@ -340,20 +183,20 @@ __global__ void __launch_bounds__(kPeerThreads, 1) PeerDispatchKernel(PeerDispat
 // A half holds the rows [n, T, H] by the device that sends them, and small numbers [n, T, S] here.
 __device__ __forceinline__ int64_t SmallPlace(const PeerCombineParams& params) {
   const int64_t row_bytes = params.hidden * ElementSize(params.dtype);
-  return PeerAligned(params.peers.num_devices * params.size.num_tokens * row_bytes);
+  return PeerAligned(params.size.num_devices * params.size.num_tokens * row_bytes);
 }
 
 template <class Unit>
-__device__ __forceinline__ void Push(const PeerCombineParams& params,
+__device__ __forceinline__ void Push(const Peers& peers,
+                                     const PeerCombineParams& params,
                                      uint32_t step,
                                      int row_units) {
-  const Peers& peers = params.peers;
   const ExchangeSize& size = params.size;
   const int64_t small_place = SmallPlace(params);
   const int64_t parts = PartsOf(row_units);
   const int64_t tasks = size.num_tokens * peers.num_devices * parts;
   for (int64_t task = WarpOfGrid(); task < tasks; task += WarpsOfGrid()) {
-    const RowPart part = PartAt(task, parts, peers);
+    const RowPart part = PartAt(task, parts, 32 * kPeerUnits, peers);
     const int64_t row = part.source * size.num_tokens + part.token;
     if (part.source == peers.rank) continue;  // read where it is
     if (!HasChoice(params.all_slots + row * size.top_k, size, peers.rank)) continue;
@@ -377,53 +220,79 @@ using UnitOf = std::conditional_t<kSize * sizeof(T) == 16,
                                   uint4,
                                   std::conditional_t<sizeof(T) == 2, uint16_t, uint32_t>>;
 
+// Rows and small numbers that others have pushed, for Sum.
+template <class Bits>
+struct Received {
+  const PeerCombineParams& params;
+  const Bits* rows;  // [n, T, row_pieces]
+  const float* small;
+  int row_pieces;
+
+  __device__ Received(const Peers& peers,
+                      const PeerCombineParams& params,
+                      uint32_t step,
+                      int row_pieces)
+      : params(params),
+        rows(reinterpret_cast<const Bits*>(HalfOf(peers, peers.rank, step))),
+        small(reinterpret_cast<const float*>(HalfOf(peers, peers.rank, step) + SmallPlace(params))),
+        row_pieces(row_pieces) {}
+
+  using Read = Bits;
+
+  __device__ __forceinline__ Bits Piece(int device, int64_t token, int column) const {
+    return __ldcg(rows + (device * params.size.num_tokens + token) * row_pieces + column);
+  }
+
+  __device__ __forceinline__ Bits Arrived(Bits bits, int, int64_t, int) const { return bits; }
+
+  __device__ __forceinline__ float Small(int device, int64_t token, int i) const {
+    return __ldcg(small + (device * params.size.num_tokens + token) * params.small_floats + i);
+  }
+};
+
 // A warp's sum of the small numbers of a token over some devices, a bit for each.
-__device__ __forceinline__ void SumSmall(
-    const PeerCombineParams& params, uint32_t step, bool failed, int64_t token, unsigned devices) {
-  const Peers& peers = params.peers;
-  const float* received =
-      reinterpret_cast<const float*>(HalfOf(peers, peers.rank, step) + SmallPlace(params));
-  for (int64_t i = threadIdx.x % 32; i < params.small_floats; i += 32) {
+template <class From>
+__device__ __forceinline__ void SumSmall(const Peers& peers,
+                                         const PeerCombineParams& params,
+                                         const From& received,
+                                         bool failed,
+                                         int64_t token,
+                                         unsigned devices) {
+  const float* own = params.small + (peers.rank * params.size.num_tokens + token) *
+                                        params.small_floats;
+  for (int i = threadIdx.x % 32; i < params.small_floats; i += 32) {
     float sum = failed ? __uint_as_float(0x7fffffffu) : 0.0f;
-    for (int device = 0; device < peers.num_devices; ++device) {
+    for (int device = 0; device < peers.num_devices && !failed; ++device) {
       if ((devices >> device & 1) == 0) continue;
-      const float* from = device == peers.rank ? params.small : received;
-      const int64_t row = device * params.size.num_tokens + token;
-      sum += __ldcg(from + row * params.small_floats + i);
+      sum += device == peers.rank ? __ldcg(own + i) : received.Small(device, token, i);
     }
     params.small_sum[token * params.small_floats + i] = sum;
   }
 }
 
 // A lane sums pieces of kSize elements of T.
-template <typename T, int kSize>
-__device__ __forceinline__ void Sum(const PeerCombineParams& params,
-                                    uint32_t step,
+template <typename T, int kSize, class From>
+__device__ __forceinline__ void Sum(const Peers& peers,
+                                    const PeerCombineParams& params,
+                                    const From& received,
                                     bool failed,
                                     int row_pieces) {
   using P = Piece<T, kSize>;
   using Bits = typename P::Bits;
-  const Peers& peers = params.peers;
   const ExchangeSize& size = params.size;
-  const Bits* received = reinterpret_cast<const Bits*>(HalfOf(peers, peers.rank, step));
   const Bits* rows = static_cast<const Bits*>(params.rows);
   const int64_t num_tokens = size.num_tokens;
   const int64_t parts = (row_pieces + 31) / 32;
   for (int64_t task = WarpOfGrid(); task < num_tokens * parts; task += WarpsOfGrid()) {
     const int64_t token = task / parts;
     const int column = static_cast<int>(task % parts) * 32 + static_cast<int>(threadIdx.x % 32);
-    unsigned devices = 0;
-    for (int k = threadIdx.x % 32; k < static_cast<int>(size.top_k); k += 32) {
-      const int64_t slot = params.slots[token * size.top_k + k];
-      if (slot >= 0 && slot < peers.num_devices * size.num_local) {
-        devices |= 1u << (slot / size.num_local);
-      }
-    }
-    devices = __reduce_or_sync(0xffffffffu, devices);
-    if (task % parts == 0) SumSmall(params, step, failed, token, devices);
+    unsigned devices = DevicesOf(params.slots + token * size.top_k, size);
+    if (failed) devices = 0;
+    if (task % parts == 0) SumSmall(peers, params, received, failed, token, devices);
     if (column >= row_pieces) continue;
-    Bits residual{};
     const int64_t at = token * row_pieces + column;
+    const Bits own = P::Load(rows + peers.rank * num_tokens * row_pieces + at);
+    Bits residual{};
     if (params.residual != nullptr) {
       residual = P::Load(static_cast<const Bits*>(params.residual) + at);
     }
@@ -433,18 +302,19 @@ __device__ __forceinline__ void Sum(const PeerCombineParams& params,
     for (int i = 0; i < kSize; ++i) sum[i] = failed ? __uint_as_float(0x7fffffffu) : 0.0f;
     constexpr int kUnroll = 4;
     for (int first = 0; first < peers.num_devices; first += kUnroll) {
-      Bits bits[kUnroll];
+      typename From::Read read[kUnroll];
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        const int device = first + u;
+        if ((devices >> device & 1) == 0 || device == peers.rank) continue;
+        read[u] = received.Piece(device, token, column);
+      }
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
         const int device = first + u;
         if ((devices >> device & 1) == 0) continue;
-        const Bits* from = device == peers.rank ? rows : received;
-        bits[u] = P::Load(from + device * num_tokens * row_pieces + at);
-      }
-#pragma unroll
-      for (int u = 0; u < kUnroll; ++u) {
-        if ((devices >> (first + u) & 1) == 0) continue;
-        P::Unpack(bits[u], term);
+        P::Unpack(device == peers.rank ? own : received.Arrived(read[u], device, token, column),
+                  term);
 #pragma unroll
         for (int i = 0; i < kSize; ++i) sum[i] += term[i];
       }
@@ -461,31 +331,22 @@ __device__ __forceinline__ void Sum(const PeerCombineParams& params,
 template <class Unit>
 __global__ void __launch_bounds__(kPeerThreads)
     PeerPushKernel(PeerCombineParams params, int row_units) {
-  const uint32_t step = HeaderOf(params.peers, params.peers.rank)->step + 1;
-  if (!Begins(params.peers, params.place, step)) return;  // others may still read
-  Push<Unit>(params, step, row_units);
-  AnnounceStep(params.peers, step, params.size.tag);
+  const Peers& peers = *params.peers;
+  const uint32_t step = NextStep(peers);
+  if (!Begins(peers, params.size, params.place, step)) return;  // others may still read
+  Push<Unit>(peers, params, step, row_units);
+  AnnounceAtEnd(peers, step, params.size.tag);
 }
 
 template <typename T, int kSize>
 __global__ void __launch_bounds__(kPeerThreads)
     PeerSumKernel(PeerCombineParams params, int row_pieces) {
-  const uint32_t step = HeaderOf(params.peers, params.peers.rank)->step;
-  Sum<T, kSize>(params, step, HasFailed(params.peers), row_pieces);
-}
-
-// All of it in one launch, whose CTAs must all run at once.
-template <typename T, int kSize>
-__global__ void __launch_bounds__(kPeerThreads, 1)
-    PeerCombineKernel(PeerCombineParams params, int row_pieces) {
-  const uint32_t step = HeaderOf(params.peers, params.peers.rank)->step + 1;
-  if (Begins(params.peers, params.place, step)) {
-    Push<UnitOf<T, kSize>>(params, step, row_pieces);
-    AnnounceStep(params.peers, step, params.size.tag);
-  }
-  const bool failed = WaitForStep(params.peers, step, params.size.tag);
-  Sum<T, kSize>(params, step, failed, row_pieces);
-  PassStep(params.peers, step);
+  using Bits = typename Piece<T, kSize>::Bits;
+  const Peers& peers = *params.peers;
+  const uint32_t step = peers.own->step;
+  const Received<Bits> received(peers, params, step, row_pieces);
+  Sum<T, kSize>(peers, params, received, HasFailed(peers), row_pieces);
+  FinishStep(peers, step);
 }
 
 }  // namespace jaxmoe

@@ -16,13 +16,17 @@ struct ExchangeSize {
   int64_t num_tokens;  // T < 2^31 / n
   int64_t top_k;       // K < 2^31
   int64_t num_local;   // experts of a device
-  uint32_t tag = 0;    // of the step, the same on all devices; the launchers make it
+  int num_devices;     // n
+  // The launchers make these.
+  uint32_t tag = 0;   // of the step, the same on all devices
+  bool few = false;   // rows carry their own flags
+  int64_t bytes = 0;  // of the half that the step takes
 };
 
 // Each device receives the rows of all tokens that have a choice there, at s T + t for token t of
 // device s; other rows become 0. All slots arrive.
 struct PeerDispatchParams {
-  Peers peers;
+  const Peers* peers;  // in the device's memory, as all arrays
   ExchangeSize size;
   const int32_t* place;  // [], this device's place in the program's mesh; another is refused
   const int32_t* slots;  // [T,K]
@@ -35,13 +39,14 @@ struct PeerDispatchParams {
   int64_t small_floats;  // < 2^31, 0 without `small`
 };
 
-cudaError_t LaunchPeerDispatch(PeerDispatchParams params, cudaStream_t stream);
+// `peers`: what lies at params.peers.
+cudaError_t LaunchPeerDispatch(PeerDispatchParams params, const Peers& peers, cudaStream_t stream);
 
 // The way back: y[t] is the sum over the devices d that token t has a choice on of their rows
 // [me T + t], float32 in the order of devices, then the residual, rounded once. So are small
 // numbers summed that lie beside rows.
 struct PeerCombineParams {
-  Peers peers;
+  const Peers* peers;
   ExchangeSize size;
   const int32_t* place;      // as above
   const int32_t* slots;      // [T,K], of this device's tokens
@@ -56,17 +61,11 @@ struct PeerCombineParams {
   int64_t small_floats;      // < 2^31, 0 without `small`
 };
 
-cudaError_t LaunchPeerCombine(PeerCombineParams params, cudaStream_t stream);
+cudaError_t LaunchPeerCombine(PeerCombineParams params, const Peers& peers, cudaStream_t stream);
 
 // Bytes of a half that the two need, which whoever launches them has compared with what there is.
-int64_t PeerDispatchBytes(const ExchangeSize& size,
-                          int num_devices,
-                          int64_t token_bytes,
-                          int64_t small_floats);
-int64_t PeerCombineBytes(const ExchangeSize& size,
-                         int num_devices,
-                         int64_t row_bytes,
-                         int64_t small_floats);
+int64_t PeerDispatchBytes(const ExchangeSize& size, int64_t token_bytes, int64_t small_floats);
+int64_t PeerCombineBytes(const ExchangeSize& size, int64_t row_bytes, int64_t small_floats);
 
 // Loads all kernels of both on the current device.
 cudaError_t LoadPeerKernels();

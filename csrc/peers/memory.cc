@@ -7,10 +7,19 @@
 #include <new>
 #include <stdexcept>
 #include <thread>
+#include <utility>
 
 #include "csrc/peers/exchange.h"
 
 namespace jaxmoe {
+
+// What a device keeps under a name when its memory is closed, as CUDA graphs hold addresses of it.
+// NOTE: never freed; two pages a name and device.
+struct KeptPeers {
+  Peers* peers = nullptr;          // in the device's memory
+  PeerHeader* closed = nullptr;    // of memory that is not there: a step fails, and says nothing
+  PeerFailure* failure = nullptr;  // in memory of the host
+};
 
 // A device's part of what is open under a name.
 struct OpenedPeers {
@@ -18,6 +27,7 @@ struct OpenedPeers {
   bool connected = false;
   void* own = nullptr;
   Peers peers{};
+  KeptPeers kept;
   std::vector<void*> foreign;  // memory of other processes
 };
 
@@ -31,6 +41,7 @@ using Devices = std::map<int, std::shared_ptr<OpenedPeers>>;
 // handler takes, as the first may be waiting for the second.
 std::mutex mutex;
 std::map<std::string, Devices, std::less<>> opened;
+std::map<std::pair<std::string, int>, KeptPeers> kept;
 
 Devices DevicesOf(const std::string& name) {
   const std::lock_guard<std::mutex> lock(mutex);
@@ -90,17 +101,60 @@ void EnablePeerAccess(int ordinal, int other) {
   }
 }
 
+// Writes where kernels of the current device find it.
+void Tell(const KeptPeers& kept, const Peers& peers) {
+  Check(cudaMemcpy(kept.peers, &peers, sizeof(peers), cudaMemcpyHostToDevice), "copying addresses");
+}
+
+// What kernels find where there is no memory.
+Peers ClosedPeers(const OpenedPeers& entry) {
+  Peers closed = entry.peers;
+  closed.own = entry.kept.closed;
+  for (char*& base : closed.bases) base = reinterpret_cast<char*>(entry.kept.closed);
+  closed.half_bytes = 0;
+  closed.few_bytes = 0;
+  return closed;
+}
+
+// What the current device, whose ordinal it is, keeps under a name; made at the first time.
+KeptPeers Keep(const std::string& name, int ordinal) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    const auto found = kept.find({name, ordinal});
+    if (found != kept.end()) return found->second;
+  }
+  KeptPeers made;
+  void* kept_peers = nullptr;
+  Check(cudaMalloc(&kept_peers, sizeof(Peers)), "memory for addresses");
+  made.peers = static_cast<Peers*>(kept_peers);
+  void* closed = nullptr;
+  Check(cudaMalloc(&closed, sizeof(PeerHeader)), "memory for a header");
+  made.closed = static_cast<PeerHeader*>(closed);
+  PeerHeader header{};
+  header.failed = 1;
+  header.told = 1;
+  Check(cudaMemcpy(made.closed, &header, sizeof(header), cudaMemcpyHostToDevice), "copying it");
+  void* failure = nullptr;
+  Check(cudaHostAlloc(&failure, sizeof(PeerFailure), cudaHostAllocPortable), "memory of the host");
+  made.failure = new (failure) PeerFailure{};
+  const std::lock_guard<std::mutex> lock(mutex);
+  return kept[{name, ordinal}] = made;
+}
+
 }  // namespace
 
 PeerAddress AllocatePeerMemory(const std::string& name,
                                int ordinal,
                                int64_t half_bytes,
+                               int64_t few_bytes,
                                bool shared) {
   const auto entry = std::make_shared<OpenedPeers>();
   entry->peers.half_bytes = half_bytes;
+  entry->peers.few_bytes = few_bytes;
   PeerAddress out{};
   OnDevice(ordinal, [&] {
-    int64_t bytes = kPeerHeaderBytes + 2 * half_bytes;
+    const int64_t few_begin = kPeerHeaderBytes + 2 * half_bytes;
+    int64_t bytes = few_begin + 2 * few_bytes;
     // A handle gives others the whole of what CUDA allocates at once, with what else lies there.
     if (shared) bytes = (bytes + kCudaBlock - 1) / kCudaBlock * kCudaBlock;
     Check(cudaMalloc(&entry->own, bytes),
@@ -110,7 +164,10 @@ PeerAddress AllocatePeerMemory(const std::string& name,
       const std::lock_guard<std::mutex> lock(mutex);
       opened[name][ordinal] = entry;
     }
+    entry->peers.own = static_cast<PeerHeader*>(entry->own);
     Check(cudaMemset(entry->own, 0, kPeerHeaderBytes), "clearing flags");
+    Check(cudaMemset(static_cast<char*>(entry->own) + few_begin, 0, 2 * few_bytes),
+          "clearing flags");
     Check(cudaDeviceSynchronize(), "clearing flags");
     if (shared) Check(cudaIpcGetMemHandle(&out.handle, entry->own), "a handle for other processes");
   });
@@ -147,10 +204,10 @@ void ConnectPeers(const std::string& name,
     // Loading a kernel may wait for those that run, and one that waits for a device that loads
     // would never end.
     Check(LoadPeerKernels(), "loading kernels");
-    void* failure = nullptr;
-    Check(cudaHostAlloc(&failure, sizeof(PeerFailure), cudaHostAllocPortable),
-          "memory of the host");
-    peers.failure = new (failure) PeerFailure{};
+    entry.kept = Keep(name, ordinal);
+    *entry.kept.failure = PeerFailure{};
+    peers.failure = entry.kept.failure;
+    Tell(entry.kept, peers);
   });
   const std::lock_guard<std::mutex> lock(entry.launches);
   entry.connected = true;
@@ -163,6 +220,7 @@ void DisconnectPeers(const std::string& name) {
     entry->connected = false;
   }
   OnEach(devices, [](OpenedPeers& entry) {
+    if (entry.kept.peers != nullptr) Tell(entry.kept, ClosedPeers(entry));
     Check(cudaDeviceSynchronize(), "waiting for a GPU");
     for (void* base : entry.foreign) Check(cudaIpcCloseMemHandle(base), "closing memory");
     entry.foreign.clear();
@@ -175,10 +233,7 @@ void FreePeerMemory(const std::string& name) {
     const std::lock_guard<std::mutex> lock(mutex);
     opened.erase(name);
   }
-  OnEach(devices, [](OpenedPeers& entry) {
-    Check(cudaFree(entry.own), "freeing memory");
-    Check(cudaFreeHost(entry.peers.failure), "freeing memory of the host");
-  });
+  OnEach(devices, [](OpenedPeers& entry) { Check(cudaFree(entry.own), "freeing memory"); });
 }
 
 std::string WhyFailed(const Peers& peers, const std::string& name) {
@@ -201,6 +256,13 @@ std::string WhyFailed(const Peers& peers, const std::string& name) {
     case PeerFailure::kOtherStep:
       return who + " and " + other + " had other calls" + in_step +
              ": all devices must make them in one order" + after;
+    case PeerFailure::kAtOnce:
+      return who + " had two calls at the same time" + in_step +
+             ": CUDA graphs must run them one after the other "
+             "(xla_gpu_command_buffer_scheduling_mode must not be CONCURRENT)" +
+             after;
+    case PeerFailure::kTooSmall:
+      return who + " has less memory" + in_step + " than when the program was recorded" + after;
     default:
       return "";
   }
@@ -217,6 +279,10 @@ PeersInUse::PeersInUse(std::string_view name, int ordinal) {
   }
   opened_->launches.lock();
   if (opened_->connected) peers_ = &opened_->peers;
+}
+
+const Peers* PeersInUse::on_device() const {
+  return peers_ == nullptr ? nullptr : opened_->kept.peers;
 }
 
 PeersInUse::~PeersInUse() {

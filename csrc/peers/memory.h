@@ -1,9 +1,10 @@
 // Memory of each GPU that the others of its host read and write, by the name it was opened under.
 //
 // Kernels of JAX's programs cannot reach another GPU's arrays, so what is sent lies here. A device
-// has a header and two halves. Programs take steps, the same on all devices: in a step each writes
-// what the others need, says so, waits until all have, and reads. Step e uses half e % 2: whoever
-// writes in step e has seen all devices begin step e - 1, so they have finished step e - 2.
+// has a header, two halves, and two halves more for few tokens, whose rows carry their own flags.
+// Programs take steps, the same on all devices: in a step each writes what the others need, says
+// so, waits until all have, and reads. Step e uses half e % 2: whoever writes in step e has seen
+// all devices begin step e - 1, so they have finished step e - 2.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -23,11 +24,12 @@ inline constexpr int64_t kPeerAlignment = 256;  // of arrays in a half
 struct PeerHeader {
   // In a line of its own, as each is another device's to write.
   struct alignas(128) Flag {
-    uint32_t step;     // the last one that the device has come to
-    uint32_t tags[2];  // what it is, and the one before, by step % 2
+    uint64_t came[2];  // by step % 2, the last step that the device has come to, and its tag << 32
   };
   Flag flags[kMaxPeers];
   uint32_t step;        // the last one that this device has passed
+  uint32_t finished;    // and the last one of which it has read all
+  uint32_t begun;       // and begun
   uint32_t arrivals;    // CTAs that have written what this step gives others
   uint32_t departures;  // CTAs that have read all that they need of it
   uint32_t failed;      // 1 + a device that gave up: nothing is sent any more, and results are NaN
@@ -37,19 +39,30 @@ static_assert(sizeof(PeerHeader) <= kPeerHeaderBytes);
 
 // Why a device gave up, in memory of the host.
 struct PeerFailure {
-  enum Code : int32_t { kNone = 0, kTimeout = 1, kOtherMesh = 2, kGaveUp = 3, kOtherStep = 4 };
+  enum Code : int32_t {
+    kNone = 0,
+    kTimeout = 1,
+    kOtherMesh = 2,
+    kGaveUp = 3,
+    kOtherStep = 4,
+    kAtOnce = 5,
+    kTooSmall = 6
+  };
   volatile int32_t code;
   int32_t device;  // that was waited for, that gave up, that takes another step
   uint32_t step;
 };
 
-// What a kernel knows of the memory.
+// What a kernel knows of the memory. Kernels find it behind an address that is the device's for
+// ever: CUDA graphs hold that, and memory may be closed and opened again between two replays.
 struct Peers {
+  PeerHeader* own;
   char* bases[kMaxPeers];  // of the devices along the axis
   int num_devices;
   int rank;       // this device's place among them
   int32_t place;  // and among all of the mesh, as the program counts: group * num_devices + rank
   int64_t half_bytes;
+  int64_t few_bytes;  // of half of the part where rows of few tokens carry their own flags
   uint64_t timeout_ns;
   PeerFailure* failure;
 };
@@ -67,6 +80,7 @@ struct PeerAddress {
 PeerAddress AllocatePeerMemory(const std::string& name,
                                int ordinal,
                                int64_t half_bytes,
+                               int64_t few_bytes,
                                bool shared);
 
 // Opens the memory of all devices along the axis for device `ordinal`, which is one of them.
@@ -98,6 +112,8 @@ class PeersInUse {
 
   // Null if there is none.
   const Peers* get() const { return peers_; }
+  // The same in the device's memory, where it stays.
+  const Peers* on_device() const;
 
  private:
   std::shared_ptr<struct OpenedPeers> opened_;

@@ -17,6 +17,36 @@ __device__ __forceinline__ uint32_t LoadAcquireSystem(const uint32_t* address) {
   return value;
 }
 
+__device__ __forceinline__ void StoreReleaseSystem(uint64_t* address, uint64_t value) {
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+}
+
+__device__ __forceinline__ uint64_t LoadAcquireSystem(const uint64_t* address) {
+  uint64_t value;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+  return value;
+}
+
+// Two words of data, each with a number beside it in the same 8 bytes, which arrive together.
+__device__ __forceinline__ void StorePairs(uint4* address, uint2 data, uint32_t number) {
+  asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address),
+               "r"(data.x),
+               "r"(number),
+               "r"(data.y),
+               "r"(number)
+               : "memory");
+}
+
+// Data of words {data, number, data, number}.
+__device__ __forceinline__ uint4 LoadPairs(const uint4* address) {
+  uint4 pairs;
+  asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(pairs.x), "=r"(pairs.y), "=r"(pairs.z), "=r"(pairs.w)
+               : "l"(address)
+               : "memory");
+  return pairs;
+}
+
 // Nanoseconds.
 __device__ __forceinline__ uint64_t GlobalTimer() {
   uint64_t now;

@@ -24,18 +24,20 @@ _ROW = np.dtype([("host", "S64"), ("address", "<u8"), ("handle", "V64")])
 Groups = np.ndarray[Any, Any]  # of devices, [groups, n]
 
 
-def connect(name: str, groups: Groups, half_bytes: int, timeout_s: float) -> None:
+def connect(name: str, groups: Groups, parts: tuple[int, int], timeout_s: float) -> None:
     """Allocates the memory of this process's devices, and opens that of their groups.
+
+    `parts`: bytes of a half and of its part for few tokens.
 
     Whatever fails here, every process says so in the end: one that left would leave the others
     waiting.
     """
-    _agree(OPEN, "open", name, half_bytes, *(device.id for device in groups.flat))
+    _agree(OPEN, "open", name, parts, *(device.id for device in groups.flat))
     failure, found = None, np.zeros(groups.size, _ROW)
     try:
         _check(groups)
         _drain()
-        _allocate(name, groups, half_bytes, found)
+        _allocate(name, groups, parts, found)
     except Exception as error:
         failure = error
     with contextlib.ExitStack() as undone:
@@ -124,13 +126,15 @@ def _check(groups: Groups) -> None:
         raise NotImplementedError(_checks.message(OPEN, f"no kernels here: {why}"))
 
 
-def _allocate(name: str, groups: Groups, half_bytes: int, found: np.ndarray[Any, Any]) -> None:
+def _allocate(
+    name: str, groups: Groups, parts: tuple[int, int], found: np.ndarray[Any, Any]
+) -> None:
     host = _BOOT_ID.read_text(encoding="ascii").strip() if _BOOT_ID.exists() else platform.node()
     shared = jax.process_count() > 1
     for place, device in enumerate(groups.flat):
         if device.process_index == jax.process_index():
             ordinal = device.local_hardware_id
-            address, handle = _extension().peer_allocate(name, ordinal, half_bytes, shared)
+            address, handle = _extension().peer_allocate(name, ordinal, *parts, shared)
             found[place] = (host.encode()[:64], address, handle)
 
 

@@ -13,6 +13,7 @@ from jaxmoe._jax import checks as _checks
 
 BYTES = "expert_parallel.peer_memory_bytes"
 HEADER_BYTES = 4096
+MOST_FEW_BYTES = 16 << 20  # of half of the part for few tokens
 _ALIGNMENT = 256
 _LONGEST_S = 1e6
 
@@ -99,8 +100,19 @@ def combine_bytes(num_tokens: int, num_devices: int, row_bytes: int, small: int)
 
 
 def total_bytes(half: int) -> int:
-    """Bytes of memory whose halves have so many."""
-    return HEADER_BYTES + 2 * half
+    """Bytes of memory whose halves have so many.
+
+    Beside each lies a part for few tokens, in which rows, ids and small numbers of all devices take
+    twice their bytes.
+    """
+    return HEADER_BYTES + 2 * (half + min(3 * half, MOST_FEW_BYTES))
+
+
+def parts_of(num_bytes: int) -> tuple[int, int]:
+    """Bytes of a half and of its part for few tokens, of memory of so many: as `total_bytes`."""
+    both = (num_bytes - HEADER_BYTES) // 2
+    few = min(3 * both // 4, MOST_FEW_BYTES) // _ALIGNMENT * _ALIGNMENT
+    return (both - few) // _ALIGNMENT * _ALIGNMENT, few
 
 
 def needed_bytes(
@@ -152,7 +164,8 @@ def peer_memory_bytes(
       itemsize: bytes of an element of x.
 
     Returns:
-      Bytes, about 2 n T H itemsize: two halves, in each of which n devices leave a row a token.
+      Bytes, about 2 n T H itemsize and 32 MiB: two halves, in each of which n devices leave a row a
+      token, and for few tokens three times as much again.
 
     Raises:
       TypeError, ValueError: a size that is not a positive int.
@@ -236,8 +249,7 @@ def open_peer_memory(
         groups.shape[0],
     )
     if on_gpus:
-        half = (num_bytes - HEADER_BYTES) // (2 * _ALIGNMENT) * _ALIGNMENT
-        _connect.connect(memory.name, groups, half, float(timeout_s))
+        _connect.connect(memory.name, groups, parts_of(num_bytes), float(timeout_s))
     _open[names] = memory
     return memory
 

@@ -23,6 +23,11 @@ struct cudaIpcMemHandle_t {
   char reserved[64];
 };
 
+struct uint2 {
+  unsigned x, y;
+};
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+
 struct uint4 {
   unsigned x, y, z, w;
 };
@@ -56,11 +61,16 @@ struct Here {
   Index thread, block, grid;
   Group* warp;
   Group* cta;
+  const std::function<void()>* before_reading;  // what others send, once; or null
 };
 inline thread_local Here here;
 
-// Runs a kernel to its end.
-inline void Launch(unsigned ctas, unsigned threads, const std::function<void()>& kernel) {
+// Runs a kernel to its end. Its threads call `before_reading` where they first read what others send
+// beside flags.
+inline void Launch(unsigned ctas,
+                   unsigned threads,
+                   const std::function<void()>& kernel,
+                   const std::function<void()>* before_reading = nullptr) {
   std::vector<std::unique_ptr<Group>> groups;
   std::vector<std::thread> running;
   for (unsigned block = 0; block < ctas; ++block) {
@@ -73,7 +83,7 @@ inline void Launch(unsigned ctas, unsigned threads, const std::function<void()>&
         warp = groups.back().get();
       }
       running.emplace_back([=, &kernel] {
-        here = {{thread}, {block}, {ctas}, warp, cta};
+        here = {{thread}, {block}, {ctas}, warp, cta, before_reading};
         kernel();
       });
     }
@@ -97,6 +107,7 @@ inline unsigned __reduce_or_sync(unsigned, unsigned value) {
 
 // Atomic operations below order what they should; a fence adds nothing that is relied on.
 inline void __threadfence_system() {}
+inline void __threadfence() {}
 
 inline uint32_t atomicAdd(uint32_t* address, uint32_t value) {
   return std::atomic_ref<uint32_t>(*address).fetch_add(value);
@@ -109,6 +120,12 @@ inline uint32_t atomicExch(uint32_t* address, uint32_t value) {
 template <class T>
 T __ldcg(const T* address) {
   return *address;
+}
+
+inline uint32_t __float_as_uint(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  return bits;
 }
 
 inline float __uint_as_float(uint32_t bits) {

@@ -4,24 +4,27 @@
 //   peers DEVICES STEPS SEED leaves N  device 1 does nothing from step N on
 //   peers DEVICES STEPS SEED differs N  device 1 takes another step than the others in step N
 //   peers DEVICES STEPS SEED moved N   device 1 is another one of the program's mesh in step N
+//   peers DEVICES STEPS SEED none N    nothing of that before step N; nobody waits long
 //
 // Prints why each device failed.
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <random>
 #include <string>
 
-#include "csrc/peers/exchange.cuh"
+#include "csrc/peers/few.cuh"
 
 namespace jaxmoe {
 namespace {
 
 constexpr int64_t kHalfBytes = 1 << 20;
+constexpr int64_t kFewBytes = 1 << 20;
 constexpr int kLocal = 3;  // experts of a device
 
 struct Memory {
-  explicit Memory() : bytes(kPeerHeaderBytes + 2 * kHalfBytes + 4096) {}
+  explicit Memory() : bytes(kPeerHeaderBytes + 2 * (kHalfBytes + kFewBytes) + 4096) {}
   char* base() {
     const auto address = reinterpret_cast<uintptr_t>(bytes.data());
     return bytes.data() + (4096 - address % 4096) % 4096;
@@ -36,7 +39,7 @@ struct Given {
 };
 
 struct Step {
-  bool dispatch, one_launch, has_residual;
+  bool dispatch, few, has_residual;
   int num_tokens, top_k, hidden, small_floats, ctas;
   std::vector<Given> of_device;
 };
@@ -46,11 +49,11 @@ Step Draw(int devices, int seed, int number) {
   const auto below = [&](int limit) { return static_cast<int>(random() % limit); };
   Step step{};
   step.dispatch = below(2);
-  step.one_launch = below(2);
+  step.few = below(2);
   step.has_residual = below(2);
   step.num_tokens = 1 + below(4);
   step.top_k = 1 + below(3) + 32 * (below(8) == 0);
-  step.hidden = below(2) ? 4 * (1 + below(300)) : 1 + below(600);
+  step.hidden = step.few || below(2) ? 4 * (1 + below(300)) : 1 + below(600);
   step.small_floats = below(3) * 5;
   step.ctas = 1 + below(2);
   const auto floats = [&](int count) {
@@ -87,8 +90,12 @@ void AwaitOthers(const Peers& peers, uint32_t step) {
   const PeerHeader* own = HeaderOf(peers, peers.rank);
   for (int device = 0; device < peers.num_devices; ++device) {
     if (device == peers.rank) continue;
-    while (LoadAcquireSystem(&own->flags[device].step) < step &&
-           LoadAcquireSystem(&own->failed) == 0) {
+    const uint64_t* came = own->flags[device].came;
+    const auto last = [&] {
+      return std::max(static_cast<uint32_t>(LoadAcquireSystem(came)),
+                      static_cast<uint32_t>(LoadAcquireSystem(came + 1)));
+    };
+    while (last() < step && LoadAcquireSystem(&own->failed) == 0) {
       std::this_thread::yield();
     }
   }
@@ -113,11 +120,16 @@ int Run(const Step& step,
         bool expect_failure) {
   const int n = peers.num_devices, me = peers.rank, rows = n * step.num_tokens;
   const Given& given = step.of_device[me];
-  const ExchangeSize size{step.num_tokens, step.top_k, kLocal, tag};
+  const ExchangeSize size{step.num_tokens, step.top_k, kLocal, n, tag, step.few, 0};
   std::vector<int32_t> all_slots;
   for (const Given& other : step.of_device) {
     all_slots.insert(all_slots.end(), other.slots.begin(), other.slots.end());
   }
+  const std::function<void()> wait = [&] {
+    AwaitOthers(peers, read_after);
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  };
+  const auto* before_reading = read_after > 0 ? &wait : nullptr;
   int wrong = 0;
   const auto compare = [&](float got, float wanted) {
     wrong += expect_failure ? got == got : !(got == wanted);
@@ -125,7 +137,7 @@ int Run(const Step& step,
   if (step.dispatch) {
     std::vector<int32_t> got_slots(rows * step.top_k);
     std::vector<float> got(rows * step.hidden), got_small(rows * step.small_floats);
-    PeerDispatchParams params{peers,
+    PeerDispatchParams params{&peers,
                               size,
                               &place,
                               given.slots.data(),
@@ -136,11 +148,11 @@ int Run(const Step& step,
                               got_small.data(),
                               step.hidden * 4,
                               step.small_floats};
-    if (step.one_launch) {
-      emulated::Launch(step.ctas, kPeerThreads, [&] { PeerDispatchKernel<Unit>(params); });
+    if (step.few) {
+      emulated::Launch(step.ctas, kPeerThreads, [&] { PeerFewDispatchKernel(params); }, before_reading);
     } else {
       emulated::Launch(step.ctas, kPeerThreads, [&] { PeerStageKernel<Unit>(params); });
-      emulated::Launch(1, 32, [&] { PeerWaitKernel(peers, tag); });
+      emulated::Launch(1, 32, [&] { PeerWaitKernel(&peers, tag); });
       AwaitOthers(peers, read_after);
       emulated::Launch(step.ctas, kPeerThreads, [&] { PeerPullKernel<Unit>(params); });
     }
@@ -165,7 +177,7 @@ int Run(const Step& step,
   }
   std::vector<float> got(step.num_tokens * step.hidden);
   std::vector<float> got_small(step.num_tokens * step.small_floats);
-  PeerCombineParams params{peers,
+  PeerCombineParams params{&peers,
                            size,
                            &place,
                            given.slots.data(),
@@ -179,12 +191,11 @@ int Run(const Step& step,
                            step.hidden,
                            step.small_floats};
   const int pieces = step.hidden / kSize;
-  if (step.one_launch) {
-    emulated::Launch(
-        step.ctas, kPeerThreads, [&] { PeerCombineKernel<float, kSize>(params, pieces); });
+  if (step.few) {
+    emulated::Launch(step.ctas, kPeerThreads, [&] { PeerFewCombineKernel<float>(params); }, before_reading);
   } else {
     emulated::Launch(step.ctas, kPeerThreads, [&] { PeerPushKernel<Unit>(params, pieces); });
-    emulated::Launch(1, 32, [&] { PeerWaitKernel(peers, tag); });
+    emulated::Launch(1, 32, [&] { PeerWaitKernel(&peers, tag); });
     AwaitOthers(peers, read_after);
     emulated::Launch(step.ctas, kPeerThreads, [&] { PeerSumKernel<float, kSize>(params, pieces); });
   }
@@ -221,11 +232,14 @@ int Main(int devices, int steps, int seed, const std::string& fault, int fault_s
     running.emplace_back([&, me] {
       Peers peers{};
       for (int i = 0; i < devices; ++i) peers.bases[i] = memory[i].base();
+      peers.own = reinterpret_cast<PeerHeader*>(peers.bases[me]);
       peers.num_devices = devices;
       peers.rank = me;
       peers.place = 100 + me;
       peers.half_bytes = kHalfBytes;
-      peers.timeout_ns = fault == "leaves" ? 2'000'000'000 : 60'000'000'000;
+      peers.few_bytes = kFewBytes;
+      const bool soon = fault == "leaves" || fault == "none";
+      peers.timeout_ns = soon ? 2'000'000'000 : 60'000'000'000;
       peers.failure = &failures[me];
       std::mt19937 random(seed + 7 * me);
       for (int number = 0; number < steps; ++number) {
@@ -234,7 +248,7 @@ int Main(int devices, int steps, int seed, const std::string& fault, int fault_s
         const Step step = Draw(devices, seed, number);
         std::this_thread::sleep_for(std::chrono::microseconds(random() % 3000));
         const bool failed = !fault.empty() && number >= fault_step;
-        const int last = fault.empty() ? steps - 1 : fault_step - 1;  // that all come to
+        const int last = std::min(steps, fault.empty() ? steps : fault_step) - 1;  // all come to it
         if (IsSlow(peers, number - 1) && number <= last) {
           AwaitOthers(peers, number + 1);
           std::this_thread::sleep_for(std::chrono::milliseconds(5));
