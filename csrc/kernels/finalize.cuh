@@ -29,7 +29,41 @@ inline constexpr int kFinalizeMaxThreads = 256;
 // Blocks that registers must leave room for: 40, 48 or 80 registers.
 constexpr int FinalizeBlocksPerSm(int unroll) { return unroll <= 2 ? 6 : unroll <= 4 ? 5 : 3; }
 
+// Adds a piece of each row of a token times its weight to `sum`, float32 in k order. `row_at`: (k,
+// row to be set) -> whether choice k has a row, which begins so many times `stride` after `rows`.
 // T: element type. kSize: elements a thread sums. kUnroll: row loads in flight.
+template <typename T, int kSize, int kUnroll, class RowAt>
+__device__ __forceinline__ void AddRows(const typename Piece<T, kSize>::Bits* rows,
+                                        unsigned stride,
+                                        const float* weights,
+                                        int top_k,
+                                        const RowAt& row_at,
+                                        float (&sum)[kSize]) {
+  using P = Piece<T, kSize>;
+  using Bits = typename P::Bits;
+  float term[kSize];
+  for (int k = 0; k < top_k; k += kUnroll) {
+    bool valid[kUnroll];
+    float weight[kUnroll];
+    Bits bits[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      int row = -1;
+      valid[u] = k + u < top_k && row_at(k + u, &row);
+      weight[u] = k + u < top_k ? weights[k + u] : 0.0f;
+      bits[u] = Bits{};
+      if (valid[u]) bits[u] = P::Load(rows + static_cast<int64_t>(row) * stride);
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      if (!valid[u]) continue;
+      P::Unpack(bits[u], term);
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) sum[i] = fmaf(weight[u], term[i], sum[i]);
+    }
+  }
+}
+
 template <typename T, int kSize, int kUnroll>
 __global__ void __launch_bounds__(kFinalizeMaxThreads, FinalizeBlocksPerSm(kUnroll))
     FinalizeKernel(FinalizeParams params, unsigned row_pieces) {
@@ -53,30 +87,15 @@ __global__ void __launch_bounds__(kFinalizeMaxThreads, FinalizeBlocksPerSm(kUnro
     residual = P::Load(static_cast<const Bits*>(params.residual) + index);
   }
   float sum[kSize];
-  float term[kSize];
 #pragma unroll
   for (int i = 0; i < kSize; ++i) sum[i] = 0.0f;
-  for (int k = 0; k < top_k; k += kUnroll) {
-    bool valid[kUnroll];
-    float weight[kUnroll];
-    Bits bits[kUnroll];
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      int row = k + u < top_k ? slots[k + u] : -1;
-      weight[u] = k + u < top_k ? weights[k + u] : 0.0f;
-      valid[u] = static_cast<unsigned>(row) < num_rows;
-      bits[u] = Bits{};
-      if (valid[u]) bits[u] = P::Load(rows + static_cast<int64_t>(row) * row_pieces);
-    }
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      if (!valid[u]) continue;
-      P::Unpack(bits[u], term);
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) sum[i] = fmaf(weight[u], term[i], sum[i]);
-    }
-  }
+  const auto row_at = [&](int k, int* row) {
+    *row = slots[k];
+    return static_cast<unsigned>(*row) < num_rows;
+  };
+  AddRows<T, kSize, kUnroll>(rows, row_pieces, weights, top_k, row_at, sum);
   if (params.residual != nullptr) {
+    float term[kSize];
     P::Unpack(residual, term);
 #pragma unroll
     for (int i = 0; i < kSize; ++i) sum[i] += term[i];

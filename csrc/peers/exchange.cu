@@ -1,10 +1,11 @@
 // Launches dispatch and combine of peers with the widest unit that rows allow.
 #include <algorithm>
-#include <initializer_list>
 
 #include "csrc/common/launch.h"
 #include "csrc/peers/exchange.cuh"
 #include "csrc/peers/exchange.h"
+#include "csrc/peers/rows.h"
+#include "csrc/peers/tag.h"
 
 namespace jaxmoe {
 namespace {
@@ -40,17 +41,6 @@ bool IsOneLaunch(const ExchangeSize& size, const Peers& peers, int64_t row_bytes
 
 cudaError_t LaunchWait(const Peers& peers, uint32_t tag, cudaStream_t stream) {
   return LaunchKernel(PeerWaitKernel, dim3(1), dim3(32), 0, stream, false, peers, tag);
-}
-
-// Programs whose steps differ in kind or sizes are told apart by it.
-uint32_t TagOf(std::initializer_list<int64_t> numbers) {
-  uint64_t hash = 14695981039346656037u;  // FNV-1a
-  for (int64_t number : numbers) {
-    for (int byte = 0; byte < 8; ++byte) {
-      hash = (hash ^ (static_cast<uint64_t>(number) >> 8 * byte & 0xff)) * 1099511628211u;
-    }
-  }
-  return static_cast<uint32_t>(hash ^ hash >> 32);
 }
 
 template <class Unit>
@@ -108,15 +98,6 @@ cudaError_t LaunchCombineType(const PeerCombineParams& p, cudaStream_t stream) {
 bool TooLarge(const ExchangeSize& size, const Peers& peers, int64_t row_bytes) {
   return size.num_tokens > kMaxInt / peers.num_devices || size.top_k > kMaxInt ||
          size.num_local > kMaxInt || row_bytes > kMaxInt;
-}
-
-template <class... Kernels>
-cudaError_t Load(Kernels... kernels) {
-  cudaFuncAttributes attributes;
-  for (const void* kernel : {reinterpret_cast<const void*>(kernels)...}) {
-    JAXMOE_RETURN_IF_CUDA_ERROR(cudaFuncGetAttributes(&attributes, kernel));
-  }
-  return cudaSuccess;
 }
 
 }  // namespace
@@ -177,31 +158,32 @@ int64_t PeerCombineBytes(const ExchangeSize& size,
 }
 
 cudaError_t LoadPeerKernels() {
-  return Load(PeerWaitKernel,
-              PeerDispatchKernel<uint4>,
-              PeerDispatchKernel<uint32_t>,
-              PeerDispatchKernel<uint16_t>,
-              PeerCombineKernel<__nv_bfloat16, 8>,
-              PeerCombineKernel<__nv_bfloat16, 1>,
-              PeerCombineKernel<__half, 8>,
-              PeerCombineKernel<__half, 1>,
-              PeerCombineKernel<float, 4>,
-              PeerCombineKernel<float, 1>,
-              PeerStageKernel<uint4>,
-              PeerStageKernel<uint32_t>,
-              PeerStageKernel<uint16_t>,
-              PeerPullKernel<uint4>,
-              PeerPullKernel<uint32_t>,
-              PeerPullKernel<uint16_t>,
-              PeerPushKernel<uint4>,
-              PeerPushKernel<uint32_t>,
-              PeerPushKernel<uint16_t>,
-              PeerSumKernel<__nv_bfloat16, 8>,
-              PeerSumKernel<__nv_bfloat16, 1>,
-              PeerSumKernel<__half, 8>,
-              PeerSumKernel<__half, 1>,
-              PeerSumKernel<float, 4>,
-              PeerSumKernel<float, 1>);
+  JAXMOE_RETURN_IF_CUDA_ERROR(LoadPeerRowsKernels());
+  return LoadKernels(PeerWaitKernel,
+                     PeerDispatchKernel<uint4>,
+                     PeerDispatchKernel<uint32_t>,
+                     PeerDispatchKernel<uint16_t>,
+                     PeerCombineKernel<__nv_bfloat16, 8>,
+                     PeerCombineKernel<__nv_bfloat16, 1>,
+                     PeerCombineKernel<__half, 8>,
+                     PeerCombineKernel<__half, 1>,
+                     PeerCombineKernel<float, 4>,
+                     PeerCombineKernel<float, 1>,
+                     PeerStageKernel<uint4>,
+                     PeerStageKernel<uint32_t>,
+                     PeerStageKernel<uint16_t>,
+                     PeerPullKernel<uint4>,
+                     PeerPullKernel<uint32_t>,
+                     PeerPullKernel<uint16_t>,
+                     PeerPushKernel<uint4>,
+                     PeerPushKernel<uint32_t>,
+                     PeerPushKernel<uint16_t>,
+                     PeerSumKernel<__nv_bfloat16, 8>,
+                     PeerSumKernel<__nv_bfloat16, 1>,
+                     PeerSumKernel<__half, 8>,
+                     PeerSumKernel<__half, 1>,
+                     PeerSumKernel<float, 4>,
+                     PeerSumKernel<float, 1>);
 }
 
 }  // namespace jaxmoe
