@@ -74,7 +74,7 @@ def test_a_program_with_another_mesh_is_seen(program):
     ids=("one half", "a step early", "no tags"),
 )
 def test_a_mistake_is_noticed(what, wrong, tmp_path):
-    name = Path("csrc/peers/exchange.cuh")
+    name = Path("csrc/peers/step.cuh")
     text = (ROOT / name).read_text(encoding="utf-8")
     assert text.count(what) == 1
     (tmp_path / name).parent.mkdir(parents=True)

@@ -29,15 +29,17 @@ inline constexpr int kFinalizeMaxThreads = 256;
 // Blocks that registers must leave room for: 40, 48 or 80 registers.
 constexpr int FinalizeBlocksPerSm(int unroll) { return unroll <= 2 ? 6 : unroll <= 4 ? 5 : 3; }
 
-// Adds a piece of each row of a token times its weight to `sum`, float32 in k order. `row_at`: (k,
-// row to be set) -> whether choice k has a row, which begins so many times `stride` after `rows`.
+// Adds a piece of each row of a token times its weight to `sum`, float32 in k order. Choices whose
+// slot is not below `num_slots` have none. The row of a choice is its slot or, if kInOrder, its
+// number, so many times `stride` after `rows`.
 // T: element type. kSize: elements a thread sums. kUnroll: row loads in flight.
-template <typename T, int kSize, int kUnroll, class RowAt>
+template <typename T, int kSize, int kUnroll, bool kInOrder>
 __device__ __forceinline__ void AddRows(const typename Piece<T, kSize>::Bits* rows,
                                         unsigned stride,
+                                        const int32_t* slots,
+                                        unsigned num_slots,  // negative slots are larger
                                         const float* weights,
                                         int top_k,
-                                        const RowAt& row_at,
                                         float (&sum)[kSize]) {
   using P = Piece<T, kSize>;
   using Bits = typename P::Bits;
@@ -48,9 +50,10 @@ __device__ __forceinline__ void AddRows(const typename Piece<T, kSize>::Bits* ro
     Bits bits[kUnroll];
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
-      int row = -1;
-      valid[u] = k + u < top_k && row_at(k + u, &row);
+      int row = k + u < top_k ? slots[k + u] : -1;
       weight[u] = k + u < top_k ? weights[k + u] : 0.0f;
+      valid[u] = static_cast<unsigned>(row) < num_slots;
+      if constexpr (kInOrder) row = k + u;
       bits[u] = Bits{};
       if (valid[u]) bits[u] = P::Load(rows + static_cast<int64_t>(row) * stride);
     }
@@ -78,7 +81,7 @@ __global__ void __launch_bounds__(kFinalizeMaxThreads, FinalizeBlocksPerSm(kUnro
   if (token >= params.num_tokens) return;
   const Bits* rows = static_cast<const Bits*>(params.rows) + column;  // row stride: row_pieces
   const int top_k = static_cast<int>(params.top_k);
-  const unsigned num_rows = static_cast<unsigned>(params.num_rows);  // negative slots are larger
+  const unsigned num_rows = static_cast<unsigned>(params.num_rows);
   const int32_t* slots = params.slot_to_row + token * top_k;
   const float* weights = params.weights + token * top_k;
 
@@ -89,11 +92,7 @@ __global__ void __launch_bounds__(kFinalizeMaxThreads, FinalizeBlocksPerSm(kUnro
   float sum[kSize];
 #pragma unroll
   for (int i = 0; i < kSize; ++i) sum[i] = 0.0f;
-  const auto row_at = [&](int k, int* row) {
-    *row = slots[k];
-    return static_cast<unsigned>(*row) < num_rows;
-  };
-  AddRows<T, kSize, kUnroll>(rows, row_pieces, weights, top_k, row_at, sum);
+  AddRows<T, kSize, kUnroll, false>(rows, row_pieces, slots, num_rows, weights, top_k, sum);
   if (params.residual != nullptr) {
     float term[kSize];
     P::Unpack(residual, term);

@@ -45,17 +45,16 @@ cudaError_t LaunchType(const PeerRows& p, cudaStream_t stream) {
   return LaunchUnrolled<T, 8>(p, sm_count, stream);
 }
 
-// Slots of all devices are rows, counted in 31 bits.
+// Rows and experts of all devices are counted in 31 bits.
 bool IsValid(const PeerRows& p) {
   constexpr int64_t kMaxInt = 0x7fffffff;
   const ExchangeSize& size = p.size;
+  const int64_t row_bytes = p.hidden * ElementSize(p.dtype);
   const uintptr_t bits = reinterpret_cast<uintptr_t>(p.residual) |
-                         reinterpret_cast<uintptr_t>(p.y) |
-                         static_cast<uintptr_t>(p.hidden * ElementSize(p.dtype)) |
-                         static_cast<uintptr_t>(p.peers.half_bytes);
-  return bits % 16 == 0 && size.top_k <= kMaxInt && size.num_local <= kMaxInt &&
-         p.hidden <= kMaxInt / 4 &&
-         (p.size.top_k == 0 || size.num_tokens <= kMaxInt / p.peers.num_devices / size.top_k) &&
+                         reinterpret_cast<uintptr_t>(p.y) | static_cast<uintptr_t>(row_bytes);
+  const int64_t own_rows = kMaxInt / p.peers.num_devices;
+  return bits % 16 == 0 && row_bytes <= kMaxInt && size.num_local <= own_rows && size.top_k > 0 &&
+         size.num_tokens <= own_rows / size.top_k &&
          (p.dtype == DType::kBFloat16 || p.dtype == DType::kFloat16);
 }
 

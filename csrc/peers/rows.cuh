@@ -65,7 +65,8 @@ __device__ __forceinline__ void FinalizePiece(
   const int top_k = static_cast<int>(params.size.top_k);
   const int64_t token = index / row_pieces;
   const unsigned column = static_cast<unsigned>(index % row_pieces);
-  const int64_t num_slots = peers.num_devices * params.size.num_local;
+  const unsigned num_slots =
+      static_cast<unsigned>(peers.num_devices) * static_cast<unsigned>(params.size.num_local);
   const int32_t* slots = params.slots + token * top_k;
   // Rows of the token's choices lie side by side.
   const Bits* rows = reinterpret_cast<const Bits*>(HalfOf(peers, peers.rank, step)) +
@@ -78,12 +79,8 @@ __device__ __forceinline__ void FinalizePiece(
   float sum[kSize];
 #pragma unroll
   for (int i = 0; i < kSize; ++i) sum[i] = failed ? __uint_as_float(0x7fffffffu) : 0.0f;
-  const auto row_at = [&](int k, int* row) {
-    *row = k;
-    const int64_t slot = slots[k];
-    return slot >= 0 && slot < num_slots;
-  };
-  AddRows<T, kSize, kUnroll>(rows, row_pieces, params.weights + token * top_k, top_k, row_at, sum);
+  const float* weights = params.weights + token * top_k;
+  AddRows<T, kSize, kUnroll, true>(rows, row_pieces, slots, num_slots, weights, top_k, sum);
   if (params.residual != nullptr) {
     float term[kSize];
     P::Unpack(residual, term);
