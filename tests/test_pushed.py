@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import jaxmoe
 from jaxmoe import expert_parallel, quantize
 from jaxmoe._ep import direct, peers, pushed
+from jaxmoe._mlp import tuned
 from jaxmoe._testing import assert_equal
 from tests.lowered import calls, cuda_text
 from tests.test_direct import ENOUGH, half_precision, layer
@@ -90,6 +91,21 @@ def test_the_call_takes_what_the_layer_takes():
 @pytest.mark.parametrize("format", ("fp8_block", "fp8_tensor", "int4_g128", "mxfp4"))
 def test_quantized_weights_are_one_call_too(format):
     assert called(layer(), *quantized(format))[-2:] == [DISPATCH, PUSHED]
+
+
+@pytest.mark.usefixtures("on_gpus")
+def test_tiles_that_were_measured_are_asked_for():
+    """As a layer of the tokens of all devices, which has weights for all of them."""
+
+    class Notes:
+        def find(self, problem, a, layer):
+            assert a.weights.shape == a.expert_ids.shape and a.residual is None
+            found.add((problem.num_tokens, problem.num_local_experts, layer.finalize))
+
+    found = set()
+    with tuned.within(Notes()):
+        called(layer(), *half_precision())
+    assert found == {(16, 2, True)}
 
 
 @pytest.mark.usefixtures("on_gpus")

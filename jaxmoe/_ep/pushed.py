@@ -92,8 +92,9 @@ def layer_op(a: Operands, layer: Layer, *, sent: Sent, weights: jax.Array) -> tu
 
 
 def _operands(avals: Any) -> Operands:
-    """Those of the layer."""
-    return Operands(**{name: getattr(avals, name) for name in _LAYER})
+    """Those of the layer of the tokens of all devices, as it would be without peers."""
+    weights = jax.ShapeDtypeStruct(avals.expert_ids.shape, jnp.float32)
+    return Operands(weights=weights, **{name: getattr(avals, name) for name in _LAYER})
 
 
 def _out(*avals: Any, way: Way, layer: Layer) -> list[_primitive.Spec]:
