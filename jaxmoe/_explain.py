@@ -1,6 +1,7 @@
 """Says, for every jaxmoe op in a function, what runs where and why not."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -54,7 +55,8 @@ class OpReport:
 
     Attributes:
       op: name of the primitive, such as "jaxmoe_moe_mlp".
-      where: the transformations around it, such as "jit/scan"; "" at the top.
+      where: the transformations around it, such as "jit/scan"; "" at the top. What CUDA alone runs
+        is in "cond on cuda", and what other platforms run in its place in "cond elsewhere".
       operands: its arguments, such as "bf16[16,2048]".
       why_no_cuda: why CUDA would run pure XLA, None if the kernels are loaded. The fields below
         say what the kernels do where they are.
@@ -184,8 +186,9 @@ def _find_ops(jaxpr: Any, where: tuple[str, ...]) -> Iterator[tuple[_primitive.O
                 continue
             yield op, eqn, "/".join(where)
             continue
+        names = _names_of_inner(eqn)
         for inner in _inner_jaxprs(eqn):
-            yield from _find_ops(inner, (*where, eqn.primitive.name))
+            yield from _find_ops(inner, (*where, next(names)))
 
 
 def _parts(op: _primitive.Op, eqn: Any) -> Any:
@@ -205,6 +208,14 @@ def _split_params(eqn: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
     """Which operands are absent, and the parameters that rules get."""
     params = dict(eqn.params)
     return params.pop("absent"), params
+
+
+def _names_of_inner(eqn: Any) -> Iterator[str]:
+    """What each of the inner programs is called; those of one platform have its name."""
+    name = eqn.primitive.name
+    for platforms in eqn.params.get("branches_platforms") or ():
+        yield f"{name} elsewhere" if platforms is None else f"{name} on {' and '.join(platforms)}"
+    yield from itertools.repeat(name)
 
 
 def _inner_jaxprs(eqn: Any) -> Iterator[Any]:

@@ -23,9 +23,10 @@ def own(theirs: dict[str, Any]) -> dict[str, Any]:
     def sizes(table: str, size: Any) -> dict[Any, Any]:
         return {args: size(*args) for args in theirs.get(table, ())}
 
-    def peer_bytes(tokens: int, top_k: int, devices: int, row: int, small: int) -> tuple[int, int]:
+    def peer_bytes(tokens: int, top_k: int, devices: int, row: int, small: int) -> tuple[int, ...]:
         sent = peers.dispatch_bytes(tokens, top_k, devices, row, small)
-        return sent, peers.combine_bytes(tokens, devices, row, small)
+        back = peers.combine_bytes(tokens, devices, row, small)
+        return sent, back, peers.rows_bytes(tokens, top_k, row)
 
     def floats(code: int, rule: int, tokens: int, rows: int, hidden: int, inner: int) -> int:
         format = _formats.beside_code(format_of[code], rule)

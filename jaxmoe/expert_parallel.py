@@ -56,8 +56,8 @@ def moe_mlp(
       ragged: the same without boxes, by `jax.lax.ragged_all_to_all` on CUDA; elsewhere, where XLA
         has none, by an all_gather that gives the same result.
       direct: each device fetches the tokens that have a choice there from the memory of the others,
-        and leaves its sums with them: kernels over NVLink, in what `open_peer_memory` opened.
-        Elsewhere than on GPUs XLA's collectives, with the same bits.
+        and leaves the rows of its experts with them, or its sums under differentiation: kernels
+        over NVLink, in what `open_peer_memory` opened. Elsewhere than on GPUs XLA's collectives.
       auto: all_gather, all_to_all, or direct where memory is open, whichever `choose_dispatch`
         estimates to be fastest.
 
@@ -112,11 +112,13 @@ def moe_mlp(
 
     Numerics: each device adds up its experts' rows of a token in float32 in k order and rounds
       once. all_to_all, ragged and direct add these parts in float32 in their order and round once,
-      so they agree to the bit with each other; all_gather adds in `sum_dtype`, in an order that
-      XLA chooses, and with own_apart the device's own part in float32 after that. With K = 1 every
-      way has the bits of a single device. Of several ways each rounds what it adds. In fp8_tensor a
-      dynamic scale of the intermediate is made of the rows of one device, with num_chunks and
-      own_apart of one part of them; with tensor_axis, as in fp8_channel, of a device's part of I.
+      so they agree to the bit with each other; but where direct leaves rows with the tokens'
+      devices, it has the bits of a single device (docs/expert_parallel.md says when). all_gather
+      adds in `sum_dtype`, in an order that XLA chooses, and with own_apart the device's own part in
+      float32 after that. With K = 1 every way has the bits of a single device. Of several ways each
+      rounds what it adds. In fp8_tensor a dynamic scale of the intermediate is made of the rows of
+      one device, with num_chunks and own_apart of one part of them; with tensor_axis, as in
+      fp8_channel, of a device's part of I.
     Sharding: call it where `axis_name` and `tensor_axis` are manual axes, and for "direct" all axes
       of the mesh; any other axis may split tokens (data parallelism), each part for itself.
       Differentiable in everything that `jaxmoe.moe_mlp` is, with check_vma on and off.

@@ -198,18 +198,39 @@ def _layer(
     *,
     finalize: bool,
     residual: Any,
-    window: tuple[Any, Any, Any],
-    apply_weight_on_input: Any,
-    batch_invariant: Any,
     recompute: Any,
-    gather_weights: Any,
-    config: Any,
+    **options: Any,
 ) -> tuple[Any, ...]:
     """Checks the arguments of the public functions and computes y, or rows, weights and slots."""
     lead = _leading.of_tokens(op, x)
     if lead is not None:
         x, routing = lead.flat("x", x), _flat_routing(lead, routing)
         residual = lead.flat("residual", residual)
+    shared: dict[str, Any] = {"finalize": finalize, "residual": residual, "recompute": recompute}
+    a, layer = prepared(op, x, routing, experts, **shared, **options)
+    outs = bound(layer_op, a if finalize else a._replace(weights=None), layer, recompute)
+    if finalize:
+        return outs if lead is None else (lead.unflat(outs[0]),)
+    per_slot = (a.weights, outs[1])
+    return outs[0], *(per_slot if lead is None else map(lead.unflat, per_slot))
+
+
+def prepared(
+    op: str,
+    x: Any,
+    routing: Any,
+    experts: Any,
+    *,
+    finalize: bool,
+    residual: Any,
+    window: tuple[Any, Any, Any],
+    apply_weight_on_input: Any,
+    batch_invariant: Any,
+    recompute: Any,
+    gather_weights: Any,
+    config: Any,
+) -> tuple[Operands, Layer]:
+    """Checks the arguments of a layer of flat tokens. Returns what its primitive takes."""
     checks.check_tokens(op, x, routing, residual)
     flags = {"apply_weight_on_input": apply_weight_on_input, "batch_invariant": batch_invariant}
     for name, value in flags.items():
@@ -240,16 +261,16 @@ def _layer(
         x = _weighed(op, x, routing)
         weights = jnp.ones_like(weights)
     a = operands_of(x, routing.expert_ids, experts, window[2], layer)
-    a = a._replace(weights=weights if finalize else None, residual=residual, **scales)
-    run = functools.partial(layer_op, layer=layer)
+    return a._replace(weights=weights, residual=residual, **scales), layer
+
+
+def bound(bind: Any, a: Operands, layer: Layer, recompute: str | None) -> tuple[Any, ...]:
+    """Calls `bind` with what `prepared` returned, so that the gradient keeps what is asked for."""
+    run = functools.partial(bind, layer=layer)
     if recompute == "z":
         policy = jax.checkpoint_policies.save_only_these_names("jaxmoe_plan")
         run = jax.checkpoint(run, policy=policy)
-    outs = run(a)
-    if finalize:
-        return outs if lead is None else (lead.unflat(outs[0]),)
-    per_slot = (weights, outs[1])
-    return outs[0], *(per_slot if lead is None else map(lead.unflat, per_slot))
+    return run(a)
 
 
 def _flat_routing(lead: Any, routing: Any) -> Any:

@@ -200,7 +200,7 @@ def test_a_program_is_exported_for_one_platform():
         export = jax.export.export(jax.jit(layer()), platforms=platforms, disabled_checks=checks)
         return export(*half_precision()).mlir_module()
 
-    assert "jaxmoe_peer_combine_v1" in exported("cuda")
+    assert "jaxmoe_peer_moe_mlp_v1" in exported("cuda")
     with pytest.raises(NotImplementedError, match="export a program for one platform"):
         exported("cpu", "cuda")
 
@@ -217,7 +217,7 @@ def test_nothing_is_lost_whatever_the_factor():
 def test_a_program_for_gpus_has_two_calls_and_no_collective():
     program = jax.jit(layer()).trace(*half_precision()).lower(lowering_platforms=("cuda",))
     text = program.as_text()
-    assert text.count("jaxmoe_peer_dispatch_v1") == text.count("jaxmoe_peer_combine_v1") == 1
+    assert text.count("jaxmoe_peer_dispatch_v1") == text.count("jaxmoe_peer_moe_mlp_v1") == 1
     assert not re.search(r"stablehlo\.(all_|reduce_|collective)", text)
     for attribute in ('memory = "expert"', "num_devices = 8 ", "num_local = 2 "):
         assert text.count(attribute) == 2, attribute
@@ -248,7 +248,11 @@ def test_explain_names_the_calls():
     row = 2 * 2 * 16 + 8 * 3  # a token and a sum in bf16, three ids and weights
     sent = round(7 * 2 * (1 - (7 / 8) ** 3) * row)
     line = f"direct along 'expert': {sent} bytes that a device sends; asked for"
-    assert report.dispatches == (line,) and f"\ndispatch: {line}" in str(report)
+    assert report.dispatches[0] == line and f"\ndispatch: {line}" in str(report)
+    pushed = "direct along 'expert': the second product stores rows on the devices of tokens"
+    assert report.dispatches[1:] == (pushed,)
+    assert calls["jaxmoe_peer_moe_mlp"].where.endswith("cond on cuda")
+    assert calls["jaxmoe_peer_combine"].where.split("/")[2] == "cond elsewhere"
 
 
 def test_auto_takes_it_where_memory_is_large_enough(on_gpus, monkeypatch):
@@ -318,7 +322,7 @@ def test_auto_takes_nothing_that_would_be_refused(on_gpus, monkeypatch):
     monkeypatch.setattr(hops, "choose_dispatch", choose)
     ids, a = half_precision()
     for options, taken in (({}, "direct"), ({"own_apart": True}, "all_gather")):
-        (told,) = jaxmoe.explain(layer(dispatch="auto", **options), ids, a).dispatches
+        told, *_ = jaxmoe.explain(layer(dispatch="auto", **options), ids, a).dispatches
         assert told.startswith(taken)
     four = peers.PeerMemory(("expert",), 4, ENOUGH, True, ("data",), 2)
     monkeypatch.setitem(peers._open, ("expert",), four)

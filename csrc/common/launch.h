@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <cstddef>
+#include <initializer_list>
 
 #include "csrc/common/cuda_check.h"
 
@@ -114,6 +115,16 @@ cudaError_t GetMaxClusters(dim3 block, int cluster, size_t smem_bytes, int* coun
   config.numAttrs = 1;
   JAXMOE_RETURN_IF_CUDA_ERROR(cudaOccupancyMaxActiveClusters(count, kKernel, &config));
   if (device < kDevices) known[device].store(*count, std::memory_order_relaxed);
+  return cudaSuccess;
+}
+
+// Loads kernels on the current device, which their first launch would do otherwise.
+template <class... Kernels>
+cudaError_t LoadKernels(Kernels... kernels) {
+  cudaFuncAttributes attributes;
+  for (const void* kernel : {reinterpret_cast<const void*>(kernels)...}) {
+    JAXMOE_RETURN_IF_CUDA_ERROR(cudaFuncGetAttributes(&attributes, kernel));
+  }
   return cudaSuccess;
 }
 

@@ -1,64 +1,15 @@
 // FFI handlers jaxmoe_peer_dispatch_v1 and jaxmoe_peer_combine_v1: tokens to the devices of their
 // experts and sums back, through memory that was opened under the name `memory`.
-#include <cuda_runtime_api.h>
-
 #include <optional>
-#include <string>
-#include <string_view>
 
-#include "csrc/ffi/checks.h"
+#include "csrc/ffi/peers_call.h"
 #include "csrc/peers/exchange.h"
-
-namespace jaxmoe {
-
-struct PeerAttrs {
-  std::string_view memory;
-  int64_t num_devices;
-  int64_t num_local;
-};
-
-}  // namespace jaxmoe
-
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jaxmoe::PeerAttrs,
-                                      ::xla::ffi::StructMember<std::string_view>("memory"),
-                                      ::xla::ffi::StructMember<int64_t>("num_devices"),
-                                      ::xla::ffi::StructMember<int64_t>("num_local"));
 
 namespace jaxmoe {
 namespace {
 
 // Of quantized tokens: as they are, or words of several.
 constexpr Types kQuantized{ffi::DataType::F8E4M3FN, ffi::DataType::U8, ffi::DataType::U32};
-
-// The current device's memory.
-class PeersOfCall {
- public:
-  PeersOfCall(const PeerAttrs& attrs, int32_t device, Operands* take)
-      : name_(attrs.memory), in_use_(name_, device) {
-    if (in_use_.get() == nullptr) {
-      take->Refuse("no peer memory '" + name_ + "' is open on GPU " + std::to_string(device) + ".");
-      return;
-    }
-    const Peers& peers = *in_use_.get();
-    if (const std::string why = WhyFailed(peers, name_); !why.empty()) take->Refuse(why + ".");
-    take->Range("devices of the memory", peers.num_devices, attrs.num_devices, attrs.num_devices);
-    take->Range("num_local", attrs.num_local, 1, kMaxInt);
-  }
-
-  // Refuses sizes that take more of a half than there is.
-  void Fits(int64_t needed, Operands* take) const {
-    if (in_use_.get() == nullptr || take->failed()) return;
-    take->Range("bytes in half of the peer memory", needed, 0, in_use_.get()->half_bytes);
-  }
-
-  // Where there is memory.
-  const Peers& known() const { return *in_use_.get(); }
-  const Peers* on_device() const { return in_use_.on_device(); }
-
- private:
-  const std::string name_;
-  const PeersInUse in_use_;
-};
 
 ffi::Error PeerDispatch(std::optional<cudaStream_t> stream,
                         int32_t device,

@@ -10,6 +10,7 @@
 #include "csrc/kernels/quantize.h"
 #include "csrc/kernels/route.h"
 #include "csrc/peers/exchange.h"
+#include "csrc/peers/rows.h"
 
 namespace jaxmoe {
 namespace {
@@ -75,18 +76,21 @@ void AddScratch(nb::dict& tables) {
   tables["gemm_scratch"] = kGemmScratchInts;
 }
 
-// Bytes of a half of peer memory: (T, K, n, bytes of a row, small floats) -> of a dispatch and of a
-// combine.
+// Bytes of a half of peer memory: (T, K, n, bytes of a row, small floats) -> of a dispatch, of a
+// combine, and of the rows of a product.
 nb::dict PeerBytes() {
   nb::dict bytes;
   for (int64_t tokens : {0, 1, 24, 4096}) {
     for (int64_t top_k : {1, 3, 8}) {
       for (int devices : {1, 2, 8}) {
         for (int64_t row : {2, 96, 14336}) {
-          const ExchangeSize size{.num_tokens = tokens, .top_k = top_k, .num_local = 1, .num_devices = devices};
+          const ExchangeSize size{
+              .num_tokens = tokens, .top_k = top_k, .num_local = 1, .num_devices = devices};
           const int64_t small = 2 * top_k;
           bytes[nb::make_tuple(tokens, top_k, devices, row, small)] =
-              nb::make_tuple(PeerDispatchBytes(size, row, small), PeerCombineBytes(size, row, small));
+              nb::make_tuple(PeerDispatchBytes(size, row, small),
+                             PeerCombineBytes(size, row, small),
+                             PeerRowsBytes(size, row));
         }
       }
     }

@@ -47,6 +47,7 @@ struct MoeGemmArgs {
   const void* x;
   const void* bias;
   void* out;
+  const uint64_t* out_rows;  // addresses of rows that are stored elsewhere than in `out`, or null
   int num_groups;
   int groups_per_batch;
   int rows_per_batch;

@@ -154,6 +154,11 @@ const char* MakeArgs(const MoeGemmProblem& p,
   if (p.z != nullptr && (!variant->stores_sums || p.out_f32)) {
     return "sums beside the activation are those of bf16 and fp16 products";
   }
+  const bool has_activation = p.gated || p.activation.kind != ActivationParams::kIdentity;
+  const bool quantizes = p.scales.out != nullptr || p.scales.out_groups != nullptr;
+  if (p.out_rows != nullptr && (has_activation || quantizes || p.out_f32 || p.z != nullptr)) {
+    return "rows stored elsewhere are the sums of bf16 and fp16 products";
+  }
   if (is_packed && p.scales.x != nullptr && !variant->scales_rows) {
     return "tokens have no scales beside these packed weights";
   }
@@ -194,6 +199,7 @@ const char* MakeArgs(const MoeGemmProblem& p,
   args.x_rows = p.x_rows;
   args.bias = p.bias;
   args.out = p.out;
+  args.out_rows = p.out_rows;
   args.num_groups = p.num_groups;
   args.groups_per_batch = p.groups_per_batch;
   args.rows_per_batch = p.rows_per_batch;
@@ -235,7 +241,6 @@ const char* MakeArgs(const MoeGemmProblem& p,
       (tile.weight_tile == 256 || tile.token_tile == 256)) {
     return "block scales and a tile of 256 need halves of a multiple of 64 rows";
   }
-  const bool quantizes = p.scales.out != nullptr || p.scales.out_groups != nullptr;
   if (quantizes && args.n_out % 16 != 0) {
     return "a quantized output has rows of a multiple of 16 features";
   }

@@ -102,8 +102,11 @@ struct MoeGemmProblem {
   // scales are those of n rows, but kTensor scales are [num_weights, 2], and with kBlock each half
   // begins with a block of its own: [num_weights, 2 * ceil(n / 256), ceil(k / 128)].
   const void* w_up = nullptr;
-  const void* bias = nullptr;         // [num_weights, n] or null
-  void* out = nullptr;                // [batch * rows_per_batch, n_out]
+  const void* bias = nullptr;  // [num_weights, n] or null
+  void* out = nullptr;         // [batch * rows_per_batch, n_out]
+  // [batch * rows_per_batch]: address where each row of bf16 or fp16 is stored instead, on this GPU
+  // or another, 16-byte aligned, 0 for nowhere; or null. Of products without an activation.
+  const uint64_t* out_rows = nullptr;
   const int* group_starts = nullptr;  // [num_groups]; with group_sizes null [num_groups + 1]
   const int* group_sizes = nullptr;   // [num_groups] or null: starts[g + 1] - starts[g]
   const int* row_index = nullptr;     // [rows_per_batch] row -> x row, when tile.gather

@@ -1,6 +1,7 @@
 // The fused layer as launches: [plan], [permute], gate-up GEMM, down GEMM, finalize or zero_rows;
 // where tokens are quantized, also the quantization or the rounding of what each GEMM reads. Both
-// GEMMs may be one launch.
+// GEMMs may be one launch. With peers a table of where rows go comes before them, and a meeting
+// before finalize.
 #include "csrc/gemm/moe_mlp.h"
 
 #include "csrc/kernels/finalize.h"
@@ -177,7 +178,7 @@ MoeGemmProblem GateUpProblem(const Layer& layer) {
   gemm.gated = p.gated;
   gemm.gate_up = p.order;
   gemm.activation = p.activation;
-  gemm.early_groups = gemm.pdl && layer.moves_x();  // that ran since the plan
+  gemm.early_groups = gemm.pdl && (layer.moves_x() || p.peers != nullptr);  // ran since the plan
   gemm.out = p.act;
   if (HasRowScales(p.rule)) gemm.scales.x = p.floats;
   if (!layer.quantized) return gemm;
@@ -201,6 +202,7 @@ MoeGemmProblem DownProblem(const Layer& layer) {
   gemm.k = static_cast<int>(p.intermediate);
   gemm.n = static_cast<int>(p.hidden);
   gemm.early_groups = gemm.pdl;  // the gate-up GEMM ran since the plan
+  if (p.peers != nullptr) gemm.out_rows = p.peers->targets;
   if (HasRowScales(p.rule)) gemm.scales.x = layer.act_scales();
   if (!layer.quantized) return gemm;
   const bool given = p.static_act != nullptr;
@@ -288,7 +290,8 @@ const char* LaunchMoeMlp(const MoeMlpParams& p, cudaStream_t stream) {
   MoeGemmProblem gate_up = GateUpProblem(layer);
   MoeGemmProblem down = DownProblem(layer);
   // Decoding a token or two: the GEMMs plan for themselves, which saves a launch. They write no
-  // expert_offsets, which zero_rows reads, and a rounding by static scales of each expert.
+  // expert_offsets, which zero_rows reads, and a rounding by static scales of each expert; and
+  // where rows go is known before they run.
   const bool reads_offsets = p.y == nullptr || (layer.rounds && p.num_static_act > 1);
   const bool planned_inside = !reads_offsets && layer.rows <= kMaxPlannedSlots && layer.gathers &&
                               p.gate_up.tile.token_tile <= 32;
@@ -315,6 +318,12 @@ const char* LaunchMoeMlp(const MoeMlpParams& p, cudaStream_t stream) {
   } else if (!layer.gathers) {
     if (const char* error = Reason(LaunchPermuteSlots(PermuteX(layer), stream))) return error;
   }
+  if (p.peers != nullptr) {
+    const int32_t* slot_to_row = layer.slot_to_row();
+    if (const char* error = Reason(LaunchPeerTargets(*p.peers, slot_to_row, true, stream))) {
+      return error;
+    }
+  }
   TileConfig down_tile = p.down.tile;
   down_tile.gather = false;
   if (one_kernel) {
@@ -330,6 +339,7 @@ const char* LaunchMoeMlp(const MoeMlpParams& p, cudaStream_t stream) {
     }
     if (const char* error = LaunchMoeGemm(down, down_tile, stream)) return error;
   }
+  if (p.peers != nullptr) return Reason(LaunchPeerFinalize(*p.peers, stream));
   // NOTE: zero last: without gather the rows of X are in the same buffer.
   if (p.y == nullptr) return Reason(LaunchZeroRows(MakeZeroRows(layer), stream));
   return Reason(LaunchFinalize(MakeFinalize(layer), stream));

@@ -1,4 +1,5 @@
-// Host contract of the fused layer: one call launches plan, both GEMMs and, if asked for, finalize.
+// Host contract of the fused layer: one call launches plan, both GEMMs and, if asked for, finalize,
+// of rows that are here or that devices have stored in each other's memory.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -9,6 +10,7 @@
 #include "csrc/kernels/plan.h"
 #include "csrc/kernels/quantize.h"
 #include "csrc/kernels/round_tokens.h"
+#include "csrc/peers/rows.h"
 
 namespace jaxmoe {
 
@@ -115,7 +117,19 @@ struct MoeMlpParams {
   bool gated = true;
   GateUp order = GateUp::kGateUp;
   ActivationParams activation;
+  // If not null, tokens are those of all devices, and rows go to their sources, which finalize: its
+  // weights, residual and y, not those above.
+  const PeerRows* peers = nullptr;
 };
+
+// Rows of x that a layer copies to where otherwise those of the down product lie. The same number
+// is `moved_rows` in jaxmoe/_mlp/op.py.
+inline int64_t MovedRows(const MoeMlpParams& p) {
+  const bool gathers = p.gate_up.tile.gather;
+  const bool rounds = p.rule != TokenRule::kNone;
+  if (RowOf(p.format).scaled || (gathers && !rounds)) return 0;
+  return gathers ? p.num_tokens : p.num_tokens * p.top_k;
+}
 
 // Returns null when everything was launched, otherwise the reason.
 const char* LaunchMoeMlp(const MoeMlpParams& params, cudaStream_t stream);

@@ -29,7 +29,44 @@ inline constexpr int kFinalizeMaxThreads = 256;
 // Blocks that registers must leave room for: 40, 48 or 80 registers.
 constexpr int FinalizeBlocksPerSm(int unroll) { return unroll <= 2 ? 6 : unroll <= 4 ? 5 : 3; }
 
+// Adds a piece of each row of a token times its weight to `sum`, float32 in k order. Choices whose
+// slot is not below `num_slots` have none. The row of a choice is its slot or, if kInOrder, its
+// number, so many times `stride` after `rows`.
 // T: element type. kSize: elements a thread sums. kUnroll: row loads in flight.
+template <typename T, int kSize, int kUnroll, bool kInOrder>
+__device__ __forceinline__ void AddRows(const typename Piece<T, kSize>::Bits* rows,
+                                        unsigned stride,
+                                        const int32_t* slots,
+                                        unsigned num_slots,  // negative slots are larger
+                                        const float* weights,
+                                        int top_k,
+                                        float (&sum)[kSize]) {
+  using P = Piece<T, kSize>;
+  using Bits = typename P::Bits;
+  float term[kSize];
+  for (int k = 0; k < top_k; k += kUnroll) {
+    bool valid[kUnroll];
+    float weight[kUnroll];
+    Bits bits[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      int row = k + u < top_k ? slots[k + u] : -1;
+      weight[u] = k + u < top_k ? weights[k + u] : 0.0f;
+      valid[u] = static_cast<unsigned>(row) < num_slots;
+      if constexpr (kInOrder) row = k + u;
+      bits[u] = Bits{};
+      if (valid[u]) bits[u] = P::Load(rows + static_cast<int64_t>(row) * stride);
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      if (!valid[u]) continue;
+      P::Unpack(bits[u], term);
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) sum[i] = fmaf(weight[u], term[i], sum[i]);
+    }
+  }
+}
+
 template <typename T, int kSize, int kUnroll>
 __global__ void __launch_bounds__(kFinalizeMaxThreads, FinalizeBlocksPerSm(kUnroll))
     FinalizeKernel(FinalizeParams params, unsigned row_pieces) {
@@ -44,7 +81,7 @@ __global__ void __launch_bounds__(kFinalizeMaxThreads, FinalizeBlocksPerSm(kUnro
   if (token >= params.num_tokens) return;
   const Bits* rows = static_cast<const Bits*>(params.rows) + column;  // row stride: row_pieces
   const int top_k = static_cast<int>(params.top_k);
-  const unsigned num_rows = static_cast<unsigned>(params.num_rows);  // negative slots are larger
+  const unsigned num_rows = static_cast<unsigned>(params.num_rows);
   const int32_t* slots = params.slot_to_row + token * top_k;
   const float* weights = params.weights + token * top_k;
 
@@ -53,30 +90,11 @@ __global__ void __launch_bounds__(kFinalizeMaxThreads, FinalizeBlocksPerSm(kUnro
     residual = P::Load(static_cast<const Bits*>(params.residual) + index);
   }
   float sum[kSize];
-  float term[kSize];
 #pragma unroll
   for (int i = 0; i < kSize; ++i) sum[i] = 0.0f;
-  for (int k = 0; k < top_k; k += kUnroll) {
-    bool valid[kUnroll];
-    float weight[kUnroll];
-    Bits bits[kUnroll];
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      int row = k + u < top_k ? slots[k + u] : -1;
-      weight[u] = k + u < top_k ? weights[k + u] : 0.0f;
-      valid[u] = static_cast<unsigned>(row) < num_rows;
-      bits[u] = Bits{};
-      if (valid[u]) bits[u] = P::Load(rows + static_cast<int64_t>(row) * row_pieces);
-    }
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      if (!valid[u]) continue;
-      P::Unpack(bits[u], term);
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) sum[i] = fmaf(weight[u], term[i], sum[i]);
-    }
-  }
+  AddRows<T, kSize, kUnroll, false>(rows, row_pieces, slots, num_rows, weights, top_k, sum);
   if (params.residual != nullptr) {
+    float term[kSize];
     P::Unpack(residual, term);
 #pragma unroll
     for (int i = 0; i < kSize; ++i) sum[i] += term[i];

@@ -1,10 +1,11 @@
 // Launches dispatch and combine of peers with the widest unit that rows allow.
 #include <algorithm>
-#include <initializer_list>
 
 #include "csrc/common/launch.h"
 #include "csrc/peers/exchange.h"
 #include "csrc/peers/few.cuh"
+#include "csrc/peers/rows.h"
+#include "csrc/peers/tag.h"
 
 namespace jaxmoe {
 namespace {
@@ -45,17 +46,6 @@ void ChooseFew(ExchangeSize* size, const Peers& peers, int64_t row_bytes, int64_
 
 cudaError_t LaunchWait(const Peers* peers, uint32_t tag, cudaStream_t stream) {
   return LaunchKernel(PeerWaitKernel, dim3(1), dim3(32), 0, stream, false, peers, tag);
-}
-
-// Programs whose steps differ in kind or sizes are told apart by it.
-uint32_t TagOf(std::initializer_list<int64_t> numbers) {
-  uint64_t hash = 14695981039346656037u;  // FNV-1a
-  for (int64_t number : numbers) {
-    for (int byte = 0; byte < 8; ++byte) {
-      hash = (hash ^ (static_cast<uint64_t>(number) >> 8 * byte & 0xff)) * 1099511628211u;
-    }
-  }
-  return static_cast<uint32_t>(hash ^ hash >> 32);
 }
 
 template <class Unit>
@@ -123,15 +113,6 @@ bool TooLarge(const ExchangeSize& size, int64_t row_bytes) {
          size.num_local > kMaxInt || row_bytes > kMaxInt;
 }
 
-template <class... Kernels>
-cudaError_t Load(Kernels... kernels) {
-  cudaFuncAttributes attributes;
-  for (const void* kernel : {reinterpret_cast<const void*>(kernels)...}) {
-    JAXMOE_RETURN_IF_CUDA_ERROR(cudaFuncGetAttributes(&attributes, kernel));
-  }
-  return cudaSuccess;
-}
-
 }  // namespace
 
 cudaError_t LaunchPeerDispatch(PeerDispatchParams params, const Peers& peers, cudaStream_t stream) {
@@ -145,7 +126,7 @@ cudaError_t LaunchPeerDispatch(PeerDispatchParams params, const Peers& peers, cu
             params.token_bytes,
             size.num_devices * (PairsOf(size.num_tokens * size.top_k * 4) +
                                 size.num_tokens * pairs));
-  size.tag = TagOf({size.few ? 2 : 0,
+  size.tag = TagOf({size.few ? kFewDispatchStep : kDispatchStep,
                     size.num_tokens,
                     size.top_k,
                     size.num_local,
@@ -173,7 +154,7 @@ cudaError_t LaunchPeerCombine(PeerCombineParams params, const Peers& peers, cuda
             row_bytes,
             size.num_devices * size.num_tokens *
                 (PairsOf(row_bytes) + PairsOf(params.small_floats * 4)));
-  size.tag = TagOf({size.few ? 3 : 1,
+  size.tag = TagOf({size.few ? kFewCombineStep : kCombineStep,
                     size.num_tokens,
                     size.top_k,
                     size.num_local,
@@ -202,7 +183,8 @@ int64_t PeerCombineBytes(const ExchangeSize& size, int64_t row_bytes, int64_t sm
 }
 
 cudaError_t LoadPeerKernels() {
-  return Load(PeerWaitKernel,
+  JAXMOE_RETURN_IF_CUDA_ERROR(LoadPeerRowsKernels());
+  return LoadKernels(PeerWaitKernel,
               PeerFewDispatchKernel,
               PeerFewCombineKernel<__nv_bfloat16>,
               PeerFewCombineKernel<__half>,

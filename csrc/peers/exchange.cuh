@@ -26,6 +26,14 @@ namespace jaxmoe {
 
 inline constexpr int kPeerUnits = 8;  // loads of a lane in flight
 
+// One warp: waits until all devices have come to the next step, and passes it.
+__global__ void __launch_bounds__(32) PeerWaitKernel(const Peers* address, uint32_t tag) {
+  const Peers& peers = *address;
+  const uint32_t step = NextStep(peers);
+  WaitForStep(peers, step, tag);
+  if (threadIdx.x == 0) peers.own->step = step;
+}
+
 // ---- rows -----------------------------------------------------------------------------------
 
 // A warp's copy of units [begin, begin + 32 kPeerUnits) of a row.
@@ -75,10 +83,6 @@ struct DispatchPlaces {
   int64_t small;
   int64_t end;
 };
-
-__host__ __device__ constexpr int64_t PeerAligned(int64_t bytes) {
-  return (bytes + kPeerAlignment - 1) / kPeerAlignment * kPeerAlignment;
-}
 
 // Slots of all devices come first.
 __host__ __device__ constexpr DispatchPlaces PlacesOf(const ExchangeSize& size,

@@ -10,6 +10,10 @@ namespace jaxmoe {
 
 inline constexpr int kPeerThreads = 256;
 
+__host__ __device__ constexpr int64_t PeerAligned(int64_t bytes) {
+  return (bytes + kPeerAlignment - 1) / kPeerAlignment * kPeerAlignment;
+}
+
 __device__ __forceinline__ PeerHeader* HeaderOf(const Peers& peers, int device) {
   return reinterpret_cast<PeerHeader*>(peers.bases[device]);
 }
@@ -148,14 +152,6 @@ __device__ __forceinline__ bool WaitForStep(const Peers& peers, uint32_t step, u
     }
   }
   return __syncthreads_or(failed);
-}
-
-// One warp: waits until all devices have come to the next step, and passes it.
-__global__ void __launch_bounds__(32) PeerWaitKernel(const Peers* address, uint32_t tag) {
-  const Peers& peers = *address;
-  const uint32_t step = NextStep(peers);
-  WaitForStep(peers, step, tag);
-  if (threadIdx.x == 0) peers.own->step = step;
 }
 
 // Ends a step when the last CTA of the grid is here.

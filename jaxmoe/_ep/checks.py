@@ -18,8 +18,13 @@ from jaxmoe._mlp.checks import check_experts, check_tokens
 from jaxmoe.experts import Experts
 from jaxmoe.quantize import FORMATS, QuantizedArray
 
-# Options that are passed on to `jaxmoe.moe_mlp` as they are.
-OPTIONS = ("apply_weight_on_input", "batch_invariant", "config", "recompute")
+# Options that are passed on to `jaxmoe.moe_mlp` as they are, and what they are by default.
+OPTIONS = {
+    "apply_weight_on_input": False,
+    "batch_invariant": False,
+    "config": None,
+    "recompute": None,
+}
 
 
 @dataclasses.dataclass(frozen=True)

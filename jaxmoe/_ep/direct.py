@@ -36,6 +36,24 @@ class Way(NamedTuple):
     group_axes: tuple[str, ...] = ()
 
 
+class Sent(NamedTuple):
+    """What a dispatch leaves for a call that brings rows home by itself.
+
+    Attributes:
+      way: the exchange.
+      num_bytes: of its memory.
+      slots: [T, K] of this device's tokens.
+      all_slots: [n T, K] of all.
+      residual: [T, H] or None.
+    """
+
+    way: Way
+    num_bytes: int
+    slots: jax.Array
+    all_slots: jax.Array
+    residual: jax.Array | None
+
+
 def refused(axis_name: Any, memory: PeerMemory) -> str | None:
     """Why a program cannot exchange through that memory: its mesh is not the one it is open for."""
     mesh = jax.sharding.get_abstract_mesh()
@@ -171,20 +189,26 @@ def _filled(given: Sequence[Any], count: int) -> list[Any]:
 # ---- the calls ----------------------------------------------------------------------------------
 
 
-def _no_xla(*_operands: Any, way: Way) -> Any:
+def no_xla(*_operands: Any, way: Way, **_params: Any) -> Any:
+    """Refuses to be what another platform than CUDA runs."""
     raise NotImplementedError(
         f"jaxmoe.{OP}: dispatch='direct' through the memory {way.memory!r} of GPUs is lowered for "
         "CUDA alone; export a program for one platform"
     )
 
 
-def _batch(op: Any) -> Any:
+def one_by_one(op: Any) -> Any:
     """One example after the other: all devices take their steps in one order."""
     return lambda args, dims, **params: _primitive.one_by_one(op(), args, dims, **params)
 
 
-def _attrs(_avals: Any, *, way: Way) -> dict[str, Any]:
+def peer_attrs(way: Way) -> dict[str, Any]:
+    """Attributes by which a call finds its memory."""
     return {"memory": way.memory, "num_devices": way.num_devices, "num_local": way.num_local}
+
+
+def _attrs(_avals: Any, *, way: Way) -> dict[str, Any]:
+    return peer_attrs(way)
 
 
 def _wide(slots: Any, arrays: Sequence[Any], way: Way) -> list[_primitive.Spec]:
@@ -274,8 +298,8 @@ def _or_zeros(a: Any, tangent: Any) -> Any:
 peer_dispatch_p = _primitive.define(
     "jaxmoe_peer_dispatch",
     out=_dispatch_out,
-    xla=_no_xla,
-    batch=_batch(lambda: peer_dispatch_p),
+    xla=no_xla,
+    batch=one_by_one(lambda: peer_dispatch_p),
     jvp=_dispatch_jvp,
     operands=_primitive.named_operands(["place", "slots", "tokens", "small"]),
     untyped=("place",),
@@ -290,8 +314,8 @@ peer_dispatch_p = _primitive.define(
 peer_send_p = _primitive.define(
     "jaxmoe_peer_send",
     out=_send_out,
-    xla=_no_xla,
-    batch=_batch(lambda: peer_send_p),
+    xla=no_xla,
+    batch=one_by_one(lambda: peer_send_p),
     jvp=_send_jvp,
     transpose=_send_transpose,
     operands=_primitive.named_operands(["place", "slots", "all_slots", "tokens", "small"]),
@@ -309,8 +333,8 @@ peer_send_p = _primitive.define(
 peer_combine_p = _primitive.define(
     "jaxmoe_peer_combine",
     out=_combine_out,
-    xla=_no_xla,
-    batch=_batch(lambda: peer_combine_p),
+    xla=no_xla,
+    batch=one_by_one(lambda: peer_combine_p),
     jvp=_combine_jvp,
     transpose=_combine_transpose,
     operands=_primitive.named_operands(

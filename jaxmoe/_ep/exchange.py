@@ -47,11 +47,13 @@ class Exchange(NamedTuple):
       rows: the payload's arrays as received, M rows each.
       combine: ([M, H] sums of this device's experts) -> [T, H] sums of all, residual added.
       lost: [] int32, choices of this device's tokens that found no room.
+      sent: of `direct` alone, for a call that computes what is received and brings it home.
     """
 
     rows: Arrays
     combine: Callable[[jax.Array], jax.Array]
     lost: jax.Array
+    sent: _direct.Sent | None = None
 
 
 def all_gather(payload: Arrays, residual: jax.Array | None, axis: Axis) -> Exchange:
@@ -107,7 +109,8 @@ def direct(
     def combine(y: jax.Array) -> jax.Array:
         return _direct.bring(way, slots, all_slots, y, residual)
 
-    return Exchange(tuple(rows), combine, jnp.int32(0))
+    sent = _direct.Sent(way, memory.num_bytes, slots, all_slots, residual)
+    return Exchange(tuple(rows), combine, jnp.int32(0), sent)
 
 
 def all_to_all(

@@ -157,7 +157,7 @@ def travel(
             y = way.combine(y)
         return y
 
-    return Exchange(payload, combine, ways[0].lost)
+    return Exchange(payload, combine, ways[0].lost, ways[0].sent if len(ways) == 1 else None)
 
 
 def _chosen(

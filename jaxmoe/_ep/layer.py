@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +11,12 @@ from jax.custom_derivatives import SymbolicZero
 from jaxmoe import mlp
 from jaxmoe._ep import exchange as _ep_exchange
 from jaxmoe._ep import hops as _hops
-from jaxmoe._ep.checks import Setup
-from jaxmoe._ep.direct import OP
+from jaxmoe._ep import pushed as _pushed
+from jaxmoe._ep.checks import OPTIONS, Setup
+from jaxmoe._ep.direct import OP, Sent
 from jaxmoe._ep.slots import local_ids, slots_of
 from jaxmoe._jax import checks as _checks
+from jaxmoe._jax import told
 from jaxmoe.experts import Experts
 from jaxmoe.quantize import QuantizedArray, quantize_tokens, scales_shape
 from jaxmoe.routing import Routing
@@ -97,7 +99,12 @@ def _chunk(
 
     with jax.named_scope(f"dispatch_{s.dispatch}"):
         out = _hops.travel(s.hops, payload, added, slots, row, slots_in)
-    y = local(_unpack(out.rows, x, top_k), slots.shape[0])
+    received = _unpack(out.rows, x, top_k)
+    if out.sent is not None and not s.tensor_axis:
+        y = local(received, slots.shape[0], home=_Home(out.sent, weights))
+        if y is not None:
+            return y, out.lost
+    y = local(received, slots.shape[0])
     if before:
         # Or XLA makes one collective of the sums of all chunks, which then waits for the last.
         y, held = jax.lax.optimization_barrier((y, before[-1]))
@@ -111,6 +118,18 @@ def _chunk(
     return y, out.lost
 
 
+class _Home(NamedTuple):
+    """Where rows go that are not added up here.
+
+    Attributes:
+      sent: what was dispatched.
+      weights: [T, K] of this device's own tokens.
+    """
+
+    sent: Sent
+    weights: jax.Array
+
+
 def _local(
     s: Setup,
     received: tuple[Any, jax.Array, jax.Array],
@@ -118,8 +137,12 @@ def _local(
     *,
     experts: Experts,
     options: dict[str, Any],
-) -> jax.Array:
-    """Runs this device's experts on what it received."""
+    home: _Home | None = None,
+) -> Any:
+    """Runs this device's experts on what it received. Returns the sums of their rows.
+
+    With `home` the results of this device's own tokens, or None if that is no one call.
+    """
     x, slots, weights = received
     ids = local_ids(slots, s.num_local, s.axis.index)
     # The tiles are chosen for R / num_experts rows an expert, R = M * K, most of which stay empty:
@@ -127,13 +150,22 @@ def _local(
     sharing = s.axis.size if s.dispatch == "replicated" else 1
     num_experts = -(-x.shape[0] * s.num_local * sharing // max(num_tokens, 1))
     num_experts = max(num_experts, s.num_local, ids.shape[1])
-    return mlp.moe_mlp(
-        x,
-        Routing(ids, weights),
-        experts,
-        num_experts=num_experts,
-        **options,
-    )
+    given = x, Routing(ids, weights), experts
+    if home is None:
+        return mlp.moe_mlp(*given, num_experts=num_experts, **options)
+    rest = {"window": (num_experts, 0, None), "residual": None, "gather_weights": None}
+    asked = {name: options.get(name, default) for name, default in OPTIONS.items()}
+    a, layer = mlp.prepared("moe_mlp", *given, finalize=True, **rest, **asked)
+    if not _pushed.is_call(a, layer, home.sent):
+        return None
+    axis = s.axis.name
+    told.tell(f"direct along {axis!r}: the second product stores rows on the devices of tokens")
+    own = home.weights
+    if asked["apply_weight_on_input"]:  # tokens were multiplied by them
+        own = jnp.ones_like(own)
+    bind = functools.partial(_pushed.layer_op, sent=home.sent, weights=own)
+    with jax.named_scope(f"combine_{s.dispatch}"):
+        return mlp.bound(bind, a, layer, asked["recompute"])[0]
 
 
 def _pack(

@@ -99,6 +99,11 @@ def combine_bytes(num_tokens: int, num_devices: int, row_bytes: int, small: int)
     return _aligned(rows * row_bytes) + _aligned(rows * 4 * small)
 
 
+def rows_bytes(num_tokens: int, top_k: int, row_bytes: int) -> int:
+    """Bytes of a half that rows take which the devices of their experts store: T K of them."""
+    return _aligned(num_tokens * top_k * row_bytes)
+
+
 def total_bytes(half: int) -> int:
     """Bytes of memory whose halves have so many.
 
@@ -164,8 +169,9 @@ def peer_memory_bytes(
       itemsize: bytes of an element of x.
 
     Returns:
-      Bytes, about 2 n T H itemsize and 32 MiB: two halves, in each of which n devices leave a row a
-      token, and for few tokens three times as much again.
+      Bytes, about 2 max(n, K) T H itemsize and 32 MiB: two halves, in each of which n devices leave
+      a row a token, or a row for each of its K choices; and for few tokens three times as much
+      again.
 
     Raises:
       TypeError, ValueError: a size that is not a positive int.
@@ -191,6 +197,7 @@ def peer_memory_bytes(
     return max(
         needed_bytes(*sizes, small, row, quantized=False),
         needed_bytes(*sizes, small + scales, row, quantized=True),
+        total_bytes(rows_bytes(num_tokens, top_k, row)),
     )
 
 
@@ -205,7 +212,7 @@ def open_peer_memory(
 
     Call it once, before the functions that use it are traced, in every process of the program with
     the same arguments. On other devices than GPUs nothing is allocated, and programs run the same
-    exchange by XLA's collectives, to the bit.
+    exchange by XLA's collectives.
 
     Args:
       mesh: the mesh of the layers.

@@ -27,6 +27,21 @@ from jaxmoe._mlp.stages import result, rows_of
 from jaxmoe.quantize import quantize, stored_shape
 
 _OP = "moe_mlp"
+_NOTHING = (0, 0)  # shape of a result that a call does not have
+# Rank and dtype of the operands of the call that may be absent.
+ABSENT = {
+    "x_scales": (1, jnp.float32),
+    "weights": (2, jnp.float32),
+    "gate_up_scales": (1, jnp.float32),
+    "w_up": (3, "w_gate_up"),
+    "down_scales": (1, jnp.float32),
+    "b_gate_up": (2, "layer.dtype"),
+    "b_down": (2, "layer.dtype"),
+    "expert_map": (1, jnp.int32),
+    "residual": (2, "layer.dtype"),
+    "x_scale": (1, jnp.float32),
+    "h_scale": (1, jnp.float32),
+}
 # What has no derivative in frozen formats.
 NEVER_MOVING = (
     *("x_scales", "w_gate_up", "gate_up_scales", "w_up", "up_scales", "w_down", "down_scales"),
@@ -59,7 +74,8 @@ def _xla(*arrays: Any, layer: Layer) -> tuple[jax.Array, ...]:
     return result(rows, order, a, layer)
 
 
-def _composed(*, absent: tuple[str, ...], layer: Layer) -> bool:
+def is_composed(*, absent: tuple[str, ...], layer: Layer) -> bool:
+    """Whether the layer is made of other ops, and no call of its own."""
     apart = "b_up" not in absent or "up_scales" not in absent
     no_call = layer.format.rounding_in_call(absent) is None
     of_parts = layer.dtype == jnp.float32 and not layer.format.quantized  # each of its products
@@ -185,7 +201,8 @@ def _joined_tangents(primals: Operands, tangents: Operands, layer: Layer) -> Ope
     return join(tangents._replace(**parts), layer)
 
 
-def _attrs(a: Operands, *, layer: Layer) -> dict[str, Any]:
+def call_attrs(a: Operands, *, layer: Layer) -> dict[str, Any]:
+    """Attributes of the call."""
     activation, promoted = layer.activation, layer.promoted or (False, False)
     weights = layer.format.of_kernels
     first, second = configs_of(a, layer)
@@ -209,13 +226,12 @@ def _public(*, layer: Layer) -> tuple[int, ...]:
     return (0,) if layer.finalize else (1, 2)
 
 
-def _scratch(a: Operands, *, layer: Layer) -> list[_primitive.Spec]:
-    """Results of the call beside the public ones, in its order: y, rows, slot_to_row, scratch."""
+def own_scratch(a: Operands, *, layer: Layer) -> list[_primitive.Spec]:
+    """Results of the call that are no rows, in its order: act, xq, hq, floats, index."""
     format = layer.format
     (tokens, hidden), num_rows = a.x.shape, a.expert_ids.size
     intermediate = layer.intermediate(a.w_down)
-    nothing = (0, 0)
-    xq, hq, dtype = nothing, nothing, layer.dtype
+    xq, hq, dtype = _NOTHING, _NOTHING, layer.dtype
     first, _ = configs_of(a, layer)
     rounds = _rounding(a, layer) > 0  # to numbers, where the call has arrays without them too
     floats = scratch_floats(format, rounds, (tokens, hidden), (num_rows, intermediate))
@@ -223,19 +239,34 @@ def _scratch(a: Operands, *, layer: Layer) -> list[_primitive.Spec]:
         in_place = 0 if a.x_scales is not None else tokens
         xq, hq = (in_place if first.gather else num_rows, hidden), (num_rows, intermediate)
         dtype = format.token_dtype
-    own: list[_primitive.Spec] = [
+    return [
         ((num_rows, intermediate), layer.dtype),
         (xq, dtype),
         (hq, dtype),
         ((floats,), jnp.float32),
         ((mlp_index_size(num_rows, layer.num_local_experts, first.one_kernel),), jnp.int32),
     ]
-    if layer.finalize:
-        return [((num_rows, hidden), layer.dtype), (nothing, jnp.int32), *own]
-    return [(nothing, layer.dtype), *own]
 
 
-def _reason(a: Operands, *, layer: Layer) -> str | None:
+def _scratch(a: Operands, *, layer: Layer) -> list[_primitive.Spec]:
+    """Results of the call beside the public ones, in its order: y, rows, slot_to_row, scratch."""
+    own = own_scratch(a, layer=layer)
+    if not layer.finalize:
+        return [(_NOTHING, layer.dtype), *own]
+    rows = a.expert_ids.size, a.x.shape[1]
+    return [(rows, layer.dtype), (_NOTHING, jnp.int32), *own]
+
+
+def moved_rows(a: Operands, *, layer: Layer) -> int:
+    """Rows of x that the call copies to where otherwise those of the second product lie."""
+    first, _ = configs_of(a, layer)
+    rounds = _rounding(a, layer) > 0
+    if not rounds and (layer.format.quantizes_tokens or first.gather):
+        return 0
+    return a.x.shape[0] if first.gather else a.expert_ids.size
+
+
+def call_reason(a: Operands, *, layer: Layer) -> str | None:
     """Why the kernels cannot run these arguments, or None."""
     format, names = layer.format, layer.weight_names
     if format.quantized:
@@ -267,31 +298,19 @@ moe_mlp_p = _primitive.define(
     jvp=_jvp,
     cuda=_primitive.CudaTarget(
         "jaxmoe_moe_mlp_v1",
-        attrs=_attrs,
+        attrs=call_attrs,
         scratch=_scratch,
-        reason=_reason,
+        reason=call_reason,
         public=_public,
         operands=(
             *("x", "x_scales", "expert_ids", "weights", "w_gate_up", "gate_up_scales", "w_up"),
             *("w_down", "down_scales", "b_gate_up", "b_down", "expert_map", "residual"),
             *("x_scale", "h_scale"),
         ),
-        absent={
-            "x_scales": (1, jnp.float32),
-            "weights": (2, jnp.float32),
-            "gate_up_scales": (1, jnp.float32),
-            "w_up": (3, "w_gate_up"),
-            "down_scales": (1, jnp.float32),
-            "b_gate_up": (2, "layer.dtype"),
-            "b_down": (2, "layer.dtype"),
-            "expert_map": (1, jnp.int32),
-            "residual": (2, "layer.dtype"),
-            "x_scale": (1, jnp.float32),
-            "h_scale": (1, jnp.float32),
-        },
+        absent=ABSENT,
     ),
     rule=sharding.rule(lambda a, layer: moe_mlp_p(*a, layer=layer)),
-    composed=_composed,
+    composed=is_composed,
     expands=lambda layer, **_: layer.format.expands,
 )
 

@@ -57,6 +57,20 @@ struct OutType {
   }
 };
 
+// Stores features `feature` and following of a row where MoeGemmArgs::out_rows says, which is in
+// the memory of any GPU. NOTE: past L1, as the table may be younger than the kernel's first
+// instructions.
+__device__ __forceinline__ void StoreElsewhere(const MoeGemmArgs& args,
+                                               int64_t row,
+                                               int feature,
+                                               const uint4& v) {
+  const uint64_t address = __ldcg(reinterpret_cast<const unsigned long long*>(args.out_rows) + row);
+  if (address == 0) return;
+  // Known to be global memory, so that it need not wait for loads of shared memory.
+  auto* const to = static_cast<uint16_t*>(__cvta_global_to_generic(address));
+  *reinterpret_cast<uint4*>(to + feature) = v;
+}
+
 // Stands for TileScales in formats without scales.
 struct NoScales {
   static constexpr bool kOfRows = false;
@@ -172,7 +186,7 @@ class Epilogue {
           StageColumns<kMode, Form>(acc, t0 / 8 + j, j);
         }
         Sync();
-        CopyOut<Chunk>(t0);
+        CopyOut<Chunk, std::is_same_v<Form, IdentityForm>>(t0);
       }
     }
     if (T::kTokenScaled || site_.rows > 0) Sync();  // staging and scales are free for the next tile
@@ -262,11 +276,15 @@ class Epilogue {
   }
 
   // Rows past the group belong to the next expert and are not stored; neither are features past
-  // n_out (a multiple of 8, so 16-byte chunks are all in or all out).
-  template <class Chunk>
+  // n_out (a multiple of 8, so 16-byte chunks are all in or all out). kSums: there is no
+  // activation.
+  template <class Chunk, bool kSums>
   __device__ __forceinline__ void CopyOut(int t0) const {
     const int feature = site_.feature + 8 * (site_.thread % kPieces<Chunk>);
     ForEachStaged<Chunk>(t0, feature < args_.n_out, [&](int row, const uint4& v) {
+      if constexpr (kSums) {
+        if (args_.out_rows != nullptr) return StoreElsewhere(args_, row, feature, v);
+      }
       const int64_t at = row * static_cast<int64_t>(args_.n_out) + feature;
       if constexpr (T::kQuantizesOut) {
         if (args_.scales.out != nullptr) {

@@ -367,9 +367,16 @@ class TokenMajorEpilogue {
     for (int pass = 0; pass < kPasses; ++pass) {
       const int token = (32 * pass + lane_) / kStaged;
       if (feature >= args_.n_out || t0 + token >= site_.rows) continue;
-      *reinterpret_cast<uint4*>(out +
-                                (site_.row + t0 + token) * static_cast<int64_t>(args_.n_out)) =
+      const int row = site_.row + t0 + token;
+      const uint4 v =
           *reinterpret_cast<const uint4*>(staging_ + token * Chunk::kPitch + 16 * chunk);
+      if constexpr (!kGated) {
+        if (args_.out_rows != nullptr) {
+          StoreElsewhere(args_, row, feature, v);
+          continue;
+        }
+      }
+      *reinterpret_cast<uint4*>(out + row * static_cast<int64_t>(args_.n_out)) = v;
     }
   }
 
