@@ -297,9 +297,9 @@ def test_without_memory_it_is_refused():
 
 def test_memory_that_is_too_small_is_refused_with_what_is_needed():
     ids, a = ids_of("uniform"), arrays()
-    rule = r"needs (\d+) bytes of peer memory for 2 tokens of each of 8 devices, and num_bytes=6144"
+    rule = r"needs (\d+) bytes of peer memory for 2 tokens of each of 8 devices, and num_bytes=10240"
     with (
-        expert_parallel.open_peer_memory(mesh(**EIGHT), "expert", num_bytes=6144),
+        expert_parallel.open_peer_memory(mesh(**EIGHT), "expert", num_bytes=10240),
         pytest.raises(ValueError, match=rule) as caught,
     ):
         jax.eval_shape(layer(), ids, a)
@@ -358,7 +358,7 @@ def test_own_apart_is_refused(memory):
     [
         ({"mesh": "eight"}, TypeError, "mesh must be a jax.sharding.Mesh"),
         ({"axis_name": "experts"}, ValueError, "axis_name='experts' must be one of"),
-        ({"num_bytes": 6143}, ValueError, "num_bytes=6143 must be at least 6144"),
+        ({"num_bytes": 10239}, ValueError, "num_bytes=10239 must be at least 10240"),
         ({"num_bytes": 1e6}, TypeError, "num_bytes"),
         ({"axis_name": ()}, ValueError, "axis_name=() must be an axis of the mesh, or several"),
         ({"axis_name": ("expert", "expert")}, ValueError, "several, each once"),
@@ -441,12 +441,12 @@ def test_a_place_is_one_of_the_whole_mesh():
 
 
 def test_memory_has_room_for_the_backward_pass():
-    """Cotangents of ids and weights come home beside those of tokens."""
+    """Small numbers travel beside tokens, as their cotangents do, and ids beside both."""
     sizes = {"num_tokens": 256, "top_k": 8, "num_devices": 8, "small": 16, "row_bytes": 32}
     needed = peers.needed_bytes(token_bytes=32, quantized=False, **sizes)
-    assert needed == peers.HEADER_BYTES + 8 * 8 * 256 * (32 + 4 * 16)
+    assert needed == peers.HEADER_BYTES + 8 * 8 * 256 * (32 + 4 * 8 + 4 * 16)
     bytes_ = peers.needed_bytes(token_bytes=8, quantized=True, **sizes)  # of which none come home
-    assert bytes_ == peers.HEADER_BYTES + 8 * 8 * 256 * 4 * 16
+    assert bytes_ == peers.HEADER_BYTES + 8 * 8 * 256 * (8 + 4 * 8 + 4 * 16)
     packed = peers.needed_bytes(256, 8, 1, 16, 0, 4096, quantized=True)
     assert packed == peers.HEADER_BYTES + 8 * peers.dispatch_bytes(256, 8, 1, 4096, 0)
 

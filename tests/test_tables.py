@@ -18,7 +18,7 @@ SIZES = {
         (4, 3, 5, 10, 128, 256): 0,
     },
     # slots, tokens and small numbers, each from a multiple of 256 on; rows of devices; of choices
-    "peer_bytes": {(24, 3, 2, 96, 6): (768 + 2304 + 768, 4608 + 1280, 6912)},
+    "peer_bytes": {(24, 3, 2, 96, 6): (768 + 4608 + 1280, 4608 + 1280, 6912)},
 }
 
 

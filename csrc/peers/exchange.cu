@@ -1,5 +1,6 @@
 // Launches dispatch and combine of peers with the widest unit that rows allow.
 #include <algorithm>
+#include <cstdlib>
 
 #include "csrc/common/launch.h"
 #include "csrc/peers/exchange.h"
@@ -11,10 +12,7 @@ namespace jaxmoe {
 namespace {
 
 constexpr int64_t kMaxInt = 0x7fffffff;
-constexpr int64_t kWarps = kPeerThreads / 32;
-constexpr int64_t kCtasPerSm = 4;
-// Up to so many rows of 4 KiB are few tokens: one launch, of CTAs that run at once whatever else
-// does.
+// Up to so many rows of 4 KiB are few tokens: CTAs that run at once whatever else does.
 constexpr int64_t kMostFew = 2048;
 constexpr int64_t kMostCtasOfFew = 64;
 
@@ -23,10 +21,20 @@ cudaError_t GetGrid(int64_t tasks, bool few, dim3* grid) {
   int sm_count = 0;
   JAXMOE_RETURN_IF_CUDA_ERROR(GetSmCount(&sm_count));
   // Of few half of the SMs, each of which has room for a CTA: others may be taken.
-  const int64_t most =
-      few ? std::clamp<int64_t>(sm_count / 2, 1, kMostCtasOfFew) : sm_count * kCtasPerSm;
-  *grid = dim3(static_cast<unsigned>(std::clamp<int64_t>(CeilDiv(tasks, kWarps), 1, most)));
+  const int64_t most = few ? std::clamp<int64_t>(sm_count / 2, 1, kMostCtasOfFew)
+                           : std::max<int64_t>(2 * kPushGroups, sm_count);
+  const int64_t least = few ? 1 : 2 * kPushGroups;
+  const int64_t warps = (few ? kFewThreads : kManyThreads) / 32;
+  *grid = dim3(static_cast<unsigned>(std::clamp<int64_t>(CeilDiv(tasks, warps), least, most)));
   return cudaSuccess;
+}
+
+void InChunks(ExchangeSize* size, int64_t row_bytes, dim3* grid, const char* name) {
+  const char* f = getenv(name);
+  size->pushers = std::max<int>(kPushGroups, grid->x * (f ? atof(f) : 0.5));
+  const char* e = getenv("JX_CHUNK");
+  const int64_t bytes = size->num_tokens * row_bytes * (size->num_devices - 1);
+  size->chunks = std::clamp<int64_t>(bytes / ((e ? atof(e) : 4) * 1e6), 2, kPeerChunks);
 }
 
 int64_t PartsOfRow(int64_t row_units) {
@@ -44,25 +52,14 @@ void ChooseFew(ExchangeSize* size, const Peers& peers, int64_t row_bytes, int64_
   size->bytes = bytes;
 }
 
-cudaError_t LaunchWait(const Peers* peers, uint32_t tag, cudaStream_t stream) {
-  return LaunchKernel(PeerWaitKernel, dim3(1), dim3(32), 0, stream, false, peers, tag);
-}
-
 template <class Unit>
-cudaError_t LaunchDispatchUnit(const PeerDispatchParams& p, cudaStream_t stream) {
+cudaError_t LaunchDispatchUnit(PeerDispatchParams p, cudaStream_t stream) {
   const int64_t units = p.token_bytes / static_cast<int64_t>(sizeof(Unit));
-  const int64_t slots = p.size.num_tokens * p.size.top_k * p.size.num_devices;
-  const int64_t floats = p.size.num_tokens * p.small_floats;
-  const int64_t copied = CeilDiv(p.size.num_tokens * units, kPeerUnits);
-  const int64_t tasks = p.size.num_tokens * p.size.num_devices * PartsOfRow(units);
   dim3 grid;
   JAXMOE_RETURN_IF_CUDA_ERROR(
-      GetGrid(CeilDiv(std::max({slots, floats, copied}), 32), false, &grid));
-  JAXMOE_RETURN_IF_CUDA_ERROR(
-      LaunchKernel(PeerStageKernel<Unit>, grid, dim3(kPeerThreads), 0, stream, false, p));
-  JAXMOE_RETURN_IF_CUDA_ERROR(LaunchWait(p.peers, p.size.tag, stream));
-  JAXMOE_RETURN_IF_CUDA_ERROR(GetGrid(tasks, false, &grid));
-  return LaunchKernel(PeerPullKernel<Unit>, grid, dim3(kPeerThreads), 0, stream, false, p);
+      GetGrid(p.size.num_tokens * p.size.num_devices * PartsOfRow(units), false, &grid));
+  InChunks(&p.size, p.token_bytes, &grid, "JX_DP");
+  return LaunchKernel(PeerDispatchKernel<Unit>, grid, dim3(kManyThreads), 0, stream, false, p);
 }
 
 cudaError_t LaunchFewDispatch(const PeerDispatchParams& p, cudaStream_t stream) {
@@ -70,24 +67,20 @@ cudaError_t LaunchFewDispatch(const PeerDispatchParams& p, cudaStream_t stream) 
   dim3 grid;
   JAXMOE_RETURN_IF_CUDA_ERROR(
       GetGrid(p.size.num_tokens * p.size.num_devices * parts, true, &grid));
-  return LaunchKernel(PeerFewDispatchKernel, grid, dim3(kPeerThreads), 0, stream, false, p);
+  return LaunchKernel(PeerFewDispatchKernel, grid, dim3(kFewThreads), 0, stream, false, p);
 }
 
-// The same kernels for rows of whole pieces of kSize elements, or of single ones.
+// For rows of whole pieces of kSize elements, or of single ones.
 template <typename T, int kSize>
-cudaError_t LaunchCombineSized(const PeerCombineParams& p, cudaStream_t stream) {
-  using Unit = UnitOf<T, kSize>;
+cudaError_t LaunchCombineSized(PeerCombineParams p, cudaStream_t stream) {
   const int64_t pieces = p.hidden / kSize;
-  const int row_pieces = static_cast<int>(pieces);
-  const dim3 block(kPeerThreads);
-  const int64_t tasks = p.size.num_tokens * p.size.num_devices * PartsOfRow(pieces);
   dim3 grid;
-  JAXMOE_RETURN_IF_CUDA_ERROR(GetGrid(tasks, false, &grid));
   JAXMOE_RETURN_IF_CUDA_ERROR(
-      LaunchKernel(PeerPushKernel<Unit>, grid, block, 0, stream, false, p, row_pieces));
-  JAXMOE_RETURN_IF_CUDA_ERROR(LaunchWait(p.peers, p.size.tag, stream));
-  JAXMOE_RETURN_IF_CUDA_ERROR(GetGrid(p.size.num_tokens * CeilDiv(pieces, 32), false, &grid));
-  return LaunchKernel(PeerSumKernel<T, kSize>, grid, block, 0, stream, false, p, row_pieces);
+      GetGrid(p.size.num_tokens * p.size.num_devices * PartsOfRow(pieces), false, &grid));
+  InChunks(&p.size, p.hidden * static_cast<int64_t>(sizeof(T)), &grid, "JX_CP");
+  const dim3 block(kManyThreads);
+  const int row_pieces = static_cast<int>(pieces);
+  return LaunchKernel(PeerCombineKernel<T, kSize>, grid, block, 0, stream, false, p, row_pieces);
 }
 
 template <typename T>
@@ -105,7 +98,7 @@ cudaError_t LaunchCombineType(const PeerCombineParams& p, cudaStream_t stream) {
   dim3 grid;
   JAXMOE_RETURN_IF_CUDA_ERROR(
       GetGrid(p.size.num_tokens * p.size.num_devices * parts, true, &grid));
-  return LaunchKernel(PeerFewCombineKernel<T>, grid, dim3(kPeerThreads), 0, stream, false, p);
+  return LaunchKernel(PeerFewCombineKernel<T>, grid, dim3(kFewThreads), 0, stream, false, p);
 }
 
 bool TooLarge(const ExchangeSize& size, int64_t row_bytes) {
@@ -184,26 +177,19 @@ int64_t PeerCombineBytes(const ExchangeSize& size, int64_t row_bytes, int64_t sm
 
 cudaError_t LoadPeerKernels() {
   JAXMOE_RETURN_IF_CUDA_ERROR(LoadPeerRowsKernels());
-  return LoadKernels(PeerWaitKernel,
-              PeerFewDispatchKernel,
-              PeerFewCombineKernel<__nv_bfloat16>,
-              PeerFewCombineKernel<__half>,
-              PeerFewCombineKernel<float>,
-              PeerStageKernel<uint4>,
-              PeerStageKernel<uint32_t>,
-              PeerStageKernel<uint16_t>,
-              PeerPullKernel<uint4>,
-              PeerPullKernel<uint32_t>,
-              PeerPullKernel<uint16_t>,
-              PeerPushKernel<uint4>,
-              PeerPushKernel<uint32_t>,
-              PeerPushKernel<uint16_t>,
-              PeerSumKernel<__nv_bfloat16, 8>,
-              PeerSumKernel<__nv_bfloat16, 1>,
-              PeerSumKernel<__half, 8>,
-              PeerSumKernel<__half, 1>,
-              PeerSumKernel<float, 4>,
-              PeerSumKernel<float, 1>);
+  return LoadKernels(PeerFewDispatchKernel,
+                     PeerFewCombineKernel<__nv_bfloat16>,
+                     PeerFewCombineKernel<__half>,
+                     PeerFewCombineKernel<float>,
+                     PeerDispatchKernel<uint4>,
+                     PeerDispatchKernel<uint32_t>,
+                     PeerDispatchKernel<uint16_t>,
+                     PeerCombineKernel<__nv_bfloat16, 8>,
+                     PeerCombineKernel<__nv_bfloat16, 1>,
+                     PeerCombineKernel<__half, 8>,
+                     PeerCombineKernel<__half, 1>,
+                     PeerCombineKernel<float, 4>,
+                     PeerCombineKernel<float, 1>);
 }
 
 }  // namespace jaxmoe

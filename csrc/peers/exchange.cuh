@@ -1,18 +1,21 @@
 // Device code of dispatch and combine through memory that all devices of an axis reach.
 //
-// Each is three kernels in one stream: what others need is written and announced, one CTA waits for
-// the announcements of all, and the last kernel reads. What waits is one CTA, so collectives on
-// other streams find SMs. For few tokens see few.cuh.
-//   dispatch: tokens are copied into the own half, slots pushed into every device's; then each
-//     device pulls the rows that have a choice there, from the half of their source into its
-//     result.
-//   combine: rows of sums are pushed into the half of the token's source; that adds them up.
+// Each is one kernel whose CTAs do two things: some push rows into the halves of other devices,
+// chunk by chunk, and say when a chunk is there; the others take what all devices have pushed,
+// while the next chunks are under way. For few tokens see few.cuh.
+//   dispatch: rows are pushed to the devices that the token has a choice on, slots to all; they are
+//     copied into the result.
+//   combine: rows of sums are pushed to the device of the token; that adds them up.
 // Bytes a device sends: T p (n - 1) rows either way, p = 1 - (1 - 1/n)^K. deepseek-v3 T = 4096 in
-//   bf16: n = 4 159 MB, 466 us at 340 GB/s; n = 8 270 MB. Copying tokens: 2 T H s, 27 us at 4.3
-//   TB/s.
+//   bf16: n = 4 159 MB, 466 us at 340 GB/s; n = 8 270 MB. What is taken is read and written once
+//   more, 4 n T H s bytes of this device's memory with what arrives, behind the links.
 // A warp moves kPeerUnits units of 16 bytes of a row at a time, all loads in flight: 4 KiB a warp,
-//   and 340 GB/s at 2 us of latency need 680 KB, 166 warps. Rows go round the sources, beginning at
-//   the device's own, so that all links are in use and devices begin at different ones.
+//   and 340 GB/s at 2 us of latency need 680 KB, 166 warps. Rows go round the devices, beginning at
+//   the own one, so that all links are in use and devices begin at different ones.
+// No deadlock: who pushes waits for nobody, and is in the first CTAs, which run first. CTAs that
+//   wait leave 32 SMs to collectives on other streams, which may be what another device waits for.
+// Two groups push every other chunk each, as a CTA that has pushed its part of one must wait until
+//   its stores have arrived: the other group has the links meanwhile.
 #pragma once
 
 #include <cstdint>
@@ -25,31 +28,69 @@
 namespace jaxmoe {
 
 inline constexpr int kPeerUnits = 8;  // loads of a lane in flight
+inline constexpr unsigned kPushGroups = 2;
 
-// One warp: waits until all devices have come to the next step, and passes it.
-__global__ void __launch_bounds__(32) PeerWaitKernel(const Peers* address, uint32_t tag) {
-  const Peers& peers = *address;
+// ---- chunks ---------------------------------------------------------------------------------
+
+__device__ __forceinline__ TokenRange ChunkOf(const ExchangeSize& size, int chunk) {
+  return {size.num_tokens * chunk / size.chunks, size.num_tokens * (chunk + 1) / size.chunks};
+}
+
+// A step in chunks. push(step, tokens, team) gives a chunk to the others, take(step, failed, tokens,
+// team) reads what all have given. At least kPushGroups CTAs push, and one takes.
+template <class Push, class Take>
+__device__ __forceinline__ void InChunks(const Peers& peers,
+                                         const ExchangeSize& size,
+                                         const int32_t* place,
+                                         const Push& push,
+                                         const Take& take) {
   const uint32_t step = NextStep(peers);
-  WaitForStep(peers, step, tag);
-  if (threadIdx.x == 0) peers.own->step = step;
+  const unsigned pushers = size.pushers;
+  if (blockIdx.x < pushers) {
+    const unsigned group = blockIdx.x % kPushGroups;
+    const unsigned ctas = (pushers - group + kPushGroups - 1) / kPushGroups;
+    if (Begins(peers, size, place, step)) {
+      for (int chunk = group; chunk < size.chunks; chunk += kPushGroups) {
+        push(step, ChunkOf(size, chunk), TeamOf(group, kPushGroups, ctas));
+        if (IsLastCta<true>(&peers.own->arrivals[chunk], ctas)) {
+          Announce(peers, step, size.tag, chunk);
+        }
+      }
+    }
+  } else {
+    bool failed = false;
+    for (int chunk = 0; chunk < size.chunks; ++chunk) {
+      failed = failed || WaitForStep(peers, step, size.tag, chunk);
+      const TokenRange tokens = ChunkOf(size, chunk);
+      take(step, failed, tokens, TeamOf(pushers, 1, gridDim.x - pushers));
+    }
+  }
+  FinishStep(peers, step);
 }
 
 // ---- rows -----------------------------------------------------------------------------------
 
-// A warp's copy of units [begin, begin + 32 kPeerUnits) of a row.
+// A warp's units [begin, begin + 32 kPeerUnits) of a row.
 template <class Unit>
-__device__ __forceinline__ void CopyUnits(Unit* to, const Unit* from, int begin, int count) {
-  const int first = begin + static_cast<int>(threadIdx.x % 32);
+struct UnitsOfPart {
   Unit units[kPeerUnits];
+
+  __device__ __forceinline__ UnitsOfPart(const Unit* from, int begin, int count) {
+    const int first = begin + static_cast<int>(threadIdx.x % 32);
 #pragma unroll
-  for (int i = 0; i < kPeerUnits; ++i) {
-    if (first + 32 * i < count) units[i] = __ldcg(from + first + 32 * i);
+    for (int i = 0; i < kPeerUnits; ++i) {
+      if (first + 32 * i < count) units[i] = __ldcg(from + first + 32 * i);
+    }
   }
+
+  __device__ __forceinline__ void Store(Unit* to, int begin, int count) const {
+    const int first = begin + static_cast<int>(threadIdx.x % 32);
 #pragma unroll
-  for (int i = 0; i < kPeerUnits; ++i) {
-    if (first + 32 * i < count) to[first + 32 * i] = units[i];
+    for (int i = 0; i < kPeerUnits; ++i) {
+      if (first + 32 * i < count) to[first + 32 * i] = units[i];
+    }
   }
-}
+};
 
 template <class Unit>
 __device__ __forceinline__ void FillUnits(Unit* to, Unit value, int begin, int count) {
@@ -70,85 +111,99 @@ __device__ __forceinline__ Unit AllBits(bool set) {
   }
 }
 
-// Parts of a row.
+// Parts of a row, one at least: what lies beside a row goes with its first one.
 __device__ __forceinline__ int64_t PartsOf(int row_units) {
-  return (row_units + 32 * kPeerUnits - 1) / (32 * kPeerUnits);
+  return row_units > 0 ? (row_units + 32 * kPeerUnits - 1) / (32 * kPeerUnits) : 1;
 }
 
 // ---- dispatch -------------------------------------------------------------------------------
 
-// Places of arrays in a half, in bytes.
+// Places of arrays in a half, in bytes: slots [n,T,K], tokens [n,T] and small numbers [n,T,S] by
+// the device that they are from.
 struct DispatchPlaces {
   int64_t tokens;
   int64_t small;
   int64_t end;
 };
 
-// Slots of all devices come first.
 __host__ __device__ constexpr DispatchPlaces PlacesOf(const ExchangeSize& size,
                                                       int64_t token_bytes,
                                                       int64_t small_floats) {
-  const int64_t slots = PeerAligned(size.num_devices * size.num_tokens * size.top_k * 4);
-  const int64_t tokens = PeerAligned(size.num_tokens * token_bytes);
-  return {slots, slots + tokens, slots + tokens + PeerAligned(size.num_tokens * small_floats * 4)};
+  const int64_t rows = size.num_devices * size.num_tokens;
+  const int64_t slots = PeerAligned(rows * size.top_k * 4);
+  const int64_t tokens = PeerAligned(rows * token_bytes);
+  return {slots, slots + tokens, slots + tokens + PeerAligned(rows * small_floats * 4)};
 }
 
 // Unit: what divides a row of tokens, whose units are read and written at once.
 template <class Unit>
-__device__ __forceinline__ void Stage(const Peers& peers,
-                                      const PeerDispatchParams& params,
-                                      uint32_t step) {
+__device__ __forceinline__ void PushTokens(const Peers& peers,
+                                           const PeerDispatchParams& params,
+                                           uint32_t step,
+                                           TokenRange range,
+                                           Team team) {
   const ExchangeSize& size = params.size;
   const DispatchPlaces places = PlacesOf(size, params.token_bytes, params.small_floats);
-  char* own = HalfOf(peers, peers.rank, step);
-
-  const int64_t stride = WarpsOfGrid() * 32;
-  const int64_t thread = WarpOfGrid() * 32 + threadIdx.x % 32;
-  const int64_t slots = size.num_tokens * size.top_k;
-  for (int device = 0; device < peers.num_devices; ++device) {
-    int32_t* there = reinterpret_cast<int32_t*>(HalfOf(peers, device, step)) + peers.rank * slots;
-    for (int64_t i = thread; i < slots; i += stride) there[i] = params.slots[i];
-  }
-  float* small = reinterpret_cast<float*>(own + places.small);
-  for (int64_t i = thread; i < size.num_tokens * params.small_floats; i += stride) {
-    small[i] = params.small[i];
-  }
-  const int64_t units = size.num_tokens * (params.token_bytes / sizeof(Unit));
-  constexpr int64_t kMost = 1 << 30;  // units of a piece, which a call counts in 32 bits
-  Unit* to = reinterpret_cast<Unit*>(own + places.tokens);
-  const Unit* from = static_cast<const Unit*>(params.tokens);
-  for (int64_t piece = 0; piece < units; piece += kMost) {
-    const int count = static_cast<int>(units - piece < kMost ? units - piece : kMost);
-    for (int64_t i = WarpOfGrid() * 32 * kPeerUnits; i < count; i += stride * kPeerUnits) {
-      CopyUnits(to + piece, from + piece, static_cast<int>(i), count);
+  const int row_units = static_cast<int>(params.token_bytes / sizeof(Unit));
+  const int small_floats = static_cast<int>(params.small_floats);
+  const int top_k = static_cast<int>(size.top_k);
+  const int64_t parts = PartsOf(row_units);
+  const int64_t tasks = (range.end - range.begin) * parts;
+  for (int64_t task = team.warp; task < tasks; task += team.warps) {
+    const int64_t token = range.begin + task / parts;
+    const int begin = static_cast<int>(task % parts) * 32 * kPeerUnits;
+    const Unit* from = static_cast<const Unit*>(params.tokens) + token * row_units;
+    const UnitsOfPart<Unit> part(from, begin, row_units);
+    const int32_t* slots = params.slots + token * top_k;
+    const unsigned devices = DevicesOf(slots, size);
+    const int64_t row = peers.rank * size.num_tokens + token;  // there
+    for (int turn = 1; turn < peers.num_devices; ++turn) {     // the own rows stay where they are
+      const int device = (peers.rank + turn) % peers.num_devices;
+      char* half = HalfOf(peers, device, step);
+      if (begin == 0) {
+        for (int k = threadIdx.x % 32; k < top_k; k += 32) {
+          reinterpret_cast<int32_t*>(half)[row * top_k + k] = slots[k];
+        }
+      }
+      if ((devices >> device & 1) == 0) continue;
+      part.Store(reinterpret_cast<Unit*>(half + places.tokens) + row * row_units, begin, row_units);
+      if (begin > 0) continue;
+      float* small = reinterpret_cast<float*>(half + places.small) + row * small_floats;
+      for (int i = threadIdx.x % 32; i < small_floats; i += 32) {
+        small[i] = params.small[token * small_floats + i];
+      }
     }
   }
 }
 
 template <class Unit>
-__device__ __forceinline__ void Pull(const Peers& peers,
-                                     const PeerDispatchParams& params,
-                                     uint32_t step,
-                                     bool failed) {
+__device__ __forceinline__ void TakeTokens(const Peers& peers,
+                                           const PeerDispatchParams& params,
+                                           uint32_t step,
+                                           bool failed,
+                                           TokenRange range,
+                                           Team team) {
   const ExchangeSize& size = params.size;
   const DispatchPlaces places = PlacesOf(size, params.token_bytes, params.small_floats);
-  const int32_t* arrived = reinterpret_cast<const int32_t*>(HalfOf(peers, peers.rank, step));
+  const char* half = HalfOf(peers, peers.rank, step);
   const int row_units = static_cast<int>(params.token_bytes / sizeof(Unit));
   const int small_floats = static_cast<int>(params.small_floats);
   const int top_k = static_cast<int>(size.top_k);
-  // A token without elements still has slots.
-  const int64_t parts = row_units > 0 ? PartsOf(row_units) : 1;
-  const int64_t tasks = size.num_tokens * peers.num_devices * parts;
-  for (int64_t task = WarpOfGrid(); task < tasks; task += WarpsOfGrid()) {
-    const RowPart part = PartAt(task, parts, 32 * kPeerUnits, peers);
-    const int64_t row = part.source * size.num_tokens + part.token;
-    const int32_t* slots = arrived + row * top_k;
+  const int64_t parts = PartsOf(row_units);
+  const int64_t tasks = (range.end - range.begin) * peers.num_devices * parts;
+  for (int64_t task = team.warp; task < tasks; task += team.warps) {
+    RowPart part = PartAt(task, parts, 32 * kPeerUnits, peers);
+    part.token += range.begin;
+    const int64_t row = part.device * size.num_tokens + part.token;
+    const bool own = part.device == peers.rank;
+    const int32_t* slots = own ? params.slots + part.token * top_k
+                               : reinterpret_cast<const int32_t*>(half) + row * top_k;
     const bool comes = !failed && HasChoice(slots, size, peers.rank);
-    const char* half = HalfOf(peers, part.source, step);
-    const Unit* from = reinterpret_cast<const Unit*>(half + places.tokens) + part.token * row_units;
+    const Unit* from = own ? static_cast<const Unit*>(params.tokens) + part.token * row_units
+                           : reinterpret_cast<const Unit*>(half + places.tokens) + row * row_units;
     Unit* to = static_cast<Unit*>(params.all_tokens) + row * row_units;
     if (comes) {
-      CopyUnits(to, from, part.begin, row_units);
+      UnitsOfPart<Unit>(from, part.begin, row_units).Store(to, part.begin, row_units);
     } else {
       FillUnits(to, AllBits<Unit>(failed), part.begin, row_units);
     }
@@ -156,8 +211,9 @@ __device__ __forceinline__ void Pull(const Peers& peers,
     for (int k = threadIdx.x % 32; k < top_k; k += 32) {
       params.all_slots[row * top_k + k] = failed ? -1 : __ldcg(slots + k);
     }
-    const float* small =
-        reinterpret_cast<const float*>(half + places.small) + part.token * small_floats;
+    const float* small = own ? params.small + part.token * small_floats
+                             : reinterpret_cast<const float*>(half + places.small) +
+                                   row * small_floats;
     for (int i = threadIdx.x % 32; i < small_floats; i += 32) {
       const float nothing = failed ? __uint_as_float(0xffffffffu) : 0.0f;
       params.all_small[row * small_floats + i] = comes ? __ldcg(small + i) : nothing;
@@ -166,20 +222,18 @@ __device__ __forceinline__ void Pull(const Peers& peers,
 }
 
 template <class Unit>
-__global__ void __launch_bounds__(kPeerThreads) PeerStageKernel(PeerDispatchParams params) {
+__global__ void __launch_bounds__(kManyThreads, 1) PeerDispatchKernel(PeerDispatchParams params) {
   const Peers& peers = *params.peers;
-  const uint32_t step = NextStep(peers);
-  if (!Begins(peers, params.size, params.place, step)) return;  // others may still read
-  Stage<Unit>(peers, params, step);
-  AnnounceAtEnd(peers, step, params.size.tag);
-}
-
-template <class Unit>
-__global__ void __launch_bounds__(kPeerThreads) PeerPullKernel(PeerDispatchParams params) {
-  const Peers& peers = *params.peers;
-  const uint32_t step = peers.own->step;
-  Pull<Unit>(peers, params, step, HasFailed(peers));
-  FinishStep(peers, step);
+  InChunks(
+      peers,
+      params.size,
+      params.place,
+      [&](uint32_t step, TokenRange tokens, Team team) {
+        PushTokens<Unit>(peers, params, step, tokens, team);
+      },
+      [&](uint32_t step, bool failed, TokenRange tokens, Team team) {
+        TakeTokens<Unit>(peers, params, step, failed, tokens, team);
+      });
 }
 
 // ---- combine --------------------------------------------------------------------------------
@@ -191,25 +245,27 @@ __device__ __forceinline__ int64_t SmallPlace(const PeerCombineParams& params) {
 }
 
 template <class Unit>
-__device__ __forceinline__ void Push(const Peers& peers,
-                                     const PeerCombineParams& params,
-                                     uint32_t step,
-                                     int row_units) {
+__device__ __forceinline__ void PushSums(const Peers& peers,
+                                         const PeerCombineParams& params,
+                                         uint32_t step,
+                                         int row_units,
+                                         TokenRange range,
+                                         Team team) {
   const ExchangeSize& size = params.size;
   const int64_t small_place = SmallPlace(params);
   const int64_t parts = PartsOf(row_units);
-  const int64_t tasks = size.num_tokens * peers.num_devices * parts;
-  for (int64_t task = WarpOfGrid(); task < tasks; task += WarpsOfGrid()) {
-    const RowPart part = PartAt(task, parts, 32 * kPeerUnits, peers);
-    const int64_t row = part.source * size.num_tokens + part.token;
-    if (part.source == peers.rank) continue;  // read where it is
+  const int64_t tasks = (range.end - range.begin) * peers.num_devices * parts;
+  for (int64_t task = team.warp; task < tasks; task += team.warps) {
+    RowPart part = PartAt(task, parts, 32 * kPeerUnits, peers);
+    part.token += range.begin;
+    const int64_t row = part.device * size.num_tokens + part.token;
+    if (part.device == peers.rank) continue;  // read where it is
     if (!HasChoice(params.all_slots + row * size.top_k, size, peers.rank)) continue;
     const int64_t place = peers.rank * size.num_tokens + part.token;
-    char* half = HalfOf(peers, part.source, step);
-    CopyUnits(reinterpret_cast<Unit*>(half) + place * row_units,
-              static_cast<const Unit*>(params.rows) + row * row_units,
-              part.begin,
-              row_units);
+    char* half = HalfOf(peers, part.device, step);
+    const Unit* from = static_cast<const Unit*>(params.rows) + row * row_units;
+    Unit* to = reinterpret_cast<Unit*>(half) + place * row_units;
+    UnitsOfPart<Unit>(from, part.begin, row_units).Store(to, part.begin, row_units);
     if (part.begin > 0) continue;
     float* small = reinterpret_cast<float*>(half + small_place) + place * params.small_floats;
     for (int64_t i = threadIdx.x % 32; i < params.small_floats; i += 32) {
@@ -274,83 +330,102 @@ __device__ __forceinline__ void SumSmall(const Peers& peers,
   }
 }
 
-// A lane sums pieces of kSize elements of T.
-template <typename T, int kSize, class From>
+// A lane sums kColumns pieces of kSize elements of T, of kDevices at a time.
+template <typename T, int kSize, int kColumns, int kDevices, class From>
 __device__ __forceinline__ void Sum(const Peers& peers,
                                     const PeerCombineParams& params,
                                     const From& received,
                                     bool failed,
-                                    int row_pieces) {
+                                    int row_pieces,
+                                    TokenRange range,
+                                    Team team) {
   using P = Piece<T, kSize>;
   using Bits = typename P::Bits;
+  constexpr int kPart = 32 * kColumns;
   const ExchangeSize& size = params.size;
   const Bits* rows = static_cast<const Bits*>(params.rows);
-  const int64_t num_tokens = size.num_tokens;
-  const int64_t parts = (row_pieces + 31) / 32;
-  for (int64_t task = WarpOfGrid(); task < num_tokens * parts; task += WarpsOfGrid()) {
-    const int64_t token = task / parts;
-    const int column = static_cast<int>(task % parts) * 32 + static_cast<int>(threadIdx.x % 32);
+  const Bits* residuals = static_cast<const Bits*>(params.residual);
+  const int64_t parts = (row_pieces + kPart - 1) / kPart;
+  const int64_t tasks = (range.end - range.begin) * parts;
+  for (int64_t task = team.warp; task < tasks; task += team.warps) {
+    const int64_t token = range.begin + task / parts;
+    const int first = static_cast<int>(task % parts) * kPart + static_cast<int>(threadIdx.x % 32);
+    const int64_t own_row = (peers.rank * size.num_tokens + token) * row_pieces;
+    Bits own[kColumns];
+    Bits residual[kColumns];
+    float sum[kColumns][kSize];
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+      const int column = first + 32 * c;
+      if (column >= row_pieces) continue;
+      own[c] = P::Load(rows + own_row + column);
+      if (residuals != nullptr) residual[c] = P::Load(residuals + token * row_pieces + column);
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) sum[c][i] = failed ? __uint_as_float(0x7fffffffu) : 0.0f;
+    }
     unsigned devices = DevicesOf(params.slots + token * size.top_k, size);
     if (failed) devices = 0;
     if (task % parts == 0) SumSmall(peers, params, received, failed, token, devices);
-    if (column >= row_pieces) continue;
-    const int64_t at = token * row_pieces + column;
-    const Bits own = P::Load(rows + peers.rank * num_tokens * row_pieces + at);
-    Bits residual{};
-    if (params.residual != nullptr) {
-      residual = P::Load(static_cast<const Bits*>(params.residual) + at);
-    }
-    float sum[kSize];
     float term[kSize];
+    for (int begin = 0; begin < peers.num_devices; begin += kDevices) {
+      typename From::Read read[kDevices][kColumns];
 #pragma unroll
-    for (int i = 0; i < kSize; ++i) sum[i] = failed ? __uint_as_float(0x7fffffffu) : 0.0f;
-    constexpr int kUnroll = 4;
-    for (int first = 0; first < peers.num_devices; first += kUnroll) {
-      typename From::Read read[kUnroll];
-#pragma unroll
-      for (int u = 0; u < kUnroll; ++u) {
-        const int device = first + u;
+      for (int u = 0; u < kDevices; ++u) {
+        const int device = begin + u;
         if ((devices >> device & 1) == 0 || device == peers.rank) continue;
-        read[u] = received.Piece(device, token, column);
+#pragma unroll
+        for (int c = 0; c < kColumns; ++c) {
+          const int column = first + 32 * c;
+          if (column < row_pieces) read[u][c] = received.Piece(device, token, column);
+        }
       }
 #pragma unroll
-      for (int u = 0; u < kUnroll; ++u) {
-        const int device = first + u;
+      for (int u = 0; u < kDevices; ++u) {
+        const int device = begin + u;
         if ((devices >> device & 1) == 0) continue;
-        P::Unpack(device == peers.rank ? own : received.Arrived(read[u], device, token, column),
-                  term);
 #pragma unroll
-        for (int i = 0; i < kSize; ++i) sum[i] += term[i];
+        for (int c = 0; c < kColumns; ++c) {
+          const int column = first + 32 * c;
+          if (column >= row_pieces) continue;
+          P::Unpack(
+              device == peers.rank ? own[c] : received.Arrived(read[u][c], device, token, column),
+              term);
+#pragma unroll
+          for (int i = 0; i < kSize; ++i) sum[c][i] += term[i];
+        }
       }
     }
-    if (params.residual != nullptr) {
-      P::Unpack(residual, term);
 #pragma unroll
-      for (int i = 0; i < kSize; ++i) sum[i] += term[i];
+    for (int c = 0; c < kColumns; ++c) {
+      const int column = first + 32 * c;
+      if (column >= row_pieces) continue;
+      if (residuals != nullptr) {
+        P::Unpack(residual[c], term);
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) sum[c][i] += term[i];
+      }
+      static_cast<Bits*>(params.y)[token * row_pieces + column] = P::Pack(sum[c]);
     }
-    static_cast<Bits*>(params.y)[at] = P::Pack(sum);
   }
 }
 
-template <class Unit>
-__global__ void __launch_bounds__(kPeerThreads)
-    PeerPushKernel(PeerCombineParams params, int row_units) {
-  const Peers& peers = *params.peers;
-  const uint32_t step = NextStep(peers);
-  if (!Begins(peers, params.size, params.place, step)) return;  // others may still read
-  Push<Unit>(peers, params, step, row_units);
-  AnnounceAtEnd(peers, step, params.size.tag);
-}
-
 template <typename T, int kSize>
-__global__ void __launch_bounds__(kPeerThreads)
-    PeerSumKernel(PeerCombineParams params, int row_pieces) {
+__global__ void __launch_bounds__(kManyThreads, 1)
+    PeerCombineKernel(PeerCombineParams params, int row_pieces) {
+  using Unit = UnitOf<T, kSize>;
   using Bits = typename Piece<T, kSize>::Bits;
   const Peers& peers = *params.peers;
-  const uint32_t step = peers.own->step;
-  const Received<Bits> received(peers, params, step, row_pieces);
-  Sum<T, kSize>(peers, params, received, HasFailed(peers), row_pieces);
-  FinishStep(peers, step);
+  InChunks(
+      peers,
+      params.size,
+      params.place,
+      [&](uint32_t step, TokenRange tokens, Team team) {
+        PushSums<Unit>(peers, params, step, row_pieces, tokens, team);
+      },
+      [&](uint32_t step, bool failed, TokenRange tokens, Team team) {
+        const Received<Bits> received(peers, params, step, row_pieces);
+        Sum<T, kSize, 2, 2>(peers, params, received, failed, row_pieces, tokens, team);
+      });
 }
 
 }  // namespace jaxmoe

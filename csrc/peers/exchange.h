@@ -21,6 +21,8 @@ struct ExchangeSize {
   uint32_t tag = 0;   // of the step, the same on all devices
   bool few = false;   // rows carry their own flags
   int64_t bytes = 0;  // of the half that the step takes
+  int pushers = 0;    // CTAs that push, where rows come in chunks
+  int chunks = 0;     // of those
 };
 
 // Each device receives the rows of all tokens that have a choice there, at s T + t for token t of

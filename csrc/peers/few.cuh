@@ -102,8 +102,9 @@ __device__ __forceinline__ void SendFew(const Peers& peers,
   const FewPlaces places = FewPlacesOf(params, peers.rank);
   const int64_t slots = size.num_tokens * size.top_k;
   const int64_t slot_pairs = PairsOf(slots * 4);
-  const int64_t thread = WarpOfGrid() * 32 + threadIdx.x % 32;
-  for (int64_t i = thread; i < slot_pairs; i += WarpsOfGrid() * 32) {
+  const Team team = WholeGrid();
+  const int64_t thread = team.warp * 32 + threadIdx.x % 32;
+  for (int64_t i = thread; i < slot_pairs; i += team.warps * 32) {
     const int32_t first = params.slots[2 * i];
     const int32_t second = 2 * i + 1 < slots ? params.slots[2 * i + 1] : -1;
     for (int device = 0; device < peers.num_devices; ++device) {
@@ -116,7 +117,7 @@ __device__ __forceinline__ void SendFew(const Peers& peers,
   const int row_pairs = static_cast<int>(PairsOf(params.token_bytes));
   const int small_pairs = static_cast<int>(PairsOf(params.small_floats * 4));
   const int64_t parts = FewParts(row_pairs);
-  for (int64_t task = WarpOfGrid(); task < size.num_tokens * parts; task += WarpsOfGrid()) {
+  for (int64_t task = team.warp; task < size.num_tokens * parts; task += team.warps) {
     const int64_t token = task / parts;
     const int begin = static_cast<int>(task % parts) * 32 * kFewPairs;
     const uint2* row = static_cast<const uint2*>(params.tokens) + token * row_pairs;
@@ -164,13 +165,14 @@ __device__ __forceinline__ void ReceiveFew(const Peers& peers,
   const int64_t parts = FewParts(row_pairs);
   const int64_t first_slot = peers.rank * size.num_local;
   const uint4* half = reinterpret_cast<const uint4*>(FewOf(peers, peers.rank, step));
+  const Team team = WholeGrid();
   const int64_t tasks = size.num_tokens * peers.num_devices * parts;
   const unsigned nothing = failed ? 0xffffffffu : 0u;
-  for (int64_t task = WarpOfGrid(); task < tasks; task += WarpsOfGrid()) {
+  for (int64_t task = team.warp; task < tasks; task += team.warps) {
     const RowPart part = PartAt(task, parts, 32 * kFewPairs, peers);
-    const FewPlaces places = FewPlacesOf(params, part.source);
-    const int64_t row = part.source * size.num_tokens + part.token;
-    const bool own = part.source == peers.rank;
+    const FewPlaces places = FewPlacesOf(params, part.device);
+    const int64_t row = part.device * size.num_tokens + part.token;
+    const bool own = part.device == peers.rank;
     const uint2* tokens = static_cast<const uint2*>(params.tokens) + part.token * row_pairs;
     const uint4* from = half + places.rows + part.token * row_pairs;
     uint4 pairs[kFewPairs];  // read before it is known whether the row comes, as both take a trip
@@ -183,7 +185,7 @@ __device__ __forceinline__ void ReceiveFew(const Peers& peers,
       int32_t slot = -1;
       if (!failed) {
         slot = own ? params.slots[at]
-                   : ReceiveSlot(peers, half + places.slots, at, step, part.source);
+                   : ReceiveSlot(peers, half + places.slots, at, step, part.device);
       }
       here |= slot >= first_slot && slot < first_slot + size.num_local;
       if (part.begin == 0) params.all_slots[row * top_k + k] = slot;
@@ -193,7 +195,7 @@ __device__ __forceinline__ void ReceiveFew(const Peers& peers,
     ForEachPair(part.begin, row_pairs, [&](int j, int pair) {
       to[pair] = !comes ? make_uint2(nothing, nothing)
                  : own  ? tokens[pair]
-                        : Arrived(peers, pairs[j], from + pair, step, part.source);
+                        : Arrived(peers, pairs[j], from + pair, step, part.device);
     });
     if (part.begin > 0) continue;
     const float* small = params.small + part.token * small_floats;
@@ -203,7 +205,7 @@ __device__ __forceinline__ void ReceiveFew(const Peers& peers,
       float value = __uint_as_float(nothing);
       if (comes && own) value = small[i];
       if (comes && !own) {
-        const uint2 pair = ReceivePair(peers, small_from + i / 2, step, part.source);
+        const uint2 pair = ReceivePair(peers, small_from + i / 2, step, part.device);
         value = __uint_as_float(i % 2 == 0 ? pair.x : pair.y);
       }
       small_to[i] = value;
@@ -211,7 +213,7 @@ __device__ __forceinline__ void ReceiveFew(const Peers& peers,
   }
 }
 
-__global__ void __launch_bounds__(kPeerThreads, 1)
+__global__ void __launch_bounds__(kFewThreads, 1)
     PeerFewDispatchKernel(PeerDispatchParams params) {
   const Peers& peers = *params.peers;
   const uint32_t step = NextStep(peers);
@@ -241,16 +243,17 @@ __device__ __forceinline__ void SendFew(const Peers& peers,
   const int row_pairs = static_cast<int>(PairsOf(params.hidden * ElementSize(params.dtype)));
   const int small_pairs = static_cast<int>(PairsOf(params.small_floats * 4));
   const int64_t parts = FewParts(row_pairs);
+  const Team team = WholeGrid();
   const int64_t tasks = size.num_tokens * peers.num_devices * parts;
-  for (int64_t task = WarpOfGrid(); task < tasks; task += WarpsOfGrid()) {
+  for (int64_t task = team.warp; task < tasks; task += team.warps) {
     const RowPart part = PartAt(task, parts, 32 * kFewPairs, peers);
-    if (part.source == peers.rank) continue;  // read where it is
-    const int64_t row = part.source * size.num_tokens + part.token;
+    if (part.device == peers.rank) continue;  // read where it is
+    const int64_t row = part.device * size.num_tokens + part.token;
     const uint2* from = static_cast<const uint2*>(params.rows) + row * row_pairs;
     uint2 pairs[kFewPairs];
     ForEachPair(part.begin, row_pairs, [&](int j, int pair) { pairs[j] = from[pair]; });
     if (!HasChoice(params.all_slots + row * size.top_k, size, peers.rank)) continue;
-    uint4* half = reinterpret_cast<uint4*>(FewOf(peers, part.source, step));
+    uint4* half = reinterpret_cast<uint4*>(FewOf(peers, part.device, step));
     uint4* to = half + places.rows + part.token * row_pairs;
     ForEachPair(part.begin, row_pairs, [&](int j, int pair) {
       StorePairs(to + pair, pairs[j], step);
@@ -304,7 +307,7 @@ struct FewReceived {
 };
 
 template <typename T>
-__global__ void __launch_bounds__(kPeerThreads, 1) PeerFewCombineKernel(PeerCombineParams params) {
+__global__ void __launch_bounds__(kFewThreads, 1) PeerFewCombineKernel(PeerCombineParams params) {
   constexpr int kSize = 16 / sizeof(T);
   const Peers& peers = *params.peers;
   const uint32_t step = NextStep(peers);
@@ -314,7 +317,9 @@ __global__ void __launch_bounds__(kPeerThreads, 1) PeerFewCombineKernel(PeerComb
   }
   const bool failed = WaitForStep(peers, step, params.size.tag);
   const int row_pieces = static_cast<int>(params.hidden / kSize);
-  Sum<T, kSize>(peers, params, FewReceived{peers, params, step}, failed, row_pieces);
+  const FewReceived received{peers, params, step};
+  const TokenRange all{0, params.size.num_tokens};
+  Sum<T, kSize, 1, 4>(peers, params, received, failed, row_pieces, all, WholeGrid());
   FinishStep(peers, step);
 }
 

@@ -18,20 +18,23 @@
 namespace jaxmoe {
 
 inline constexpr int kMaxPeers = 16;
-inline constexpr int64_t kPeerHeaderBytes = 4096;
+inline constexpr int64_t kPeerHeaderBytes = 8192;
 inline constexpr int64_t kPeerAlignment = 256;  // of arrays in a half
+inline constexpr int kPeerChunks = 16;          // of a step that has many tokens
 
 struct PeerHeader {
-  // In a line of its own, as each is another device's to write.
+  // In lines of its own, as each is another device's to write.
   struct alignas(128) Flag {
-    uint64_t came[2];  // by step % 2, the last step that the device has come to, and its tag << 32
+    // By step % 2 and chunk, the last step of which the device has given this one, and the step's
+    // tag << 32. A step that is not in chunks has the first flag alone.
+    uint64_t came[2][kPeerChunks];
   };
   Flag flags[kMaxPeers];
-  uint32_t step;        // the last one that this device has passed
-  uint32_t finished;    // and the last one of which it has read all
-  uint32_t begun;       // and begun
-  uint32_t arrivals;    // CTAs that have written what this step gives others
-  uint32_t departures;  // CTAs that have read all that they need of it
+  uint32_t step;                   // the last one that this device has passed
+  uint32_t finished;               // and the last one of which it has read all
+  uint32_t begun;                  // and begun
+  uint32_t arrivals[kPeerChunks];  // CTAs that have written their part of a chunk
+  uint32_t departures;             // CTAs that need nothing more of this step
   uint32_t failed;      // 1 + a device that gave up: nothing is sent any more, and results are NaN
   uint32_t told;        // whether `PeerFailure` has been taken by one that says why
 };

@@ -8,7 +8,9 @@
 
 namespace jaxmoe {
 
-inline constexpr int kPeerThreads = 256;
+inline constexpr int kFewThreads = 256;
+// So many, and 128 registers each, as what is in flight to memory is what makes the rate.
+inline constexpr int kManyThreads = 512;
 
 __host__ __device__ constexpr int64_t PeerAligned(int64_t bytes) {
   return (bytes + kPeerAlignment - 1) / kPeerAlignment * kPeerAlignment;
@@ -34,15 +36,15 @@ __device__ __forceinline__ uint32_t NextStep(const Peers& peers) {
   return peers.own->step + 1;
 }
 
-// Whether the last CTA of the grid is here, for all threads; `counter` is 0 again then. With
-// kSystem other devices see what the grid has written if the caller tells them.
+// Whether the last of so many CTAs is here, for all threads; `counter` is 0 again then. With kSystem
+// other devices see what these have written if the caller tells them.
 template <bool kSystem>
-__device__ __forceinline__ bool IsLastCta(uint32_t* counter) {
+__device__ __forceinline__ bool IsLastCta(uint32_t* counter, unsigned ctas) {
   __syncthreads();
   bool last = false;
   if (threadIdx.x == 0) {
     kSystem ? __threadfence_system() : __threadfence();
-    last = atomicAdd(counter, 1u) == gridDim.x - 1;
+    last = atomicAdd(counter, 1u) == ctas - 1;
     if (last) *counter = 0;
     if (kSystem) __threadfence_system();
   }
@@ -102,20 +104,16 @@ __device__ __forceinline__ bool Begins(const Peers& peers,
   return !__syncthreads_or(stops);
 }
 
-// A thread for each device tells it that this one has come to `step`, after what thread 0 of the
-// CTA has seen written.
-__device__ __forceinline__ void Announce(const Peers& peers, uint32_t step, uint32_t tag) {
+// A thread for each device tells it that this one has come to `step`, or given it a chunk, after
+// what thread 0 of the CTA has seen written.
+__device__ __forceinline__ void Announce(const Peers& peers,
+                                         uint32_t step,
+                                         uint32_t tag,
+                                         int chunk = 0) {
   if (static_cast<int>(threadIdx.x) < peers.num_devices) {
-    StoreReleaseSystem(&HeaderOf(peers, threadIdx.x)->flags[peers.rank].came[step % 2],
+    StoreReleaseSystem(&HeaderOf(peers, threadIdx.x)->flags[peers.rank].came[step % 2][chunk],
                        static_cast<uint64_t>(tag) << 32 | step);
   }
-}
-
-// The same when the last CTA of the grid is here, after what all of them have written.
-__device__ __forceinline__ void AnnounceAtEnd(const Peers& peers, uint32_t step, uint32_t tag) {
-  if (!IsLastCta<true>(&peers.own->arrivals)) return;
-  __threadfence_system();
-  Announce(peers, step, tag);
 }
 
 // Whether a thread that has waited for a device since `begin` need not wait any longer.
@@ -133,12 +131,16 @@ __device__ __forceinline__ bool GivesUp(const Peers& peers,
   return true;
 }
 
-// Waits until all devices have come to `step`. Returns whether one gave up, for all threads.
-__device__ __forceinline__ bool WaitForStep(const Peers& peers, uint32_t step, uint32_t tag) {
+// Waits until all devices have come to `step`, or given a chunk of it. Returns whether one gave up,
+// for all threads.
+__device__ __forceinline__ bool WaitForStep(const Peers& peers,
+                                            uint32_t step,
+                                            uint32_t tag,
+                                            int chunk = 0) {
   const int device = static_cast<int>(threadIdx.x);
   bool failed = false;
   if (device < peers.num_devices) {
-    const uint64_t* flag = &peers.own->flags[device].came[step % 2];
+    const uint64_t* flag = &peers.own->flags[device].came[step % 2][chunk];
     const uint64_t begin = GlobalTimer();
     uint64_t came = LoadAcquireSystem(flag);
     // A device comes to the step after the next, whose flag this is too, when this one has passed.
@@ -157,7 +159,7 @@ __device__ __forceinline__ bool WaitForStep(const Peers& peers, uint32_t step, u
 // Ends a step when the last CTA of the grid is here.
 __device__ __forceinline__ void FinishStep(const Peers& peers, uint32_t step) {
   PeerHeader* own = peers.own;
-  if (!IsLastCta<false>(&own->departures) || threadIdx.x > 0) return;
+  if (!IsLastCta<false>(&own->departures, gridDim.x) || threadIdx.x > 0) return;
   own->step = step;
   own->finished = step;
 }
@@ -189,14 +191,15 @@ __device__ __forceinline__ unsigned DevicesOf(const int32_t* slots, const Exchan
   return __reduce_or_sync(0xffffffffu, devices);
 }
 
-// A part of a row of one device that a warp moves, of `units` each.
+// A part of a row of one device that a warp moves.
 struct RowPart {
-  int source;
+  int device;
   int64_t token;
   int begin;  // unit
 };
 
-// Rows go round the devices, beginning at this one, so that all links are in use.
+// Rows go round the devices, beginning at this one, so that all links are in use. A row has `parts`
+// of so many units.
 __device__ __forceinline__ RowPart PartAt(int64_t task,
                                           int64_t parts,
                                           int units,
@@ -208,12 +211,25 @@ __device__ __forceinline__ RowPart PartAt(int64_t task,
           static_cast<int>(task % parts) * units};
 }
 
-__device__ __forceinline__ int64_t WarpOfGrid() {
-  return static_cast<int64_t>(blockIdx.x) * (kPeerThreads / 32) + threadIdx.x / 32;
+// Warps that share tasks: this one's place among them, and how many they are.
+struct Team {
+  int64_t warp;
+  int64_t warps;
+};
+
+// Every `stride`-th CTA from `first` on, of which `ctas` there are; this one is among them.
+__device__ __forceinline__ Team TeamOf(unsigned first, unsigned stride, unsigned ctas) {
+  const int64_t warps = blockDim.x / 32;
+  const int64_t cta = (blockIdx.x - first) / stride;
+  return {cta * warps + threadIdx.x / 32, ctas * warps};
 }
 
-__device__ __forceinline__ int64_t WarpsOfGrid() {
-  return static_cast<int64_t>(gridDim.x) * (kPeerThreads / 32);
-}
+__device__ __forceinline__ Team WholeGrid() { return TeamOf(0, 1, gridDim.x); }
+
+// Tokens of a chunk.
+struct TokenRange {
+  int64_t begin;
+  int64_t end;
+};
 
 }  // namespace jaxmoe

@@ -12,7 +12,7 @@ from jaxmoe._ep.connect import OPEN
 from jaxmoe._jax import checks as _checks
 
 BYTES = "expert_parallel.peer_memory_bytes"
-HEADER_BYTES = 4096
+HEADER_BYTES = 8192
 MOST_FEW_BYTES = 16 << 20  # of half of the part for few tokens
 _ALIGNMENT = 256
 _LONGEST_S = 1e6
@@ -80,14 +80,14 @@ def opened(axis_name: Any, num_devices: int) -> PeerMemory | None:
 def dispatch_bytes(
     num_tokens: int, top_k: int, num_devices: int, token_bytes: int, small: int
 ) -> int:
-    """Bytes of a half that a dispatch takes: slots of all tokens, and what this device's are.
+    """Bytes of a half that a dispatch takes: slots, tokens and small numbers of all devices.
 
     Args:
       token_bytes: of a token on its way to the experts.
       small: float32 numbers that travel beside it.
     """
-    parts = (num_devices * num_tokens * top_k * 4, num_tokens * token_bytes, 4 * num_tokens * small)
-    return sum(map(_aligned, parts))
+    rows = num_devices * num_tokens
+    return sum(map(_aligned, (rows * top_k * 4, rows * token_bytes, rows * 4 * small)))
 
 
 def combine_bytes(num_tokens: int, num_devices: int, row_bytes: int, small: int) -> int:

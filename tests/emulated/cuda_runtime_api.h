@@ -9,6 +9,7 @@
 #include <functional>
 #include <memory>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #define __device__
@@ -58,19 +59,21 @@ struct Group {
 };
 
 struct Here {
-  Index thread, block, grid;
+  Index thread, block, grid, size;
   Group* warp;
   Group* cta;
   const std::function<void()>* before_reading;  // what others send, once; or null
+  bool reads;                                    // it by __ldcg
 };
 inline thread_local Here here;
 
-// Runs a kernel to its end. Its threads call `before_reading` where they first read what others send
-// beside flags.
+// Runs a kernel to its end. Threads that read what others send call `before_reading` where they first
+// do: where that carries flags, all of them may, else those of CTAs from `readers` on, by __ldcg.
 inline void Launch(unsigned ctas,
                    unsigned threads,
                    const std::function<void()>& kernel,
-                   const std::function<void()>* before_reading = nullptr) {
+                   const std::function<void()>* before_reading = nullptr,
+                   unsigned readers = 0) {
   std::vector<std::unique_ptr<Group>> groups;
   std::vector<std::thread> running;
   for (unsigned block = 0; block < ctas; ++block) {
@@ -83,7 +86,8 @@ inline void Launch(unsigned ctas,
         warp = groups.back().get();
       }
       running.emplace_back([=, &kernel] {
-        here = {{thread}, {block}, {ctas}, warp, cta, before_reading};
+        const bool reads = readers > 0 && block >= readers;
+        here = {{thread}, {block}, {ctas}, {threads}, warp, cta, before_reading, reads};
         kernel();
       });
     }
@@ -91,11 +95,16 @@ inline void Launch(unsigned ctas,
   for (std::thread& thread : running) thread.join();
 }
 
+inline void BeginReading() {
+  if (const auto* before = std::exchange(here.before_reading, nullptr)) (*before)();
+}
+
 }  // namespace emulated
 
 #define threadIdx (emulated::here.thread)
 #define blockIdx (emulated::here.block)
 #define gridDim (emulated::here.grid)
+#define blockDim (emulated::here.size)
 
 inline void __syncthreads() { emulated::here.cta->barrier.arrive_and_wait(); }
 inline int __syncthreads_or(int value) { return emulated::here.cta->Or(value != 0); }
@@ -119,6 +128,7 @@ inline uint32_t atomicExch(uint32_t* address, uint32_t value) {
 
 template <class T>
 T __ldcg(const T* address) {
+  if (emulated::here.reads) emulated::BeginReading();
   return *address;
 }
 

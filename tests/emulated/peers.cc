@@ -40,7 +40,7 @@ struct Given {
 
 struct Step {
   bool dispatch, few, has_residual;
-  int num_tokens, top_k, hidden, small_floats, ctas;
+  int num_tokens, top_k, hidden, small_floats, ctas, chunks;
   std::vector<Given> of_device;
 };
 
@@ -55,7 +55,8 @@ Step Draw(int devices, int seed, int number) {
   step.top_k = 1 + below(3) + 32 * (below(8) == 0);
   step.hidden = step.few || below(2) ? 4 * (1 + below(300)) : 1 + below(600);
   step.small_floats = below(3) * 5;
-  step.ctas = 1 + below(2);
+  step.chunks = 2 + below(kPeerChunks - 1);
+  step.ctas = below(2) + (step.few ? 1 : kPushGroups + 1);  // of many tokens some push, some take
   const auto floats = [&](int count) {
     std::vector<float> values(count);
     for (float& value : values) value = static_cast<float>(below(1000)) - 500.0f;
@@ -90,10 +91,14 @@ void AwaitOthers(const Peers& peers, uint32_t step) {
   const PeerHeader* own = HeaderOf(peers, peers.rank);
   for (int device = 0; device < peers.num_devices; ++device) {
     if (device == peers.rank) continue;
-    const uint64_t* came = own->flags[device].came;
     const auto last = [&] {
-      return std::max(static_cast<uint32_t>(LoadAcquireSystem(came)),
-                      static_cast<uint32_t>(LoadAcquireSystem(came + 1)));
+      uint32_t step = 0;
+      for (const auto& half : own->flags[device].came) {
+        for (const uint64_t& came : half) {
+          step = std::max(step, static_cast<uint32_t>(LoadAcquireSystem(&came)));
+        }
+      }
+      return step;
     };
     while (last() < step && LoadAcquireSystem(&own->failed) == 0) {
       std::this_thread::yield();
@@ -120,7 +125,9 @@ int Run(const Step& step,
         bool expect_failure) {
   const int n = peers.num_devices, me = peers.rank, rows = n * step.num_tokens;
   const Given& given = step.of_device[me];
-  const ExchangeSize size{step.num_tokens, step.top_k, kLocal, n, tag, step.few, 0};
+  const int pushers = std::max<int>(step.ctas / 2, kPushGroups);
+  const ExchangeSize size{
+      step.num_tokens, step.top_k, kLocal, n, tag, step.few, 0, pushers, step.chunks};
   std::vector<int32_t> all_slots;
   for (const Given& other : step.of_device) {
     all_slots.insert(all_slots.end(), other.slots.begin(), other.slots.end());
@@ -129,7 +136,11 @@ int Run(const Step& step,
     AwaitOthers(peers, read_after);
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
   };
-  const auto* before_reading = read_after > 0 ? &wait : nullptr;
+  const auto launch = [&](const std::function<void()>& kernel) {
+    const auto* before_reading = read_after > 0 ? &wait : nullptr;
+    const unsigned readers = step.few ? 0 : pushers;
+    emulated::Launch(step.ctas, 64, kernel, before_reading, readers);
+  };
   int wrong = 0;
   const auto compare = [&](float got, float wanted) {
     wrong += expect_failure ? got == got : !(got == wanted);
@@ -149,12 +160,9 @@ int Run(const Step& step,
                               step.hidden * 4,
                               step.small_floats};
     if (step.few) {
-      emulated::Launch(step.ctas, kPeerThreads, [&] { PeerFewDispatchKernel(params); }, before_reading);
+      launch([&] { PeerFewDispatchKernel(params); });
     } else {
-      emulated::Launch(step.ctas, kPeerThreads, [&] { PeerStageKernel<Unit>(params); });
-      emulated::Launch(1, 32, [&] { PeerWaitKernel(&peers, tag); });
-      AwaitOthers(peers, read_after);
-      emulated::Launch(step.ctas, kPeerThreads, [&] { PeerPullKernel<Unit>(params); });
+      launch([&] { PeerDispatchKernel<Unit>(params); });
     }
     for (int source = 0; source < n; ++source) {
       for (int t = 0; t < step.num_tokens; ++t) {
@@ -192,12 +200,9 @@ int Run(const Step& step,
                            step.small_floats};
   const int pieces = step.hidden / kSize;
   if (step.few) {
-    emulated::Launch(step.ctas, kPeerThreads, [&] { PeerFewCombineKernel<float>(params); }, before_reading);
+    launch([&] { PeerFewCombineKernel<float>(params); });
   } else {
-    emulated::Launch(step.ctas, kPeerThreads, [&] { PeerPushKernel<Unit>(params, pieces); });
-    emulated::Launch(1, 32, [&] { PeerWaitKernel(&peers, tag); });
-    AwaitOthers(peers, read_after);
-    emulated::Launch(step.ctas, kPeerThreads, [&] { PeerSumKernel<float, kSize>(params, pieces); });
+    launch([&] { PeerCombineKernel<float, kSize>(params, pieces); });
   }
   for (int t = 0; t < step.num_tokens; ++t) {
     for (int h = 0; h < step.hidden; ++h) {

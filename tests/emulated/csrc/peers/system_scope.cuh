@@ -5,7 +5,6 @@
 #include <chrono>
 #include <cstdint>
 #include <thread>
-#include <utility>
 
 #include <cuda_runtime_api.h>
 
@@ -41,7 +40,7 @@ inline void StorePairs(uint4* address, uint2 data, uint32_t number) {
 }
 
 inline uint4 LoadPairs(const uint4* address) {
-  if (const auto* before = std::exchange(emulated::here.before_reading, nullptr)) (*before)();
+  emulated::BeginReading();
   std::this_thread::yield();
   uint64_t words[2];
   for (int i = 0; i < 2; ++i) {
