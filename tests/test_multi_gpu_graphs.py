@@ -91,9 +91,7 @@ def test_a_step_that_failed_in_a_graph_is_an_error_of_the_next_run(num_tokens):
     with opened(timeout_s=0.5) as memory:
         way = collectives_and_kernels(memory)[1]
         run = jax.jit(lambda *a: alone(way, *a), compiler_options=GRAPHS)
-        given = jax.device_put(
-            (np.int32(0), slots[:count], tokens[:count]), jax.devices("cuda")[0]
-        )
+        given = jax.device_put((np.int32(0), slots[:count], tokens[:count]), jax.devices("cuda")[0])
         assert np.isnan(np.asarray(run(*given), np.float32)).all()
         for _ in range(2):
             message = "device 0 of expert waited 500 ms for device [1-9] in step 1"
