@@ -38,14 +38,18 @@ def run(
     """Computes the layer of checked arguments. Returns (y, choices that are left out)."""
     if x.shape[0] == 0:  # which XLA's collectives refuse
         return jnp.zeros(x.shape, x.dtype), jnp.int32(0)
-    slots = slots_of(
-        routing.expert_ids,
-        expert_map,
-        num_experts=s.num_experts,
-        num_local=s.num_local,
-        device=s.axis.index,
-        own_first=s.dispatch != "replicated",
-    )
+    as_they_are = _only_direct(s) and expert_map is None
+    if as_they_are and s.num_experts == s.num_local * s.axis.size:
+        slots = routing.expert_ids  # others go nowhere: not a kernel between route and dispatch
+    else:
+        slots = slots_of(
+            routing.expert_ids,
+            expert_map,
+            num_experts=s.num_experts,
+            num_local=s.num_local,
+            device=s.axis.index,
+            own_first=s.dispatch != "replicated",
+        )
     exists = (routing.expert_ids >= 0) & (routing.expert_ids < s.num_experts)
     lost = jnp.sum(exists & (slots < 0), dtype=jnp.int32)
     x_scale = experts.x_scale
@@ -87,8 +91,7 @@ def _chunk(
     before: list[jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
     """Computes one chunk. `own`: this device's part of it; `before`: results of earlier chunks."""
-    as_they_are = all(hop.dispatch == "direct" for hop in s.hops)
-    payload = _pack(x, weights, words=not as_they_are)
+    payload = _pack(x, weights, words=not _only_direct(s))
     added = None if s.tensor_axis else residual
     if own is not None:
         added = own if added is None else _ep_exchange.plus(own, added, jnp.float32)
@@ -114,6 +117,10 @@ def _chunk(
             whole = jax.lax.psum(y.astype(s.axis.sum_dtype), s.tensor_axis)
             y = _ep_exchange.plus(whole, residual, y.dtype)
     return y, out.lost
+
+
+def _only_direct(s: Setup) -> bool:
+    return all(hop.dispatch == "direct" for hop in s.hops)
 
 
 class _Home(NamedTuple):
