@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmoe
 from jaxmoe import expert_parallel, quantize
-from jaxmoe._ep import connect, direct, hops, peers
+from jaxmoe._ep import connect, direct, peers
 from jaxmoe._jax import targets as _targets
 from jaxmoe._testing import assert_equal
 from tests.test_expert_parallel import (
@@ -256,10 +256,6 @@ def test_explain_names_the_calls():
 
 
 def test_auto_takes_it_where_memory_is_large_enough(on_gpus, monkeypatch):
-    quick = expert_parallel.Links(direct_us=0.0)
-    choose = functools.partial(expert_parallel.choose_dispatch, links=quick)
-    monkeypatch.setattr(hops, "choose_dispatch", choose)
-
     def taken():
         report = str(jaxmoe.explain(layer(dispatch="auto"), *half_precision()))
         return "peer_dispatch" in report
@@ -279,10 +275,45 @@ def test_direct_is_estimated_where_there_is_memory():
     choose = functools.partial(expert_parallel.choose_dispatch, 4096, 7168, 8, 8)
     assert choose().name == "all_gather" and "direct" not in choose().microseconds
     assert choose(direct=True).name == "direct" and "direct about" in choose(direct=True).reason
-    few = functools.partial(expert_parallel.choose_dispatch, 8, 7168, 8, 8, direct=True)
-    assert few().name == "all_gather"
     slow = expert_parallel.Links(direct_gbps=10.0)
     assert choose(direct=True, links=slow).name == "all_gather"
+
+
+def test_the_estimates_of_direct_are_what_was_measured():
+    """Two H100s: what a layer of qwen3-30b-a3b takes longer than one that sends nothing."""
+
+    def estimated(num_tokens):
+        choice = expert_parallel.choose_dispatch(num_tokens, 2048, 8, 2, direct=True)
+        assert choice.name == "direct"
+        return choice.microseconds["direct"]
+
+    assert 22 <= estimated(8) < estimated(64) <= 27
+    assert estimated(4096) == pytest.approx(200, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "num_devices, hidden, itemsize, dispatch_itemsize, most",
+    [
+        (2, 2048, 2, None, 1024),  # a row is one piece of 4 KiB
+        (8, 2048, 2, 1, 256),  # so is the sum
+        (2, 2880, 2, None, 512),  # and here it is two
+        (2, 7168, 2, 1, 256),  # four
+        (2, 16, 4, None, 1024),
+    ],
+)
+def test_few_tokens_are_as_many_as_one_launch_takes(
+    num_devices, hidden, itemsize, dispatch_itemsize, most
+):
+    links = expert_parallel.Links(direct_us=1e6, direct_few_us=0.0)
+
+    def estimated(num_tokens):
+        sizes = num_tokens, hidden, 8, num_devices
+        widths = {"itemsize": itemsize, "dispatch_itemsize": dispatch_itemsize}
+        choice = expert_parallel.choose_dispatch(*sizes, **widths, links=links, direct=True)
+        return choice.microseconds["direct"]
+
+    assert estimated(0) == 0.0
+    assert estimated(most) < 1e6 < estimated(most + 1)
 
 
 def test_without_memory_it_is_refused():
@@ -317,9 +348,6 @@ def test_memory_that_is_too_small_is_refused_with_what_is_needed():
 def test_auto_takes_nothing_that_would_be_refused(on_gpus, monkeypatch):
     """Own tokens apart, and an axis that the jax.shard_map leaves to XLA."""
     del on_gpus
-    quick = expert_parallel.Links(direct_us=0.0)
-    choose = functools.partial(expert_parallel.choose_dispatch, links=quick)
-    monkeypatch.setattr(hops, "choose_dispatch", choose)
     ids, a = half_precision()
     for options, taken in (({}, "direct"), ({"own_apart": True}, "all_gather")):
         told, *_ = jaxmoe.explain(layer(dispatch="auto", **options), ids, a).dispatches

@@ -58,6 +58,7 @@ def memory(dispatch, sizes):
         (("all_gather", "direct"), GRID, 2),
         (("all_to_all", "direct"), LEFT, 1),
         (("direct", "all_to_all"), GRID, 1),
+        (("direct", "direct"), LEFT, 1),
         (("ragged", "all_gather"), LEFT, 1),
     ],
     ids=str,
@@ -85,14 +86,21 @@ def test_experts_where_a_table_says():
     close(jax.jit(placed)(ids, a), whole()(ids, a)[0])
 
 
-def test_tokens_travel_in_fp8():
+@pytest.mark.parametrize(
+    "dispatch",
+    [("all_to_all", "all_gather"), ("all_to_all", "direct"), ("direct", "direct")],
+    ids=str,
+)
+def test_tokens_travel_in_fp8(dispatch):
+    """Scales beside weights, and slots beside both where a collective sends them."""
     a = arrays()
     a |= {n: quantize(a[n], "fp8_block", weight_layout="kn") for n in ("w_gate_up", "w_down")}
-    call = functools.partial(layer, dispatch=("all_to_all", "all_gather"))
-    sent, plain = (
-        jax.jit(functools.partial(call, dispatch_format=format))(ids_of("uniform"), a)
-        for format in ("fp8_block", None)
-    )
+    call = functools.partial(layer, dispatch=dispatch)
+    with memory(dispatch, GRID):
+        sent, plain = (
+            jax.jit(functools.partial(call, dispatch_format=format))(ids_of("uniform"), a)
+            for format in ("fp8_block", None)
+        )
     close(sent, plain)
 
 

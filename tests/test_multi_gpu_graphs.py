@@ -1,5 +1,6 @@
 """dispatch="direct" in CUDA graphs: replays, memory that is closed and opened again, failures."""
 
+import functools
 import time
 
 import jax
@@ -10,6 +11,8 @@ from jax.experimental import io_callback
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import jaxmoe
+from jaxmoe import expert_parallel
 from jaxmoe._ep import direct
 from jaxmoe._jax import targets
 from jaxmoe._testing import assert_equal
@@ -21,6 +24,8 @@ from tests.test_multi_gpu_direct import (
     opened,
     over_devices,
 )
+from tests.test_multi_gpu_pushed import LAYER, PUSHED
+from tests.test_multi_gpu_pushed import drawn as drawn_layer
 
 pytestmark = pytest.mark.multi_gpu
 
@@ -29,7 +34,10 @@ GRAPHS = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL",
     "xla_gpu_graph_min_graph_size": 1,
 }
+# The same programs, of which no part is long enough for a graph.
+NO_GRAPHS = {**GRAPHS, "xla_gpu_graph_min_graph_size": 1_000_000}
 LAYERS = 6
+IN_A_STEP = 4  # whole layers
 
 
 def chain(way, slots, tokens, small):
@@ -91,9 +99,7 @@ def test_a_step_that_failed_in_a_graph_is_an_error_of_the_next_run(num_tokens):
     with opened(timeout_s=0.5) as memory:
         way = collectives_and_kernels(memory)[1]
         run = jax.jit(lambda *a: alone(way, *a), compiler_options=GRAPHS)
-        given = jax.device_put(
-            (np.int32(0), slots[:count], tokens[:count]), jax.devices("cuda")[0]
-        )
+        given = jax.device_put((np.int32(0), slots[:count], tokens[:count]), jax.devices("cuda")[0])
         assert np.isnan(np.asarray(run(*given), np.float32)).all()
         for _ in range(2):
             message = "device 0 of expert waited 500 ms for device [1-9] in step 1"
@@ -133,3 +139,92 @@ def test_a_device_that_comes_late_is_waited_for_whatever_the_others_load():
         outs = [jax.device_get(run(*arrays)) for _ in range(2)]
         assert_equal(*outs)
         assert np.isfinite(outs[0]).all()
+
+
+def one_layer(dispatch, number, x, ids, weights, experts):
+    """A layer whose choices are those of its number, a [] int32."""
+    chosen = jnp.where(ids >= 0, (ids + number) % LAYER.num_experts, -1)
+    return expert_parallel.moe_mlp(
+        *(x, jaxmoe.Routing(chosen, weights), experts),
+        axis_name="expert",
+        dispatch=dispatch,
+        batch_invariant=True,
+    )
+
+
+def walk(steps, tokens, ids, weights, experts):
+    """Layers by `direct`, each of what the one before gave: what all of them took, and gave.
+
+    No collective is between them, which would end a graph.
+    """
+
+    def step(x, i):
+        taken, given = [], []
+        for j in range(IN_A_STEP):
+            y = one_layer("direct", IN_A_STEP * i + j, x, ids, weights, experts)
+            taken.append(x)
+            given.append(y)
+            y = y.astype(jnp.float32)
+            largest = jnp.maximum(jnp.max(jnp.abs(y), axis=1, keepdims=True), 1e-30)
+            x = (tokens.astype(jnp.float32) + y / largest).astype(x.dtype)
+        return x, (jnp.stack(taken, axis=1), jnp.stack(given, axis=1))
+
+    _, (taken, given) = jax.lax.scan(step, tokens, jnp.arange(steps, dtype=jnp.int32))
+    return [a.swapaxes(0, 1) for a in (taken, given)]  # [T, steps, layers, H]
+
+
+def walk_of(steps, options):
+    return jax.jit(over_devices(functools.partial(walk, steps)), compiler_options=options)
+
+
+def inputs_of_layers(num_tokens, seed=0):
+    a = drawn_layer(num_tokens)
+    experts = jaxmoe.Experts(gate_up=a["w_gate_up"], down=a["w_down"], order="interleaved")
+    moved = (np.roll(a[name], seed, axis=0) for name in ("x", "expert_ids", "weights"))
+    split = NamedSharding(mesh(), P("expert"))
+    return jax.device_put((*moved, experts), split)
+
+
+@pytest.mark.parametrize("num_tokens", (5, 700))
+def test_whole_layers_in_graphs_have_the_bits_of_those_without(num_tokens):
+    """Tokens and choices differ from replay to replay, in a loop and from call to call."""
+    steps, calls = 25, 4
+    with opened(1 << 28):
+        given = [inputs_of_layers(num_tokens, seed) for seed in range(calls)]
+        plain = walk_of(steps, NO_GRAPHS)
+        assert PUSHED in plain.lower(*given[0]).as_text()
+        want = [jax.device_get(plain(*a)) for a in given]
+        run = walk_of(steps, GRAPHS)
+        before = targets.execute_count(PUSHED)
+        outs = [run(*a) for a in given]  # all are under way
+        for got, wanted in zip(outs, want, strict=True):
+            jax.tree.map(assert_equal, jax.device_get(got), wanted)
+        layers = calls * steps * IN_A_STEP * len(jax.devices("cuda"))
+        assert targets.execute_count(PUSHED) - before < layers // 2  # the others were replayed
+
+
+@pytest.mark.parametrize("num_tokens", (6, 300))
+def test_a_thousand_layers_in_a_row(num_tokens):
+    """Each is that of collectives on what it took, and a second run has the bits of the first."""
+    steps = 250
+    given = inputs_of_layers(num_tokens)
+
+    def by_collectives(tokens, *rest):
+        def step(_, numbered):
+            number, x = numbered
+            return None, one_layer("all_to_all", number, x, *rest)
+
+        by_layer = tokens.reshape(tokens.shape[0], -1, tokens.shape[-1]).swapaxes(0, 1)
+        numbers = jnp.arange(steps * IN_A_STEP, dtype=jnp.int32)
+        _, ys = jax.lax.scan(step, None, (numbers, by_layer))
+        return ys.swapaxes(0, 1).reshape(tokens.shape)
+
+    with opened(1 << 28):
+        run = walk_of(steps, GRAPHS)
+        outs = [run(*given) for _ in range(2)]  # both are under way
+        want = jax.jit(over_devices(by_collectives))(outs[0][0], *given[1:])
+        first, again = jax.device_get(outs)
+    jax.tree.map(assert_equal, first, again)
+    got, want = (np.asarray(a, np.float32) for a in (first[1], jax.device_get(want)))
+    assert np.isfinite(got).all()
+    np.testing.assert_allclose(got, want, rtol=2**-6, atol=2**-6)

@@ -88,6 +88,21 @@ def test_the_call_takes_what_the_layer_takes():
 
 
 @pytest.mark.usefixtures("on_gpus")
+def test_weights_travel_alone_beside_tokens_and_before_scales():
+    """A dispatch brings slots, so they are not sent twice, and nothing is put together for it."""
+    text = cuda_text(layer(), *half_precision())
+    (_, _, operands, results), _ = calls(text)
+    assert operands == ["i32", "2x3xi32", "2x16xbf16", "2x3xf32"]
+    assert results[:3] == ["16x3xi32", "16x16xbf16", "16x3xf32"]
+    assert "stablehlo.concatenate" not in text
+    before = text[: text.index(DISPATCH)]  # and ids are slots as they are
+    assert "stablehlo.select" not in before and "stablehlo.convert" not in before
+    found = calls(cuda_text(layer(dispatch_format="fp8_block"), *quantized("fp8_block")))
+    (dispatch,) = [operands for target, _, operands, _ in found if target == DISPATCH]
+    assert dispatch == ["i32", "2x3xi32", "2x128xf8E4M3FN", "2x4xf32"]  # one scale
+
+
+@pytest.mark.usefixtures("on_gpus")
 @pytest.mark.parametrize("format", ("fp8_block", "fp8_tensor", "int4_g128", "mxfp4"))
 def test_quantized_weights_are_one_call_too(format):
     assert called(layer(), *quantized(format))[-2:] == [DISPATCH, PUSHED]
@@ -116,13 +131,13 @@ def test_each_chunk_is_one_call():
 def test_where_rows_have_no_room_sums_travel(on_gpus):
     """One byte decides; what the sums need is refused, not what rows need."""
     needed = peers.total_bytes(peers.rows_bytes(NUM_TOKENS // 8, 3, 2 * 16))
-    least = peers.needed_bytes(NUM_TOKENS // 8, 3, 8, 2 * 16, 6, 2 * 16, quantized=False)
+    least = peers.needed_bytes(NUM_TOKENS // 8, 3, 8, 2 * 16, 3, 2 * 16, quantized=False)
     assert needed < least  # few choices
     ids, a = half_precision()
     many = np.tile(ids, (1, 5))
     a |= {"weights": np.tile(a["weights"], (1, 5))}
     needed = peers.total_bytes(peers.rows_bytes(NUM_TOKENS // 8, 15, 2 * 16))
-    least = peers.needed_bytes(NUM_TOKENS // 8, 15, 8, 2 * 16, 30, 2 * 16, quantized=False)
+    least = peers.needed_bytes(NUM_TOKENS // 8, 15, 8, 2 * 16, 15, 2 * 16, quantized=False)
     for num_bytes in (max(needed, least), least):
         on_gpus(num_bytes)
         fits = num_bytes >= needed

@@ -72,7 +72,7 @@ def _given(whole: Spread, impl: str, r: Routed) -> Any:
     if impl == COMBINE:
         rows = jnp.concatenate([x[: wide.num_tokens]] * whole.count)
         return put((rows, jnp.concatenate([r.expert_ids] * whole.count)), P(AXIS))
-    tokens, small = x[: wide.num_tokens], [r.weights, (r.expert_ids + 1).astype(jnp.float32)]
+    tokens, small = x[: wide.num_tokens], [r.weights]
     if impl == DISPATCH_FP8:
         q = jaxmoe.quantize_tokens(tokens, FP8)
         tokens = q.values

@@ -2,7 +2,8 @@
 
 Each takes what there is of a token, in arrays with a row for each, and returns what this device
 received, a function that brings results home, and how many choices found no room. Rows of no token
-are zeros throughout, and slots travel as slot + 1, so a row of zeros asks for no expert.
+are zeros throughout. Through collectives slots travel among the small numbers of a token, see
+`with_slots`; the kernels of `direct` bring those of all tokens anyway.
 """
 
 import dataclasses
@@ -47,13 +48,33 @@ class Exchange(NamedTuple):
       rows: the payload's arrays as received, M rows each.
       combine: ([M, H] sums of this device's experts) -> [T, H] sums of all, residual added.
       lost: [] int32, choices of this device's tokens that found no room.
+      slots: [M, K] int32 of these rows, counted as where they were sent from; None where they are
+        among `rows`.
       sent: of `direct` alone, for a call that computes what is received and brings it home.
     """
 
     rows: Arrays
     combine: Callable[[jax.Array], jax.Array]
     lost: jax.Array
+    slots: jax.Array | None = None
     sent: _direct.Sent | None = None
+
+
+def with_slots(payload: Arrays, slots: jax.Array) -> Arrays:
+    """Puts slots behind the small numbers of tokens, for a collective.
+
+    They are below 2^24, so float32 holds them; slot + 1 makes a row of zeros ask for nothing.
+    """
+    tokens, small = payload
+    numbers = jax.lax.stop_gradient((slots + 1).astype(jnp.float32))
+    return tokens, jnp.concatenate([small, numbers], axis=1)
+
+
+def without_slots(way: Exchange, top_k: int) -> Exchange:
+    """Takes the slots of `with_slots` out of what has arrived."""
+    tokens, small = way.rows
+    slots = small[:, -top_k:].astype(jnp.int32) - 1
+    return way._replace(rows=(tokens, small[:, :-top_k]), slots=slots)
 
 
 def all_gather(payload: Arrays, residual: jax.Array | None, axis: Axis) -> Exchange:
@@ -69,13 +90,15 @@ def all_gather(payload: Arrays, residual: jax.Array | None, axis: Axis) -> Excha
     return Exchange(rows, combine, jnp.int32(0))
 
 
-def replicated(payload: Arrays, residual: jax.Array | None, axis: Axis) -> Exchange:
+def replicated(
+    payload: Arrays, residual: jax.Array | None, axis: Axis, slots: jax.Array
+) -> Exchange:
     """Every device has every token already."""
 
     def combine(y: jax.Array) -> jax.Array:
         return plus(jax.lax.psum(y.astype(axis.sum_dtype), axis.name), residual, y.dtype)
 
-    return Exchange(payload, combine, jnp.int32(0))
+    return Exchange(payload, combine, jnp.int32(0), slots)
 
 
 def direct(
@@ -110,7 +133,7 @@ def direct(
         return _direct.bring(way, slots, all_slots, y, residual)
 
     sent = _direct.Sent(way, memory.num_bytes, slots, all_slots, residual)
-    return Exchange(tuple(rows), combine, jnp.int32(0), sent)
+    return Exchange(tuple(rows), combine, jnp.int32(0), all_slots, sent)
 
 
 def all_to_all(

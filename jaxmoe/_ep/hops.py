@@ -44,14 +44,17 @@ class Hop:
           row: bytes of a sum.
         """
         if self.dispatch == "replicated":
-            return _exchange.replicated(payload, residual, self.axis)
-        if self.dispatch == "all_gather":
-            return _exchange.all_gather(payload, residual, self.axis)
-        sent = payload, residual, self.axis, slots, self.num_local
+            return _exchange.replicated(payload, residual, self.axis, slots)
+        where = self.axis, slots, self.num_local
         if self.memory is not None:
-            return _exchange.direct(*sent, self.memory, row)
-        way = _exchange.ragged if self.dispatch == "ragged" else _exchange.all_to_all
-        return way(*sent, self.capacity)
+            return _exchange.direct(payload, residual, *where, self.memory, row)
+        payload = _exchange.with_slots(payload, slots)
+        if self.dispatch == "all_gather":
+            out = _exchange.all_gather(payload, residual, self.axis)
+        else:
+            way = _exchange.ragged if self.dispatch == "ragged" else _exchange.all_to_all
+            out = way(payload, residual, *where, self.capacity)
+        return _exchange.without_slots(out, slots.shape[1])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,32 +135,34 @@ def travel(
     residual: jax.Array | None,
     slots: jax.Array,
     row: int,
-    slots_in: Any,
 ) -> Exchange:
     """Sends what there is of tokens, one exchange after the other.
 
     Args:
-      slots: [T, K] of this device's tokens, counted over all devices.
+      slots: [T, K] of this device's tokens, counted over all devices, as are those that arrive.
       row: bytes of a sum.
-      slots_in: from what has arrived to the slots of its tokens.
     """
     ways: list[Exchange] = []
-    first: Any = 0  # slot of the first expert beyond what this device may still send to
+    first: Any = 0  # slot of the first expert that this device may still send to
     for i, hop in enumerate(hops):
         if i:
             before = hops[i - 1]
-            first = first + before.axis.index * before.num_local
-            slots = slots_in(payload) - first
+            here = before.axis.index * before.num_local
+            slots, first = slots - here, first + here
             slots = jnp.where((slots >= 0) & (slots < before.num_local), slots, -1)
         ways.append(hop.exchange(payload, None if i else residual, slots, row))
-        payload = ways[-1].rows
+        payload, arrived = ways[-1].rows, ways[-1].slots
+        assert arrived is not None
+        slots = arrived
 
     def combine(y: jax.Array) -> jax.Array:
         for way in reversed(ways):
             y = way.combine(y)
         return y
 
-    return Exchange(payload, combine, ways[0].lost, ways[0].sent if len(ways) == 1 else None)
+    if len(ways) == 1:
+        return ways[0]
+    return Exchange(payload, combine, ways[0].lost, jnp.where(slots >= 0, slots + first, -1))
 
 
 def _chosen(

@@ -38,14 +38,18 @@ def run(
     """Computes the layer of checked arguments. Returns (y, choices that are left out)."""
     if x.shape[0] == 0:  # which XLA's collectives refuse
         return jnp.zeros(x.shape, x.dtype), jnp.int32(0)
-    slots = slots_of(
-        routing.expert_ids,
-        expert_map,
-        num_experts=s.num_experts,
-        num_local=s.num_local,
-        device=s.axis.index,
-        own_first=s.dispatch != "replicated",
-    )
+    as_they_are = _only_direct(s) and expert_map is None
+    if as_they_are and s.num_experts == s.num_local * s.axis.size:
+        slots = routing.expert_ids  # others go nowhere: not a kernel between route and dispatch
+    else:
+        slots = slots_of(
+            routing.expert_ids,
+            expert_map,
+            num_experts=s.num_experts,
+            num_local=s.num_local,
+            device=s.axis.index,
+            own_first=s.dispatch != "replicated",
+        )
     exists = (routing.expert_ids >= 0) & (routing.expert_ids < s.num_experts)
     lost = jnp.sum(exists & (slots < 0), dtype=jnp.int32)
     x_scale = experts.x_scale
@@ -87,19 +91,16 @@ def _chunk(
     before: list[jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
     """Computes one chunk. `own`: this device's part of it; `before`: results of earlier chunks."""
-    as_they_are = all(hop.dispatch == "direct" for hop in s.hops)
-    payload = _pack(x, slots, weights, words=not as_they_are)
+    payload = _pack(x, weights, words=not _only_direct(s))
     added = None if s.tensor_axis else residual
     if own is not None:
         added = own if added is None else _ep_exchange.plus(own, added, jnp.float32)
-    top_k, row = slots.shape[1], x.shape[1] * jnp.dtype(x.dtype).itemsize
-
-    def slots_in(rows: Any) -> jax.Array:
-        return _unpack(rows, x, top_k)[1]
-
+    row = x.shape[1] * jnp.dtype(x.dtype).itemsize
     with jax.named_scope(f"dispatch_{s.dispatch}"):
-        out = _hops.travel(s.hops, payload, added, slots, row, slots_in)
-    received = _unpack(out.rows, x, top_k)
+        out = _hops.travel(s.hops, payload, added, slots, row)
+    tokens, arrived_weights = _unpack(out.rows, x, slots.shape[1])
+    assert out.slots is not None
+    received = tokens, out.slots, arrived_weights
     if out.sent is not None and not s.tensor_axis:
         y = local(received, slots.shape[0], home=_Home(out.sent, weights))
         if y is not None:
@@ -116,6 +117,10 @@ def _chunk(
             whole = jax.lax.psum(y.astype(s.axis.sum_dtype), s.tensor_axis)
             y = _ep_exchange.plus(whole, residual, y.dtype)
     return y, out.lost
+
+
+def _only_direct(s: Setup) -> bool:
+    return all(hop.dispatch == "direct" for hop in s.hops)
 
 
 class _Home(NamedTuple):
@@ -168,21 +173,19 @@ def _local(
         return mlp.bound(bind, a, layer, asked["recompute"])[0]
 
 
-def _pack(
-    x: Any, slots: jax.Array, weights: jax.Array, *, words: bool
-) -> tuple[jax.Array, jax.Array]:
-    """Makes two arrays of all there is of each token: itself, and small float32 numbers.
+def _pack(x: Any, weights: jax.Array, *, words: bool) -> tuple[jax.Array, jax.Array]:
+    """Makes two arrays of each token: itself, and the small float32 numbers beside it.
 
-    Slots are below 2^24, so float32 holds them; slot + 1 makes a row of zeros ask for nothing.
-    Quantized tokens go as `words`, which every collective takes, at the price of a copy before and
-    after it; and wherever their bytes are no whole number of these.
+    These are weights, and of quantized tokens their scales. Such go as `words`, which every
+    collective takes, at the price of a copy before and after it; and wherever their bytes are no
+    whole number of these.
     """
-    parts = [weights, jax.lax.stop_gradient((slots + 1).astype(jnp.float32))]
     if not isinstance(x, QuantizedArray):
-        return x, jnp.concatenate(parts, axis=1)
+        return x, weights
+    small = weights
     if x.scales.ndim:  # beside weights, which have derivatives
-        parts.append(jax.lax.stop_gradient(x.scales.reshape(x.scales.shape[0], -1)))
-    small = jnp.concatenate(parts, axis=1)
+        scales = jax.lax.stop_gradient(x.scales.reshape(x.scales.shape[0], -1))
+        small = jnp.concatenate([weights, scales], axis=1)
     if not words and x.values.shape[1] % _WORD == 0:
         return jax.lax.stop_gradient(x.values), small
     values = jax.lax.bitcast_convert_type(x.values, jnp.uint8)
@@ -191,11 +194,11 @@ def _pack(
     return jax.lax.bitcast_convert_type(values, jnp.uint32), small
 
 
-def _unpack(rows: tuple[jax.Array, ...], x: Any, top_k: int) -> tuple[Any, jax.Array, jax.Array]:
+def _unpack(rows: tuple[jax.Array, ...], x: Any, top_k: int) -> tuple[Any, jax.Array]:
+    """Returns (tokens, weights) of the arrays of `_pack`."""
     tokens, small = rows
-    weights, slots = small[:, :top_k], small[:, top_k : 2 * top_k].astype(jnp.int32) - 1
     if not isinstance(x, QuantizedArray):
-        return tokens, slots, weights
+        return tokens, small
     count = tokens.shape[0]
     values = tokens
     if tokens.dtype != x.values.dtype:
@@ -203,9 +206,10 @@ def _unpack(rows: tuple[jax.Array, ...], x: Any, top_k: int) -> tuple[Any, jax.A
         values = jax.lax.bitcast_convert_type(values[:, : x.values.shape[1]], x.values.dtype)
     scales = x.scales
     if scales.ndim:
-        scales = jax.lax.stop_gradient(small[:, 2 * top_k :])
+        scales = jax.lax.stop_gradient(small[:, top_k:])
         scales = scales.reshape(count, *x.scales.shape[1:])
-    return QuantizedArray(values, scales, x.format, x.layout, x.dtype), slots, weights
+    quantized = QuantizedArray(values, scales, x.format, x.layout, x.dtype)
+    return quantized, small[:, :top_k]
 
 
 def _part(x: Any, part: Any) -> Any:

@@ -179,7 +179,7 @@ def peer_memory_bytes(
     Example:
       >>> from jaxmoe import expert_parallel
       >>> expert_parallel.peer_memory_bytes(4096, 7168, 8, 8)
-      943722496
+      975179776
     """
     given = {
         "num_tokens": num_tokens,
@@ -192,7 +192,7 @@ def peer_memory_bytes(
         _checks.check_int(BYTES, name, value, 1)
     row = hidden * itemsize
     # Scales of quantized tokens: at most one for 16 elements, of float32, beside half of the bytes.
-    small, scales = 2 * top_k, -(-hidden // 16)
+    small, scales = top_k, -(-hidden // 16)
     sizes = num_tokens, top_k, num_devices, row
     return max(
         needed_bytes(*sizes, small, row, quantized=False),
