@@ -1,6 +1,5 @@
 // Launches dispatch and combine of peers with the widest unit that rows allow.
 #include <algorithm>
-#include <cstdlib>
 
 #include "csrc/common/launch.h"
 #include "csrc/peers/exchange.h"
@@ -15,6 +14,9 @@ constexpr int64_t kMaxInt = 0x7fffffff;
 // Up to so many rows of 4 KiB are few tokens: CTAs that run at once whatever else does.
 constexpr int64_t kMostFew = 2048;
 constexpr int64_t kMostCtasOfFew = 64;
+// A chunk takes some 3 us to be announced, in which 1 MB goes over the links; of what is sent last
+// nothing can be taken earlier.
+constexpr int64_t kChunkBytes = 3 << 20;
 
 // CTAs for so many tasks of a warp each.
 cudaError_t GetGrid(int64_t tasks, bool few, dim3* grid) {
@@ -29,12 +31,12 @@ cudaError_t GetGrid(int64_t tasks, bool few, dim3* grid) {
   return cudaSuccess;
 }
 
-void InChunks(ExchangeSize* size, int64_t row_bytes, dim3* grid, const char* name) {
-  const char* f = getenv(name);
-  size->pushers = std::max<int>(kPushGroups, grid->x * (f ? atof(f) : 0.5));
-  const char* e = getenv("JX_CHUNK");
+// Divides a step into chunks and the CTAs of its grid among those who push and who take: adding up
+// takes more loads than copying.
+void DivideInChunks(ExchangeSize* size, int64_t row_bytes, double pushing, const dim3& grid) {
   const int64_t bytes = size->num_tokens * row_bytes * (size->num_devices - 1);
-  size->chunks = std::clamp<int64_t>(bytes / ((e ? atof(e) : 4) * 1e6), 2, kPeerChunks);
+  size->chunks = static_cast<int>(std::clamp<int64_t>(bytes / kChunkBytes, 2, kPeerChunks));
+  size->pushers = std::max<int>(kPushGroups, static_cast<int>(grid.x * pushing));
 }
 
 int64_t PartsOfRow(int64_t row_units) {
@@ -58,7 +60,7 @@ cudaError_t LaunchDispatchUnit(PeerDispatchParams p, cudaStream_t stream) {
   dim3 grid;
   JAXMOE_RETURN_IF_CUDA_ERROR(
       GetGrid(p.size.num_tokens * p.size.num_devices * PartsOfRow(units), false, &grid));
-  InChunks(&p.size, p.token_bytes, &grid, "JX_DP");
+  DivideInChunks(&p.size, p.token_bytes, 0.5, grid);
   return LaunchKernel(PeerDispatchKernel<Unit>, grid, dim3(kManyThreads), 0, stream, false, p);
 }
 
@@ -77,7 +79,7 @@ cudaError_t LaunchCombineSized(PeerCombineParams p, cudaStream_t stream) {
   dim3 grid;
   JAXMOE_RETURN_IF_CUDA_ERROR(
       GetGrid(p.size.num_tokens * p.size.num_devices * PartsOfRow(pieces), false, &grid));
-  InChunks(&p.size, p.hidden * static_cast<int64_t>(sizeof(T)), &grid, "JX_CP");
+  DivideInChunks(&p.size, p.hidden * static_cast<int64_t>(sizeof(T)), 0.3, grid);
   const dim3 block(kManyThreads);
   const int row_pieces = static_cast<int>(pieces);
   return LaunchKernel(PeerCombineKernel<T, kSize>, grid, block, 0, stream, false, p, row_pieces);

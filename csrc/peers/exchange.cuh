@@ -12,8 +12,9 @@
 // A warp moves kPeerUnits units of 16 bytes of a row at a time, all loads in flight: 4 KiB a warp,
 //   and 340 GB/s at 2 us of latency need 680 KB, 166 warps. Rows go round the devices, beginning at
 //   the own one, so that all links are in use and devices begin at different ones.
-// No deadlock: who pushes waits for nobody, and is in the first CTAs, which run first. CTAs that
-//   wait leave 32 SMs to collectives on other streams, which may be what another device waits for.
+// No deadlock: who pushes waits for nobody, and is in the first CTAs, which run first. When these
+//   have ended their SMs are free for collectives on other streams, which another device may wait
+//   for before it pushes.
 // Two groups push every other chunk each, as a CTA that has pushed its part of one must wait until
 //   its stores have arrived: the other group has the links meanwhile.
 #pragma once
