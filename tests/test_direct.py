@@ -328,7 +328,9 @@ def test_without_memory_it_is_refused():
 
 def test_memory_that_is_too_small_is_refused_with_what_is_needed():
     ids, a = ids_of("uniform"), arrays()
-    rule = r"needs (\d+) bytes of peer memory for 2 tokens of each of 8 devices, and num_bytes=10240"
+    rule = (
+        r"needs (\d+) bytes of peer memory for 2 tokens of each of 8 devices, and num_bytes=10240"
+    )
     with (
         expert_parallel.open_peer_memory(mesh(**EIGHT), "expert", num_bytes=10240),
         pytest.raises(ValueError, match=rule) as caught,

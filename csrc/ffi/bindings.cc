@@ -1,5 +1,5 @@
-// The Python module `jaxmoe._cuda_ffi`: FFI handlers by target name and stage, their execution counts, tables
-// to compare with the package, and the memory of peers.
+// The Python module `jaxmoe._cuda_ffi`: FFI handlers by target name and stage, their execution
+// counts, tables to compare with the package, and the memory of peers.
 #include <nanobind/nanobind.h>
 
 #include <cstring>

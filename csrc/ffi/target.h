@@ -57,8 +57,8 @@ struct Target {
   static inline const Target* first = nullptr;  // of the list
 };
 
-// Registers `fn` when the module is loaded. XLA may record its launches in a CUDA graph, where calls
-// that depend on nothing of each other may run at the same time.
+// Registers `fn` when the module is loaded. XLA may record its launches in a CUDA graph, where
+// calls that depend on nothing of each other may run at the same time.
 template <auto fn>
 struct Registered;
 
@@ -77,8 +77,7 @@ struct Registered<fn> : Target {
   }
 
   static XLA_FFI_Error* Handle(XLA_FFI_CallFrame* frame) {
-    static auto* handler =
-        ffi::Ffi::BindTo(&Count, {ffi::Traits::kCmdBufferCompatible}).release();
+    static auto* handler = ffi::Ffi::BindTo(&Count, {ffi::Traits::kCmdBufferCompatible}).release();
     return handler->Call(frame);
   }
 };

@@ -67,8 +67,7 @@ cudaError_t LaunchDispatchUnit(PeerDispatchParams p, cudaStream_t stream) {
 cudaError_t LaunchFewDispatch(const PeerDispatchParams& p, cudaStream_t stream) {
   const int64_t parts = FewParts(PairsOf(p.token_bytes));
   dim3 grid;
-  JAXMOE_RETURN_IF_CUDA_ERROR(
-      GetGrid(p.size.num_tokens * p.size.num_devices * parts, true, &grid));
+  JAXMOE_RETURN_IF_CUDA_ERROR(GetGrid(p.size.num_tokens * p.size.num_devices * parts, true, &grid));
   return LaunchKernel(PeerFewDispatchKernel, grid, dim3(kFewThreads), 0, stream, false, p);
 }
 
@@ -98,8 +97,7 @@ cudaError_t LaunchCombineType(const PeerCombineParams& p, cudaStream_t stream) {
   if (bits % 16 != 0) return cudaErrorMisalignedAddress;
   const int64_t parts = FewParts(PairsOf(row_bytes));
   dim3 grid;
-  JAXMOE_RETURN_IF_CUDA_ERROR(
-      GetGrid(p.size.num_tokens * p.size.num_devices * parts, true, &grid));
+  JAXMOE_RETURN_IF_CUDA_ERROR(GetGrid(p.size.num_tokens * p.size.num_devices * parts, true, &grid));
   return LaunchKernel(PeerFewCombineKernel<T>, grid, dim3(kFewThreads), 0, stream, false, p);
 }
 
@@ -116,11 +114,11 @@ cudaError_t LaunchPeerDispatch(PeerDispatchParams params, const Peers& peers, cu
   if (size.num_tokens == 0) return cudaSuccess;
   size.bytes = PeerDispatchBytes(size, params.token_bytes, params.small_floats);
   const int64_t pairs = PairsOf(params.token_bytes) + PairsOf(params.small_floats * 4);
-  ChooseFew(&size,
-            peers,
-            params.token_bytes,
-            size.num_devices * (PairsOf(size.num_tokens * size.top_k * 4) +
-                                size.num_tokens * pairs));
+  ChooseFew(
+      &size,
+      peers,
+      params.token_bytes,
+      size.num_devices * (PairsOf(size.num_tokens * size.top_k * 4) + size.num_tokens * pairs));
   size.tag = TagOf({size.few ? kFewDispatchStep : kDispatchStep,
                     size.num_tokens,
                     size.top_k,
@@ -144,11 +142,11 @@ cudaError_t LaunchPeerCombine(PeerCombineParams params, const Peers& peers, cuda
   if (TooLarge(size, row_bytes)) return cudaErrorInvalidValue;
   if (size.num_tokens == 0 || params.hidden == 0) return cudaSuccess;
   size.bytes = PeerCombineBytes(size, row_bytes, params.small_floats);
-  ChooseFew(&size,
-            peers,
-            row_bytes,
-            size.num_devices * size.num_tokens *
-                (PairsOf(row_bytes) + PairsOf(params.small_floats * 4)));
+  ChooseFew(
+      &size,
+      peers,
+      row_bytes,
+      size.num_devices * size.num_tokens * (PairsOf(row_bytes) + PairsOf(params.small_floats * 4)));
   size.tag = TagOf({size.few ? kFewCombineStep : kCombineStep,
                     size.num_tokens,
                     size.top_k,

@@ -37,8 +37,8 @@ __device__ __forceinline__ TokenRange ChunkOf(const ExchangeSize& size, int chun
   return {size.num_tokens * chunk / size.chunks, size.num_tokens * (chunk + 1) / size.chunks};
 }
 
-// A step in chunks. push(step, tokens, team) gives a chunk to the others, take(step, failed, tokens,
-// team) reads what all have given. At least kPushGroups CTAs push, and one takes.
+// A step in chunks. push(step, tokens, team) gives a chunk to the others, take(step, failed,
+// tokens, team) reads what all have given. At least kPushGroups CTAs push, and one takes.
 template <class Push, class Take>
 __device__ __forceinline__ void InChunks(const Peers& peers,
                                          const ExchangeSize& size,
@@ -212,9 +212,9 @@ __device__ __forceinline__ void TakeTokens(const Peers& peers,
     for (int k = threadIdx.x % 32; k < top_k; k += 32) {
       params.all_slots[row * top_k + k] = failed ? -1 : __ldcg(slots + k);
     }
-    const float* small = own ? params.small + part.token * small_floats
-                             : reinterpret_cast<const float*>(half + places.small) +
-                                   row * small_floats;
+    const float* small =
+        own ? params.small + part.token * small_floats
+            : reinterpret_cast<const float*>(half + places.small) + row * small_floats;
     for (int i = threadIdx.x % 32; i < small_floats; i += 32) {
       const float nothing = failed ? __uint_as_float(0xffffffffu) : 0.0f;
       params.all_small[row * small_floats + i] = comes ? __ldcg(small + i) : nothing;
@@ -319,8 +319,8 @@ __device__ __forceinline__ void SumSmall(const Peers& peers,
                                          bool failed,
                                          int64_t token,
                                          unsigned devices) {
-  const float* own = params.small + (peers.rank * params.size.num_tokens + token) *
-                                        params.small_floats;
+  const float* own =
+      params.small + (peers.rank * params.size.num_tokens + token) * params.small_floats;
   for (int i = threadIdx.x % 32; i < params.small_floats; i += 32) {
     float sum = failed ? __uint_as_float(0x7fffffffu) : 0.0f;
     for (int device = 0; device < peers.num_devices && !failed; ++device) {

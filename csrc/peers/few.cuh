@@ -46,8 +46,8 @@ __device__ __forceinline__ FewPlaces FewPlacesOf(
 
 // The data of a pair that was read, once it is that of the step; it is read again until then. Where
 // the device that sends it is gone, all bits are 1.
-__device__ __forceinline__ uint2 Arrived(
-    const Peers& peers, uint4 pair, const uint4* from, uint32_t step, int device) {
+__device__ __forceinline__ uint2
+Arrived(const Peers& peers, uint4 pair, const uint4* from, uint32_t step, int device) {
   if (pair.y != step || pair.w != step) {
     const uint64_t begin = GlobalTimer();
     for (int tries = 1; pair.y != step || pair.w != step; ++tries) {
@@ -131,9 +131,8 @@ __device__ __forceinline__ void SendFew(const Peers& peers,
       devices &= ~(1u << device);
       uint4* half = reinterpret_cast<uint4*>(FewOf(peers, device, step));
       uint4* to = half + places.rows + token * row_pairs;
-      ForEachPair(begin, row_pairs, [&](int j, int pair) {
-        StorePairs(to + pair, pairs[j], step);
-      });
+      ForEachPair(
+          begin, row_pairs, [&](int j, int pair) { StorePairs(to + pair, pairs[j], step); });
       if (begin > 0) continue;
       SendFloats(half + places.small + token * small_pairs,
                  params.small + token * params.small_floats,
@@ -144,11 +143,8 @@ __device__ __forceinline__ void SendFew(const Peers& peers,
 }
 
 // Slot k of a token of another device.
-__device__ __forceinline__ int32_t ReceiveSlot(const Peers& peers,
-                                               const uint4* slots,
-                                               int64_t slot,
-                                               uint32_t step,
-                                               int device) {
+__device__ __forceinline__ int32_t
+ReceiveSlot(const Peers& peers, const uint4* slots, int64_t slot, uint32_t step, int device) {
   const uint2 pair = ReceivePair(peers, slots + slot / 2, step, device);
   return static_cast<int32_t>(slot % 2 == 0 ? pair.x : pair.y);
 }
@@ -184,8 +180,8 @@ __device__ __forceinline__ void ReceiveFew(const Peers& peers,
       const int64_t at = part.token * top_k + k;
       int32_t slot = -1;
       if (!failed) {
-        slot = own ? params.slots[at]
-                   : ReceiveSlot(peers, half + places.slots, at, step, part.device);
+        slot =
+            own ? params.slots[at] : ReceiveSlot(peers, half + places.slots, at, step, part.device);
       }
       here |= slot >= first_slot && slot < first_slot + size.num_local;
       if (part.begin == 0) params.all_slots[row * top_k + k] = slot;
@@ -213,8 +209,7 @@ __device__ __forceinline__ void ReceiveFew(const Peers& peers,
   }
 }
 
-__global__ void __launch_bounds__(kFewThreads, 1)
-    PeerFewDispatchKernel(PeerDispatchParams params) {
+__global__ void __launch_bounds__(kFewThreads, 1) PeerFewDispatchKernel(PeerDispatchParams params) {
   const Peers& peers = *params.peers;
   const uint32_t step = NextStep(peers);
   if (Begins(peers, params.size, params.place, step)) {
@@ -255,9 +250,8 @@ __device__ __forceinline__ void SendFew(const Peers& peers,
     if (!HasChoice(params.all_slots + row * size.top_k, size, peers.rank)) continue;
     uint4* half = reinterpret_cast<uint4*>(FewOf(peers, part.device, step));
     uint4* to = half + places.rows + part.token * row_pairs;
-    ForEachPair(part.begin, row_pairs, [&](int j, int pair) {
-      StorePairs(to + pair, pairs[j], step);
-    });
+    ForEachPair(
+        part.begin, row_pairs, [&](int j, int pair) { StorePairs(to + pair, pairs[j], step); });
     if (part.begin > 0) continue;
     SendFloats(half + places.small + part.token * small_pairs,
                params.small + row * params.small_floats,

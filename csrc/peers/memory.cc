@@ -143,11 +143,8 @@ KeptPeers Keep(const std::string& name, int ordinal) {
 
 }  // namespace
 
-PeerAddress AllocatePeerMemory(const std::string& name,
-                               int ordinal,
-                               int64_t half_bytes,
-                               int64_t few_bytes,
-                               bool shared) {
+PeerAddress AllocatePeerMemory(
+    const std::string& name, int ordinal, int64_t half_bytes, int64_t few_bytes, bool shared) {
   const auto entry = std::make_shared<OpenedPeers>();
   entry->peers.half_bytes = half_bytes;
   entry->peers.few_bytes = few_bytes;

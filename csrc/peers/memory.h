@@ -35,8 +35,8 @@ struct PeerHeader {
   uint32_t begun;                  // and begun
   uint32_t arrivals[kPeerChunks];  // CTAs that have written their part of a chunk
   uint32_t departures;             // CTAs that need nothing more of this step
-  uint32_t failed;      // 1 + a device that gave up: nothing is sent any more, and results are NaN
-  uint32_t told;        // whether `PeerFailure` has been taken by one that says why
+  uint32_t failed;  // 1 + a device that gave up: nothing is sent any more, and results are NaN
+  uint32_t told;    // whether `PeerFailure` has been taken by one that says why
 };
 static_assert(sizeof(PeerHeader) <= kPeerHeaderBytes);
 
@@ -80,11 +80,8 @@ struct PeerAddress {
 // Allocates and clears the memory of a device of this process; `shared`: with a handle for others.
 // This and the next three throw std::runtime_error with CUDA's reason, and leave the current device
 // as it was.
-PeerAddress AllocatePeerMemory(const std::string& name,
-                               int ordinal,
-                               int64_t half_bytes,
-                               int64_t few_bytes,
-                               bool shared);
+PeerAddress AllocatePeerMemory(
+    const std::string& name, int ordinal, int64_t half_bytes, int64_t few_bytes, bool shared);
 
 // Opens the memory of all devices along the axis for device `ordinal`, which is one of them.
 void ConnectPeers(const std::string& name,

@@ -55,13 +55,12 @@ __global__ void __launch_bounds__(32) PeerMeetKernel(PeerRows params) {
 
 // Finalize of one piece of a row of y.
 template <typename T, int kUnroll>
-__device__ __forceinline__ void FinalizePiece(
-    const Peers& peers,
-    const PeerRows& params,
-    uint32_t step,
-    bool failed,
-    int64_t index,
-    unsigned row_pieces) {
+__device__ __forceinline__ void FinalizePiece(const Peers& peers,
+                                              const PeerRows& params,
+                                              uint32_t step,
+                                              bool failed,
+                                              int64_t index,
+                                              unsigned row_pieces) {
   constexpr int kSize = 16 / sizeof(T);
   using P = Piece<T, kSize>;
   using Bits = typename P::Bits;

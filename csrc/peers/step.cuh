@@ -32,12 +32,10 @@ __device__ __forceinline__ char* FewOf(const Peers& peers, int device, uint32_t 
 }
 
 // The step that this device takes next.
-__device__ __forceinline__ uint32_t NextStep(const Peers& peers) {
-  return peers.own->step + 1;
-}
+__device__ __forceinline__ uint32_t NextStep(const Peers& peers) { return peers.own->step + 1; }
 
-// Whether the last of so many CTAs is here, for all threads; `counter` is 0 again then. With kSystem
-// other devices see what these have written if the caller tells them.
+// Whether the last of so many CTAs is here, for all threads; `counter` is 0 again then. With
+// kSystem other devices see what these have written if the caller tells them.
 template <bool kSystem>
 __device__ __forceinline__ bool IsLastCta(uint32_t* counter, unsigned ctas) {
   __syncthreads();

@@ -8,7 +8,8 @@ from jaxmoe._jax import checks as _checks
 OP = "expert_parallel.choose_dispatch"
 DISPATCHES = ("all_gather", "all_to_all", "ragged", "direct")
 TOKENS = ("sharded", "replicated")
-# Rows up to which an exchange through peer memory is one launch, as csrc/peers/exchange.cu has it.
+# Rows up to which those of an exchange through peer memory carry their own flags, as
+# csrc/peers/exchange.cu has it.
 _FEW_PIECES, _PIECE_BYTES = 2048, 4096
 
 
@@ -18,8 +19,8 @@ class Links:
 
     A collective takes latency + bytes that a device sends / rate. Those of direct were measured on
     two H100s, by how much longer a layer of qwen3-30b-a3b's sizes takes than one that sends
-    nothing: 200 us with 4096 tokens on each, of which 100 are its bytes at 320 GB/s, and 22 to 26
-    us with up to about 500 rows of 4 KiB, where all_gather takes 30 to 35.
+    nothing: 200 us with 4096 tokens on each, of which 100 are its bytes at 320 GB/s, and 17 to 23
+    us with 8 and 64, where all_gather takes 30 to 35.
 
     Attributes:
       gather_us, gather_gbps: all_gather and psum_scatter together, microseconds and GB/s.
@@ -27,7 +28,7 @@ class Links:
       ragged_us, ragged_gbps: one ragged_all_to_all.
       direct_us, direct_gbps: a dispatch and a combine through peer memory together.
       direct_few_us: both of few tokens, in place of direct_us: where rows of all devices are up to
-        2048 pieces of 4 KiB each is one launch.
+        2048 pieces of 4 KiB, which carry their own flags.
     """
 
     gather_us: float = 115.0

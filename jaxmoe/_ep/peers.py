@@ -179,7 +179,7 @@ def peer_memory_bytes(
     Example:
       >>> from jaxmoe import expert_parallel
       >>> expert_parallel.peer_memory_bytes(4096, 7168, 8, 8)
-      975179776
+      977281024
     """
     given = {
         "num_tokens": num_tokens,
@@ -191,12 +191,12 @@ def peer_memory_bytes(
     for name, value in given.items():
         _checks.check_int(BYTES, name, value, 1)
     row = hidden * itemsize
-    # Scales of quantized tokens: at most one for 16 elements, of float32, beside half of the bytes.
-    small, scales = top_k, -(-hidden // 16)
-    sizes = num_tokens, top_k, num_devices, row
+    # Quantized tokens: a byte an element, whole words, and at most one float32 scale for 16.
+    words, small, scales = -(-hidden // 4), top_k, -(-hidden // 16)
+    sizes = num_tokens, top_k, num_devices
     return max(
-        needed_bytes(*sizes, small, row, quantized=False),
-        needed_bytes(*sizes, small + scales, row, quantized=True),
+        needed_bytes(*sizes, row, small, row, quantized=False),
+        needed_bytes(*sizes, 4 * words, small + scales, row, quantized=True),
         total_bytes(rows_bytes(num_tokens, top_k, row)),
     )
 

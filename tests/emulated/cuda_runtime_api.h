@@ -63,12 +63,13 @@ struct Here {
   Group* warp;
   Group* cta;
   const std::function<void()>* before_reading;  // what others send, once; or null
-  bool reads;                                    // it by __ldcg
+  bool reads;                                   // it by __ldcg
 };
 inline thread_local Here here;
 
-// Runs a kernel to its end. Threads that read what others send call `before_reading` where they first
-// do: where that carries flags, all of them may, else those of CTAs from `readers` on, by __ldcg.
+// Runs a kernel to its end. Threads that read what others send call `before_reading` where they
+// first do: where that carries flags, all of them may, else those of CTAs from `readers` on, by
+// __ldcg.
 inline void Launch(unsigned ctas,
                    unsigned threads,
                    const std::function<void()>& kernel,

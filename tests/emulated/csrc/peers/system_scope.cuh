@@ -1,12 +1,12 @@
 // The words of csrc/peers/system_scope.cuh on a CPU.
 #pragma once
 
+#include <cuda_runtime_api.h>
+
 #include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <thread>
-
-#include <cuda_runtime_api.h>
 
 namespace jaxmoe {
 
