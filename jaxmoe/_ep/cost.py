@@ -19,8 +19,8 @@ class Links:
 
     A collective takes latency + bytes that a device sends / rate. Those of direct were measured on
     two H100s, by how much longer a layer of qwen3-30b-a3b's sizes takes than one that sends
-    nothing: 200 us with 4096 tokens on each, of which 100 are its bytes at 320 GB/s, and 17 to 23
-    us with 8 and 64, where all_gather takes 30 to 35.
+    nothing: 200 us with 4096 tokens on each, of which 100 are its bytes at 320 GB/s, and 17 to 26
+    us with 8 and 64, where all_gather takes 30 to 40.
 
     Attributes:
       gather_us, gather_gbps: all_gather and psum_scatter together, microseconds and GB/s.

@@ -281,10 +281,15 @@ class Epilogue {
   template <class Chunk, bool kSums>
   __device__ __forceinline__ void CopyOut(int t0) const {
     const int feature = site_.feature + 8 * (site_.thread % kPieces<Chunk>);
-    ForEachStaged<Chunk>(t0, feature < args_.n_out, [&](int row, const uint4& v) {
-      if constexpr (kSums) {
-        if (args_.out_rows != nullptr) return StoreElsewhere(args_, row, feature, v);
+    if constexpr (kSums) {  // not asked for each row: loads and stores of several overlap below
+      if (args_.out_rows != nullptr) {
+        ForEachStaged<Chunk>(t0, feature < args_.n_out, [&](int row, const uint4& v) {
+          StoreElsewhere(args_, row, feature, v);
+        });
+        return;
       }
+    }
+    ForEachStaged<Chunk>(t0, feature < args_.n_out, [&](int row, const uint4& v) {
       const int64_t at = row * static_cast<int64_t>(args_.n_out) + feature;
       if constexpr (T::kQuantizesOut) {
         if (args_.scales.out != nullptr) {

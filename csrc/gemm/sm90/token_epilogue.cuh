@@ -362,21 +362,31 @@ class TokenMajorEpilogue {
   __device__ __forceinline__ void CopyOut(int t0, int first) const {
     const int chunk = lane_ % kStaged;
     const int feature = site_.feature + first + 8 * chunk;
+    if constexpr (!kGated) {  // not asked for each row: loads and stores of several overlap below
+      if (args_.out_rows != nullptr) return CopyElsewhere(t0, chunk, feature);
+    }
     uint16_t* const out = static_cast<uint16_t*>(args_.out) + feature;
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
       const int token = (32 * pass + lane_) / kStaged;
       if (feature >= args_.n_out || t0 + token >= site_.rows) continue;
-      const int row = site_.row + t0 + token;
-      const uint4 v =
+      *reinterpret_cast<uint4*>(out +
+                                (site_.row + t0 + token) * static_cast<int64_t>(args_.n_out)) =
           *reinterpret_cast<const uint4*>(staging_ + token * Chunk::kPitch + 16 * chunk);
-      if constexpr (!kGated) {
-        if (args_.out_rows != nullptr) {
-          StoreElsewhere(args_, row, feature, v);
-          continue;
-        }
-      }
-      *reinterpret_cast<uint4*>(out + row * static_cast<int64_t>(args_.n_out)) = v;
+    }
+  }
+
+  // The same of rows that go elsewhere.
+  __device__ __forceinline__ void CopyElsewhere(int t0, int chunk, int feature) const {
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const int token = (32 * pass + lane_) / kStaged;
+      if (feature >= args_.n_out || t0 + token >= site_.rows) continue;
+      StoreElsewhere(
+          args_,
+          site_.row + t0 + token,
+          feature,
+          *reinterpret_cast<const uint4*>(staging_ + token * Chunk::kPitch + 16 * chunk));
     }
   }
 
