@@ -110,7 +110,7 @@ def direct(
     memory: _peers.PeerMemory,
     row_bytes: int,
 ) -> Exchange:
-    """Each device fetches the tokens that have a choice there, and leaves sums at their source.
+    """Each device leaves tokens with those that they have a choice on, and sums at their source.
 
     `row_bytes`: of a sum.
     """
