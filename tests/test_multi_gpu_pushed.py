@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxmoe
@@ -15,23 +14,12 @@ from jaxmoe._ep import direct, peers, pushed
 from jaxmoe._jax import targets as _targets
 from jaxmoe._testing import Layer, assert_equal, expert_ids, layer_inputs, normal, poison
 from tests import layers
+from tests.test_multi_gpu_direct import mesh, opened
 
 pytestmark = pytest.mark.multi_gpu
 
 LAYER = Layer("", "divides over 2, 4 and 8 devices", 256, 128, 16, 3, bias=True)
 PUSHED, COMBINE = "jaxmoe_peer_moe_mlp_v1", "jaxmoe_peer_combine_v1"
-
-
-@functools.cache
-def mesh():
-    gpus = jax.devices("cuda")
-    return jax.make_mesh((len(gpus),), ("expert",), axis_types=(AxisType.Auto,), devices=gpus)
-
-
-def opened(num_bytes=1 << 26, timeout_s=30):
-    return expert_parallel.open_peer_memory(
-        mesh(), "expert", num_bytes=num_bytes, timeout_s=timeout_s
-    )
 
 
 @functools.cache

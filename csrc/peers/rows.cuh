@@ -44,7 +44,8 @@ __global__ void __launch_bounds__(kPeerTargetThreads)
 }
 
 // One warp says that this device has come to the step which PeerTargetsKernel has begun, waits for
-// the others, and passes it.
+// the others, and passes it. Rows are there when it says so, as this launch does not overlap the
+// product that stores them.
 __global__ void __launch_bounds__(32) PeerMeetKernel(PeerRows params) {
   const Peers& peers = *params.peers;
   const uint32_t step = NextStep(peers);
