@@ -14,7 +14,17 @@ import jax
 from benchmarks import card, cases, rows, runner
 from benchmarks.baselines import dense, tokamax_gmm, torch_grouped_mm, xla_ragged_dot
 from benchmarks.models import DEFAULT_MODELS, DEFAULT_SKEWS, DEFAULT_TOKENS, MODELS, SKEWS
-from benchmarks.suites import GRIDS, SUITES, ep, layer_fp8, layer_packed, routing, stack, train
+from benchmarks.suites import (
+    GRIDS,
+    SUITES,
+    ep,
+    layer_fp8,
+    layer_packed,
+    lora,
+    routing,
+    stack,
+    train,
+)
 from jaxmoe._jax import targets as _targets
 
 _PEERS = (xla_ragged_dot, tokamax_gmm, torch_grouped_mm, dense)
@@ -22,6 +32,7 @@ _PEER_NAMES = (routing.XLA, *(peer.NAME for peer in _PEERS))
 _OURS = (
     "jaxmoe",
     *(*layer_fp8.VARIANTS, *layer_packed.VARIANTS, *ep.VARIANTS, *ep.FP8_VARIANTS),
+    *lora.ADAPTED.values(),
 )
 _IMPLS = (
     *(*_OURS, "jaxmoe[kn]", stack.CHAIN, train.RECOMPUTE, routing.TWO_CALLS),

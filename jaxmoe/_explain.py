@@ -254,7 +254,7 @@ def _explain_op(op: _primitive.Op, eqn: Any, where: str, platform: str) -> OpRep
         attrs = op.cuda.attrs(avals, **params)
         scratch = tuple(
             Scratch(shape, _checks.dtype_name(dtype), _primitive.scratch_bytes([(shape, dtype)]))
-            for shape, dtype in op.cuda.scratch(avals, **params)
+            for shape, dtype in _scratch(op, avals, params)
             if 0 not in shape
         )
     runs = "pure XLA"
@@ -268,6 +268,13 @@ def _explain_op(op: _primitive.Op, eqn: Any, where: str, platform: str) -> OpRep
         *(op.name, where, operands, why, target, reason, fallback, attrs, scratch, runs),
         weight_bytes,
     )
+
+
+def _scratch(op: _primitive.Op, avals: Any, params: Any) -> list[_primitive.Spec]:
+    """Buffers of a call beside what whoever binds it wants."""
+    assert op.cuda is not None
+    own = op.cuda.scratch(avals, **params)
+    return [*op.out(*avals, **params), *own] if op.cuda.result_is_scratch else own
 
 
 def _text(value: Any) -> str:

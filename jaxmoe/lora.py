@@ -6,15 +6,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmoe._gemm.gate_up import activate
 from jaxmoe._jax import checks as _checks
+from jaxmoe._mlp.adapted import composed, is_call, layer_op
 from jaxmoe._mlp.checks import check_experts
+from jaxmoe._mlp.operands import Layer, Operands, join
 from jaxmoe.activation import resolve
-from jaxmoe.experts import Experts
-from jaxmoe.finalize import finalize
-from jaxmoe.grouped_gemm import grouped_gemm
-from jaxmoe.permute import permute
-from jaxmoe.plan import Plan, plan
+from jaxmoe.experts import Experts, format_of
+from jaxmoe.mlp import operands_of, static_of
 from jaxmoe.quantize import QuantizedArray
 from jaxmoe.routing import Routing
 
@@ -144,50 +142,17 @@ def moe_mlp(
     tokens = x.reshape(-1, hidden)
     top_k = routing.expert_ids.shape[-1]
     ids, weights = (a.reshape(-1, top_k) for a in (routing.expert_ids, routing.weights))
-    several = adapters.down_b.ndim == 4
-    num_adapters = adapters.down_b.shape[0] if several else 1
-    chosen = jnp.zeros(tokens.shape[0], jnp.int32)
-    if adapter_ids is not None:
-        chosen = adapter_ids.reshape(-1)
-    there = (chosen >= 0) & (chosen < num_adapters)
-    num_experts = experts.num_experts
-    known = (ids >= 0) & (ids < num_experts)
-    slot = ids * num_adapters + jnp.where(there, chosen, 0)[:, None]
-    order = plan(jnp.where(known, slot, -1).astype(jnp.int32), num_experts * num_adapters)
-    of_row = None
-    if adapter_ids is not None and tokens.shape[0]:
-        of_row = there[jnp.maximum(order.row_to_token, 0)]
-
-    def product(rows: jax.Array, w: Any, layout: str, bias: Any, a: Any, b: Any) -> jax.Array:
-        of_rows = order, num_experts, of_row
-        return _adapted(rows, w, layout, bias, a, b, adapters.scale, *of_rows, experts.accum)
-
-    first, second = experts.layouts
-    rows = permute(tokens, order)
-    if experts.gate is None:
-        w, bias = (
-            (experts.up, experts.up_bias)
-            if experts.gate_up is None
-            else (experts.gate_up, experts.gate_up_bias)
-        )
-        z = product(rows, w, first, bias, adapters.gate_up_a, adapters.gate_up_b)
-    else:
-        halves = jnp.split(adapters.gate_up_b, 2, axis=-1)
-        arrays = ((experts.gate, experts.gate_bias), (experts.up, experts.up_bias))
-        parts = [
-            product(rows, w, first, bias, adapters.gate_up_a, b)
-            for (w, bias), b in zip(arrays, halves, strict=True)
-        ]
-        z = jnp.concatenate(parts, axis=1)
-    act = resolve(experts.activation)
-    h = activate(z, act, experts.order).astype(x.dtype)
-    if not act.fused:  # which may not be 0 at 0: rows of no expert are in no common scale
-        used = jnp.arange(h.shape[0], dtype=jnp.int32) < order.expert_offsets[-1]
-        h = jnp.where(used[:, None], h, jnp.zeros((), h.dtype))
-    y = product(h, experts.down, second, experts.down_bias, adapters.down_a, adapters.down_b)
     if residual is not None:
         residual = residual.reshape(tokens.shape)
-    y = finalize(y.astype(x.dtype), order, weights, residual=residual)
+    matrices = tuple(getattr(adapters, f.name) for f in dataclasses.fields(adapters)[:-1])
+    a, layer = _operands(tokens, ids, weights, residual, experts)
+    if is_call(a, layer, matrices):
+        y = layer_op(a, layer, matrices, adapters.scale)
+    else:
+        chosen = None if adapter_ids is None else adapter_ids.reshape(-1)
+        y = composed(
+            tokens, ids, weights, residual, experts, matrices, adapters.scale, adapter_ids=chosen
+        )
     return y.reshape(*lead, hidden)
 
 
@@ -227,33 +192,15 @@ def merged(experts: Experts, adapters: Adapters) -> Experts:
     return dataclasses.replace(experts, down=down, **new)
 
 
-def _adapted(
-    rows: jax.Array,
-    w: Any,
-    layout: str,
-    bias: Any,
-    a: jax.Array,
-    b: jax.Array,
-    scale: float,
-    order: Plan,
-    num_experts: int,
-    of_row: jax.Array | None,
-    accum: str | None,
-) -> jax.Array:
-    """Rows times W and, apart, times A and B of their adapter: the sum, float32."""
-    dtype, fine = rows.dtype, order.group_sizes
-    if not isinstance(w, QuantizedArray):
-        w = w.astype(dtype)
-        bias = None if bias is None else bias.astype(dtype)
-    sizes = fine.reshape(num_experts, -1).sum(axis=1, dtype=jnp.int32)
-    frozen = grouped_gemm(rows, w, sizes, bias=bias, weight_layout=layout, accum=accum)
-    if a.ndim == 4:  # groups are experts, and adapters within each
-        a, b = (m.swapaxes(0, 1).reshape(-1, *m.shape[2:]) for m in (a, b))
-    low = grouped_gemm(rows, a.astype(dtype), fine)
-    change = grouped_gemm(low, b.astype(dtype), fine).astype(jnp.float32) * scale
-    if of_row is not None:
-        change = jnp.where(of_row[:, None], change, 0.0)
-    return frozen.astype(jnp.float32) + change
+def _operands(
+    x: jax.Array, ids: jax.Array, weights: jax.Array, residual: Any, experts: Experts
+) -> tuple[Operands, Layer]:
+    """The layer without adapters, as its primitive takes it."""
+    local = (experts.num_experts, 0, experts.num_experts)
+    layer = static_of(_OP, x, experts, format_of(experts), local, None, True)
+    a = operands_of(x, ids, experts, None, layer)
+    a = a._replace(weights=weights, residual=residual)
+    return join(a, layer), layer
 
 
 def _check(

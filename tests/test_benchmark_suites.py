@@ -1,6 +1,7 @@
 """Suites that vary jaxmoe's own layer, on a CPU: its tiles, and how many layers there are."""
 
 import dataclasses
+import functools
 import json
 import sys
 from pathlib import Path
@@ -32,6 +33,7 @@ from benchmarks.suites import (  # noqa: E402
     ep_train,
     layer,
     layer_packed,
+    lora,
     routing,
     stack,
     tiles,
@@ -352,3 +354,22 @@ def test_training_over_devices_is_checked_and_timed(monkeypatch: pytest.MonkeyPa
     ep.close_memory()
     refused = ep_train.entries(dataclasses.replace(case, model=MODELS["odd"]))
     assert refused[0].refusal and refused[0].refusal.startswith("not run: 5 experts")
+
+
+def test_lora_suite_checks_the_adapted_layer(tmp_path: Path) -> None:
+    path = tmp_path / "lora.json"
+    command = f"--suite lora --models clamped --tokens 8 --skew uniform --repeats 3 --json {path}"
+    assert run.main(command.split()) == 0
+    found = [rows.Row.from_json(row) for row in json.loads(path.read_text())["rows"]]
+    timed = {row.impl: row for row in found if row.impl != "floor"}
+    assert list(timed) == ["jaxmoe", lora.ADAPTED["jaxmoe"]]  # 24 are no groups of 128 or 32
+    assert all(row.us and row.rel_err is not None and row.rel_err < 0.01 for row in timed.values())
+    # and adapters that are left out are found
+    case = Case(MODELS["clamped"], 8, "uniform", 1, weight_sets(MODELS["clamped"], 1))
+    plain, adapted = lora.entries(case)
+    assert plain.check is not None and adapted.check is not None
+    x, r = case.fresh
+    y = layer.moe_mlp(x, r, case.sets.nk[0], x * 0)
+    assert plain.check() < 0.01 and adapted.check() < 0.01
+    sets = functools.partial(lora._with_adapters, case.model, lambda: case.sets.nk)
+    assert lora._error(case, sets, y) > 0.1

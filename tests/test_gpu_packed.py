@@ -20,6 +20,7 @@ from jaxmoe import (
     reference,
 )
 from jaxmoe._formats.parts import pack
+from jaxmoe._gemm.dequantized import dequantize_p
 from jaxmoe._testing import GPT_OSS, Layer, assert_close, assert_equal, layer_inputs, normal, poison
 from tests import packed_oracle, token_oracle
 
@@ -301,3 +302,24 @@ def test_quantized_tokens(weights, tokens):
             dtype=np.dtype(jnp.bfloat16),
         )
         assert_close(out, wanted(low=False), wanted(low=True))
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("format", PACKED)
+def test_dequantized_by_the_kernel(format):
+    """To the bit what XLA gives, all codes and scales from small to large, zeros and NaN."""
+    rng = np.random.default_rng(3)
+    for shape in ((3, 64, 128), (2, 192, 384), (1, 128, 1024)):
+        w = rng.normal(size=shape) * 2.0 ** rng.integers(-20, 20, (*shape[:2], 1))
+        w[0, 5], w[-1, 7, 3] = 0.0, np.nan
+        q = quantize(jnp.asarray(w, jnp.bfloat16), format, weight_layout="nk")
+        decode = functools.partial(
+            dequantize_p,
+            format=_formats.QUANTIZED[format].of(jnp.bfloat16),
+            dtype=jnp.dtype(jnp.bfloat16),
+        )
+        run = jax.jit(lambda q, decode=decode: decode(q.values, q.scales)[0])
+        assert "jaxmoe_dequantize_v1" in run.lower(q).as_text()
+        poison(shape, jnp.bfloat16)
+        got, want = run(q), jax.jit(functools.partial(dequantize, dtype=jnp.bfloat16))(q)
+        assert_equal(*(jnp.where(w == 0, 0, w) for w in (got, want)))

@@ -9,10 +9,14 @@ import numpy as np
 import pytest
 
 import jaxmoe
-from jaxmoe import Experts, Routing, lora, quantize
+from jaxmoe import Experts, GemmConfig, Routing, lora, quantize
+from jaxmoe._gemm.tiles import ADAPTED_TILES, PACKED_ADAPTED_TILES, with_adapters
+from jaxmoe._mlp import adapted
 from jaxmoe._testing import assert_equal
+from tests.lowered import calls, cuda_text
 
 E, H, WIDTH, T, RANK = 4, 64, 64, 10, 8
+CALL = "jaxmoe_adapted_moe_mlp_v1"
 FIRST_AND_DOWN = ("gate_up", "down")
 
 
@@ -43,6 +47,22 @@ def example(kind="joined"):
     ids[3, 1] = -1
     weights = rng.random((T, 2)).astype(np.float32)
     return normal(rng, 1, T, H)[0] * 3, Routing(ids, weights), experts, adapters
+
+
+def narrow(kind="joined", format=None, dtype=jnp.bfloat16):
+    """The same in 16 bits, weights in a format."""
+    x, routing, experts, adapters = example(kind)
+    arrays = {
+        f.name: jnp.asarray(value, dtype)
+        for f in dataclasses.fields(experts)
+        if isinstance(value := getattr(experts, f.name), np.ndarray)
+    }
+    if format is not None:
+        for name in ("gate_up", "gate", "up", "down"):
+            if name in arrays:
+                layout = experts.layouts[name == "down"]
+                arrays[name] = quantize(arrays[name], format, weight_layout=layout)
+    return jnp.asarray(x, dtype), routing, dataclasses.replace(experts, **arrays), adapters
 
 
 layer = jax.jit(lora.moe_mlp)
@@ -279,3 +299,83 @@ def test_several_or_quantized_are_not_merged():
     }
     with pytest.raises(TypeError, match="experts must be plain"):
         lora.merged(dataclasses.replace(experts, **q), adapters)
+
+
+@pytest.mark.parametrize(
+    ("kind", "format"),
+    (
+        ("joined", None),
+        ("two", None),
+        ("ungated", None),
+        ("joined", "mxfp4"),
+        ("joined", "int4_g64"),
+    ),
+)
+def test_one_call_on_cuda(kind, format):
+    """Which elsewhere is the ops that it stands for, of the experts that it was given."""
+    x, routing, experts, adapters = narrow(kind, format)
+    residual = x[::-1]
+    text = cuda_text(lambda x: lora.moe_mlp(x, routing, experts, adapters, residual=residual), x)
+    assert [call[0] for call in calls(text)] == [CALL]
+    assert "scale = 5.000000e-01 : f32" in text
+    got = layer(x, routing, experts, adapters, residual=residual)
+    matrices = tuple(jax.tree.leaves(adapters))
+    of_routing = routing.expert_ids, routing.weights
+    fn = jax.jit(functools.partial(adapted.composed, scale=adapters.scale))
+    assert_equal(got, fn(x, *of_routing, residual, experts, matrices))
+
+
+def test_no_call_where_the_kernels_have_none():
+    cases = {
+        "fp16": narrow(dtype=jnp.float16),
+        "quantized tokens": narrow(format="fp8_channel"),
+        "a scale for each row": narrow(format="int8_channel"),
+        "a scale for gate and up each": narrow("two", "mxfp4"),
+        "several adapters": narrow(),
+    }
+    for why, (x, routing, experts, adapters) in cases.items():
+        ids = None
+        if why == "several adapters":
+            adapters = jax.tree.map(lambda a: a[None], adapters)
+            ids = np.zeros(T, np.int32)
+
+        def run(x, routing=routing, experts=experts, adapters=adapters, ids=ids):
+            return lora.moe_mlp(x, routing, experts, adapters, adapter_ids=ids)
+
+        text = cuda_text(run, x)
+        assert CALL not in text and "jaxmoe_grouped_gemm_v1" in text, why
+
+
+def test_tiles_with_adapters():
+    def tile(*given, packed=False, **options):
+        config = with_adapters(GemmConfig(*given, **options), packed)
+        assert config.tile in (PACKED_ADAPTED_TILES if packed else ADAPTED_TILES)
+        assert not config.one_kernel
+        return (*config.tile, config.gather)
+
+    assert tile(128, 8, split_k=2, gather=True, one_kernel=True) == (128, 32, 1, 1, True)
+    assert tile(256, 160, cluster=2, gather=True) == (256, 160, 2, 1, True)
+    assert tile(128, 16, split_k=4, gather=True, packed=True) == (128, 64, 1, 1, False)
+    assert tile(128, 128, packed=True) == (128, 128, 1, 1, False)
+
+
+def test_derivatives_of_the_call_are_those_of_the_ops():
+    x, routing, experts, adapters = narrow(format="mxfp4")
+    of_routing = routing.expert_ids, routing.weights
+
+    def loss(adapters, x):
+        return (lora.moe_mlp(x, routing, experts, adapters).astype(jnp.float32) ** 2).sum()
+
+    def apart(adapters, x):
+        matrices = tuple(jax.tree.leaves(adapters))
+        y = adapted.composed(x, *of_routing, None, experts, matrices, adapters.scale)
+        return (y.astype(jnp.float32) ** 2).sum()
+
+    got, want = (jax.jit(jax.grad(f, (0, 1)))(adapters, x) for f in (loss, apart))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert np.asarray(b, np.float32).any()
+        np.testing.assert_allclose(
+            np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=0.02, atol=0.02
+        )
+    batch = jax.vmap(lambda x: lora.moe_mlp(x, routing, experts, adapters))(jnp.stack([x, 2 * x]))
+    assert_equal(batch[0], layer(x, routing, experts, adapters))

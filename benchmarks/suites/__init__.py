@@ -9,6 +9,7 @@ from benchmarks.suites import (
     layer,
     layer_fp8,
     layer_packed,
+    lora,
     ops,
     routing,
     stack,
@@ -31,6 +32,7 @@ SUITES: dict[str, Callable[[Case], list[Entry]]] = {
     "train": train.entries,
     "ep": ep.entries,
     "ep_train": ep_train.entries,
+    "lora": lora.entries,
 }
 
 # Models and numbers of tokens of a plain run, where a suite is not about all of them.
@@ -40,4 +42,5 @@ GRIDS: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
     "train": (train.DEFAULT_MODELS, train.DEFAULT_TOKENS),
     "ep": (ep.DEFAULT_MODELS, ep.DEFAULT_TOKENS),
     "ep_train": (ep_train.DEFAULT_MODELS, ep_train.DEFAULT_TOKENS),
+    "lora": (lora.DEFAULT_MODELS, lora.DEFAULT_TOKENS),
 }

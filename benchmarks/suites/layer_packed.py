@@ -26,11 +26,12 @@ def entries(case: Case) -> list[Entry]:
     return [
         _entry(case, impl, format, tokens)
         for impl, (format, tokens) in VARIANTS.items()
-        if _divides(format, case.model.hidden) and _divides(format, case.model.intermediate)
+        if divides(format, case.model.hidden) and divides(format, case.model.intermediate)
     ]
 
 
-def _divides(format: str, size: int) -> bool:
+def divides(format: str, size: int) -> bool:
+    """Whether an axis of so many elements may be contracted, or stored, in a format."""
     return all(size % step == 0 for step in _formats.QUANTIZED[format].steps)
 
 

@@ -91,6 +91,29 @@ __device__ __forceinline__ void ClusterSyncInit() {
   ClusterWait();
 }
 
+// CTAs of the cluster, 1 without one.
+__device__ __forceinline__ int ClusterSize() {
+  int size;
+  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
+  return size;
+}
+
+// Loads 16 bytes of shared memory of another CTA of the cluster, at the place that `address` is in
+// this one's.
+__device__ __forceinline__ float4 LoadFrom(const void* address, int rank) {
+  float4 v;
+  asm volatile(
+      "{\n"
+      ".reg .b32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %4, %5;\n"
+      "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [remote];\n"
+      "}\n"
+      : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+      : "r"(SmemAddress(address)), "r"(rank)
+      : "memory");
+  return v;
+}
+
 // Every thread of every CTA of the cluster.
 __device__ __forceinline__ void ClusterSync() {
   asm volatile("barrier.cluster.arrive;\nbarrier.cluster.wait;" ::: "memory");

@@ -132,6 +132,17 @@ __device__ __forceinline__ void CopyAsyncWaitAll() {
   asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
+// Ends a group of copies of this thread.
+__device__ __forceinline__ void CopyAsyncCommit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Waits for all groups but the last kLeft.
+template <int kLeft>
+__device__ __forceinline__ void CopyAsyncWaitGroups() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
+}
+
 // Makes shared memory written by threads visible to wgmma.
 __device__ __forceinline__ void FenceProxyAsync() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -166,6 +177,14 @@ __device__ __forceinline__ constexpr uint64_t Swizzle128Descriptor(uint32_t smem
   constexpr uint64_t kStride = uint64_t{1024 >> 4} << 32;
   constexpr uint64_t kLeading = uint64_t{kBlockBytes >> 4} << 16;  // else unused
   return kSwizzle128 | kStride | kLeading | ((smem_address & 0x3FFFF) >> 4);
+}
+
+// The same of rows of 32 bytes, k along them, swizzled by halves: 8 of them are 256 bytes.
+__device__ __forceinline__ constexpr uint64_t Swizzle32Descriptor(uint32_t smem_address) {
+  constexpr uint64_t kSwizzle32 = uint64_t{3} << 62;
+  constexpr uint64_t kStride = uint64_t{256 >> 4} << 32;
+  constexpr uint64_t kLeading = uint64_t{1} << 16;  // unused
+  return kSwizzle32 | kStride | kLeading | ((smem_address & 0x3FFFF) >> 4);
 }
 
 // A descriptor moved by bytes. Addresses of shared memory never carry into the fields above them.
@@ -365,6 +384,14 @@ __device__ __forceinline__ void MmaWarp(const uint32_t (&a)[4],
 // of matrix i.
 __device__ __forceinline__ void LoadMatrix4(uint32_t row, uint32_t (&m)[4]) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+               : "r"(row)
+               : "memory");
+}
+
+// The same of transposed matrices.
+__device__ __forceinline__ void LoadMatrix4Transposed(uint32_t row, uint32_t (&m)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
                : "r"(row)
                : "memory");

@@ -30,14 +30,18 @@ nb::dict FormatCodes() {
   return codes;
 }
 
+// Kernels that are not there for every tile.
+enum class Special { kNone, kLayer, kAdapted };
+
 // (weight_tile, token_tile, cluster, split_k) -> CTAs an SM of kernels for packed weights or not,
-// whose sums are promoted or not; `layer`: of those that compute both products of a layer.
-nb::dict Tiles(bool packed, bool promoted, bool layer = false) {
+// whose sums are promoted or not, or of those that compute both products or add those of adapters.
+nb::dict Tiles(bool packed, bool promoted, Special special = Special::kNone) {
   nb::dict tiles;
   for (const KernelInfo& kernel : Kernels()) {
     const TileConfig& t = kernel.tile;
     if ((kernel.packing != Packing::kNone) != packed || kernel.promoted != promoted) continue;
-    if (layer && !kernel.computes_layer) continue;
+    if (special == Special::kLayer && !kernel.computes_layer) continue;
+    if (special == Special::kAdapted && !kernel.adds_low_rank) continue;
     tiles[nb::make_tuple(t.weight_tile, t.token_tile, t.cluster, t.split_k)] = kernel.ctas_per_sm;
   }
   return tiles;
@@ -114,8 +118,10 @@ nb::dict Tables() {
   tables["tiles"] = Tiles(false, false);
   tables["promoted_tiles"] = Tiles(false, true);
   tables["packed_tiles"] = Tiles(true, false);
-  tables["layer_tiles"] = Tiles(false, false, true);
-  tables["packed_layer_tiles"] = Tiles(true, false, true);
+  tables["layer_tiles"] = Tiles(false, false, Special::kLayer);
+  tables["packed_layer_tiles"] = Tiles(true, false, Special::kLayer);
+  tables["adapted_tiles"] = Tiles(false, false, Special::kAdapted);
+  tables["packed_adapted_tiles"] = Tiles(true, false, Special::kAdapted);
   tables["max_route_experts"] = kRouteMaxExperts;
   tables["quant_block"] = kQuantBlock;
   tables["max_quant_partials"] = kMaxQuantPartials;

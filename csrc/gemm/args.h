@@ -77,6 +77,7 @@ struct MoeGemmArgs {
   CUtensorMap w_up_map;  // like w_map, for up rows in an array of their own
   int up_origin;         // weight row of the first row of that array, 0 if there is none
   int64_t x_rows;        // rows of X that row_index may name; others are zeros
+  LowRankProduct low;    // of kernels that add it
 };
 
 // Both products of a layer, see sm90/products.cuh.
@@ -103,6 +104,8 @@ struct Variant {
   bool stores_sums;   // MoeGemmArgs::z
   bool scales_rows;   // scales of rows of X beside packed weights
   cudaError_t (*launch)(const MoeGemmArgs&, int grid, bool pdl, cudaStream_t);
+  // The kernel that adds MoeGemmArgs::low, or null.
+  cudaError_t (*launch_adapted)(const MoeGemmArgs&, int grid, bool pdl, cudaStream_t);
   // The kernel that goes on with the down product, or null.
   cudaError_t (*launch_layer)(const MoeLayerArgs&, int grid, bool pdl, cudaStream_t);
 };

@@ -159,6 +159,9 @@ const char* MakeArgs(const MoeGemmProblem& p,
   if (p.out_rows != nullptr && (has_activation || quantizes || p.out_f32 || p.z != nullptr)) {
     return "rows stored elsewhere are the sums of bf16 and fp16 products";
   }
+  if (p.low.x != nullptr && (p.scales.x != nullptr || p.low.rank % 8 != 0)) {
+    return "adapters have a rank of whole 8 beside tokens without scales";
+  }
   if (is_packed && p.scales.x != nullptr && !variant->scales_rows) {
     return "tokens have no scales beside these packed weights";
   }
@@ -231,6 +234,7 @@ const char* MakeArgs(const MoeGemmProblem& p,
   args.stream_weights = mean_rows <= tile_rows;  // about one token tile a group
   args.activation = p.activation;
   args.z = p.z;
+  args.low = p.low;
   args.plans = p.plan != nullptr;
   args.writes_plan = p.writes_plan;
   if (args.plans) args.plan = *p.plan;
@@ -281,6 +285,8 @@ const char* LaunchMoeGemm(const MoeGemmProblem& p, const TileConfig& tile, cudaS
   if (variant == nullptr || (p.out_f32 && !variant->stores_float)) {
     return NoKernel(p, tile, p.out_f32 ? ", float32 output" : "");
   }
+  const auto launch = p.low.x != nullptr ? variant->launch_adapted : variant->launch;
+  if (launch == nullptr) return NoKernel(p, tile, ", adapters");
   if (IsEmpty(p)) return nullptr;
   MoeGemmArgs args;
   if (const char* error = MakeArgs(p, tile, variant, &args)) return error;
@@ -288,7 +294,7 @@ const char* LaunchMoeGemm(const MoeGemmProblem& p, const TileConfig& tile, cudaS
   if (const char* error = Reason(GridOf(MaxTiles(p, args, *variant), *variant, &grid))) {
     return error;
   }
-  return Reason(variant->launch(args, grid, p.pdl, stream));
+  return Reason(launch(args, grid, p.pdl, stream));
 }
 
 const char* LaunchMoeLayer(const MoeGemmProblem& gate_up,
@@ -333,9 +339,9 @@ std::vector<KernelInfo> Kernels() {
       tile.token_tile = v.token_tile;
       tile.cluster = v.cluster;
       tile.split_k = v.split_k;
-      const bool computes_layer = v.launch_layer != nullptr;
+      const bool computes_layer = v.launch_layer != nullptr, adds = v.launch_adapted != nullptr;
       kernels.push_back(
-          {v.packing, v.dtype, v.layout, v.promoted, tile, v.ctas_per_sm, computes_layer});
+          {v.packing, v.dtype, v.layout, v.promoted, tile, v.ctas_per_sm, computes_layer, adds});
     }
   }
   return kernels;

@@ -28,6 +28,24 @@ enum class WeightFormat : int {
 // multiplies. jaxmoe/_formats/packed.py has the order of bytes.
 enum class Packing : int { kNone, kMxfp4, kNvfp4, kInt4, kInt8, kMxfp8 };
 
+// By which the sums of packed weights and tokens in `dtype` are to be multiplied, beside the scale
+// of their weight: the traits of csrc/gemm/sm90/formats have what is missing from the exponents.
+constexpr float SumFactor(Packing packing, DType dtype) {
+  const bool fp16 = dtype == DType::kFloat16;
+  switch (packing) {
+    case Packing::kMxfp4:
+      return fp16 ? 0.5f : 1.0f;
+    case Packing::kMxfp8:
+      return fp16 ? 0x1p-7f : 0x1p-6f;
+    case Packing::kNvfp4:
+      return 128.0f;
+    case Packing::kInt4:
+      return fp16 ? 1.0f : 0x1p37f;
+    default:
+      return 1.0f;
+  }
+}
+
 // Packed weights lie in superblocks: 64 rows by a multiple of 64 of k. One has its values, 64 of k
 // after the other, then the strip of its scales.
 struct PackedLayout {

@@ -15,6 +15,7 @@ struct KernelInfo {
   TileConfig tile;
   int ctas_per_sm;
   bool computes_layer;  // there is a kernel that goes on with the down product
+  bool adds_low_rank;   // there is one that adds what adapters add
 };
 
 std::vector<KernelInfo> Kernels();

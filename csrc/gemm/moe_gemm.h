@@ -84,6 +84,14 @@ struct Fp8Scales {
   float* out_groups = nullptr;
 };
 
+// What is added to the sums of a product of bf16 or fp16 tokens before its activation: x w, of low
+// rank. A multiple of 8.
+struct LowRankProduct {
+  const void* x = nullptr;  // [rows, rank] in the product's order of rows; null: nothing is added
+  const void* w = nullptr;  // [num_weights, rank, n]
+  int rank = 0;
+};
+
 // True if the epilogue of this tile quantizes groups of 128 output features.
 constexpr bool QuantizesGroups(Shared shared, const TileConfig& tile) {
   return shared == Shared::kBlock && tile.weight_tile == 256;
@@ -124,7 +132,8 @@ struct MoeGemmProblem {
   ActivationParams activation;
   void* z = nullptr;  // [batch * rows_per_batch, n] for the sums before the activation, or null
   Fp8Scales scales;   // of FP8 operands; `w` of packed weights
-  bool pdl = false;   // programmatic dependent launch
+  LowRankProduct low;
+  bool pdl = false;           // programmatic dependent launch
   bool early_groups = false;  // groups were written before the previous launch began
   // Instead of group_starts, group_sizes, row_index and tile_counter: at most kMaxPlannedSlots
   // slots whose plan the kernel makes. Gathers rows with tiles of up to 32 tokens only.

@@ -1,10 +1,11 @@
 // The fused layer as launches: [plan], [permute], gate-up GEMM, down GEMM, finalize or zero_rows;
-// where tokens are quantized, also the quantization or the rounding of what each GEMM reads. Both
-// GEMMs may be one launch. With peers a table of where rows go comes before them, and a meeting
-// before finalize.
+// where tokens are quantized, also the quantization or the rounding of what each GEMM reads, and
+// with adapters a product of low rank of it. Both GEMMs may be one launch. With peers a table of
+// where rows go comes before them, and a meeting before finalize.
 #include "csrc/gemm/moe_mlp.h"
 
 #include "csrc/kernels/finalize.h"
+#include "csrc/kernels/low_rank.h"
 #include "csrc/kernels/permute.h"
 #include "csrc/kernels/zero_rows.h"
 
@@ -162,7 +163,8 @@ MoeGemmProblem Product(const Layer& layer, const MlpWeights& weights) {
   gemm.scales.shared = RowOf(p.format).weights;
   gemm.scales.promoted = weights.promoted;
   gemm.scales.w = weights.scales;
-  gemm.pdl = OverlapsPrevious(layer.rows, p.num_experts);
+  // What adapters add is computed before both products, and short.
+  gemm.pdl = OverlapsPrevious(layer.rows, p.num_experts) || p.adapters != nullptr;
   return gemm;
 }
 
@@ -178,7 +180,8 @@ MoeGemmProblem GateUpProblem(const Layer& layer) {
   gemm.gated = p.gated;
   gemm.gate_up = p.order;
   gemm.activation = p.activation;
-  gemm.early_groups = gemm.pdl && (layer.moves_x() || p.peers != nullptr);  // ran since the plan
+  // Whether something ran since the plan.
+  gemm.early_groups = gemm.pdl && (layer.moves_x() || p.peers != nullptr || p.adapters != nullptr);
   gemm.out = p.act;
   if (HasRowScales(p.rule)) gemm.scales.x = p.floats;
   if (!layer.quantized) return gemm;
@@ -209,6 +212,33 @@ MoeGemmProblem DownProblem(const Layer& layer) {
   gemm.scales.x = given ? p.static_act : layer.act_scales();
   gemm.scales.num_x = given ? static_cast<int>(p.num_static_act) : 1;
   return gemm;
+}
+
+// What adapters add to a product: x a for all of its rows, and what its epilogue multiplies. Sums
+// of packed weights are multiplied by the scale of each weight behind that: x a is divided by it.
+LowRankParams Lower(const Layer& layer, const MoeGemmProblem& gemm, const void* a, int64_t rank) {
+  LowRankParams low{};
+  low.x = gemm.x;
+  low.a = a;
+  low.out = layer.p.adapters->low;
+  low.group_offsets = gemm.group_starts;
+  low.dtype = layer.p.dtype;
+  low.x_rows = gemm.x_rows;
+  low.rows = layer.rows;
+  low.k = gemm.k;
+  low.rank = rank;
+  low.num_groups = gemm.num_groups;
+  low.scale = layer.p.adapters->scale;
+  if (gemm.packed.packing != Packing::kNone) {
+    low.scale /= SumFactor(gemm.packed.packing, gemm.dtype);
+    low.divisors = gemm.scales.w;
+  }
+  low.pdl = true;
+  return low;
+}
+
+LowRankProduct Added(const Layer& layer, const void* b, int64_t rank) {
+  return {layer.p.adapters->low, b, static_cast<int>(rank)};
 }
 
 PlanParams MakePlan(const Layer& layer) {
@@ -282,9 +312,18 @@ const char* LaunchMoeMlp(const MoeMlpParams& p, cudaStream_t stream) {
   const Layer layer(p);
   if (layer.rows == 0 || p.hidden == 0) return nullptr;
 
+  const MlpAdapters* const adapters = p.adapters;
+  if (adapters != nullptr && (layer.quantized || layer.rounds)) {
+    return "adapters are for layers whose tokens are not quantized";
+  }
+  const bool one_scale = RowOf(p.format).weights == Shared::kTensor && p.gate_up.up == nullptr;
+  if (adapters != nullptr && RowOf(p.format).is_packed() && !one_scale) {
+    return "adapters beside packed weights are for those with one scale each";
+  }
   const bool one_kernel = p.gate_up.tile.one_kernel;
-  if (one_kernel && (layer.quantized || layer.rounds || !p.gated)) {
-    return "one kernel for both products is for gated layers whose tokens are not quantized";
+  if (one_kernel && (adapters != nullptr || layer.quantized || layer.rounds || !p.gated)) {
+    return "one kernel for both products is for gated layers, neither quantized tokens nor "
+           "adapters";
   }
   const PlanParams plan = MakePlan(layer);
   MoeGemmProblem gate_up = GateUpProblem(layer);
@@ -292,7 +331,8 @@ const char* LaunchMoeMlp(const MoeMlpParams& p, cudaStream_t stream) {
   // Decoding a token or two: the GEMMs plan for themselves, which saves a launch. They write no
   // expert_offsets, which zero_rows reads, and a rounding by static scales of each expert; and
   // where rows go is known before they run.
-  const bool reads_offsets = p.y == nullptr || (layer.rounds && p.num_static_act > 1);
+  const bool reads_offsets =
+      p.y == nullptr || adapters != nullptr || (layer.rounds && p.num_static_act > 1);
   const bool planned_inside = !reads_offsets && layer.rows <= kMaxPlannedSlots && layer.gathers &&
                               p.gate_up.tile.token_tile <= 32;
   if (planned_inside) {
@@ -307,6 +347,14 @@ const char* LaunchMoeMlp(const MoeMlpParams& p, cudaStream_t stream) {
     }
   } else if (const char* error = Reason(LaunchPlan(plan, stream))) {
     return error;
+  }
+  if (adapters != nullptr) {
+    LowRankParams low = Lower(layer, gate_up, adapters->gate_up_a, adapters->gate_up_rank);
+    low.x = p.x;  // before it is copied in the order of experts, which L2 does not hold
+    low.row_index = gate_up.row_index;
+    low.x_rows = p.num_tokens;
+    if (const char* error = Reason(LaunchLowRank(low, stream))) return error;
+    gate_up.low = Added(layer, adapters->gate_up_b, adapters->gate_up_rank);
   }
   if (layer.quantizes_x) {
     QuantizeParams quantize = QuantizeX(layer);
@@ -336,6 +384,12 @@ const char* LaunchMoeMlp(const MoeMlpParams& p, cudaStream_t stream) {
       if (const char* error = Reason(LaunchRoundTokens(RoundAct(layer), stream))) return error;
     } else if (gate_up.out != down.x) {
       if (const char* error = Reason(LaunchQuantize(QuantizeAct(layer), stream))) return error;
+    }
+    if (adapters != nullptr) {
+      LowRankParams low = Lower(layer, down, adapters->down_a, adapters->down_rank);
+      low.early_groups = true;
+      if (const char* error = Reason(LaunchLowRank(low, stream))) return error;
+      down.low = Added(layer, adapters->down_b, adapters->down_rank);
     }
     if (const char* error = LaunchMoeGemm(down, down_tile, stream)) return error;
   }

@@ -78,6 +78,18 @@ struct MlpWeights {
   TileConfig tile;
 };
 
+// Adapters of low rank: the weights of both products are W + scale a b. One for each local expert.
+struct MlpAdapters {
+  const void* gate_up_a = nullptr;  // [E_l, H, gate_up_rank]
+  const void* gate_up_b = nullptr;  // [E_l, gate_up_rank, 2 I or I], in the order of the weight
+  const void* down_a = nullptr;     // [E_l, I, down_rank]
+  const void* down_b = nullptr;     // [E_l, down_rank, H]
+  void* low = nullptr;              // [R, the larger rank] scratch
+  int64_t gate_up_rank = 0;         // multiples of 8
+  int64_t down_rank = 0;
+  float scale = 1.0f;
+};
+
 // T tokens, K choices, R = T * K rows, H hidden, I intermediate, E experts of which E_l are local.
 // Where the format quantizes tokens, both products read them quantized, as e4m3. Beside packed
 // weights they read the numbers of `rule`, if there is one, and multiply sums by the scales of
@@ -120,6 +132,7 @@ struct MoeMlpParams {
   // If not null, tokens are those of all devices, and rows go to their sources, which finalize: its
   // weights, residual and y, not those above.
   const PeerRows* peers = nullptr;
+  const MlpAdapters* adapters = nullptr;  // or null; where tokens are not quantized or rounded
 };
 
 // Rows of x that a layer copies to where otherwise those of the down product lie. The same number

@@ -56,6 +56,10 @@ PACKED_ROUNDED = {(128, 160, 1, 1)}
 LAYER_TILES = {(128, 8, 1, 1), (128, 8, 1, 2), (128, 32, 1, 1)}
 PACKED_LAYER_TILES = {tile for tile in PACKED if tile[1] <= 16}
 
+# Those of the kernels that add what adapters of low rank add to the sums, of bf16 tokens.
+ADAPTED_TILES = {(128, 32, 1, 1), (128, 192, 1, 1), (256, 128, 1, 1), (256, 160, 2, 1)}
+PACKED_ADAPTED_TILES = {tile for tile in PACKED if tile[1] >= 64}
+
 MAX_GATHER = 32  # tokens of a tile that fetches rows by index beside quantized weights
 
 # Usual rows of a group that packed tiles fetch by index. Each row of a step is a copy to start, and
@@ -232,6 +236,24 @@ def with_float_output(config: GemmConfig | None, promoted: bool | None) -> GemmC
     if promoted is False and config.tile in NOT_PROMOTED:
         return GemmConfig(256, 128, raster=config.raster)
     return config
+
+
+def with_adapters(config: GemmConfig, packed: bool) -> GemmConfig:
+    """The nearest configuration among those of kernels that add what adapters add."""
+    tiles, tile = PACKED_ADAPTED_TILES if packed else ADAPTED_TILES, config.tile
+    if tile not in tiles:
+        rows = config.token_tile
+        tile = min(tiles, key=lambda t: (t[0] != config.weight_tile, abs(t[1] - rows)))
+    weight_tile, token_tile, cluster, split_k = tile
+    return dataclasses.replace(
+        config,
+        weight_tile=weight_tile,
+        token_tile=token_tile,
+        cluster=cluster,
+        split_k=split_k,
+        gather=config.gather and not packed,
+        one_kernel=False,
+    )
 
 
 def _split_k(row_bytes: int, tiles: float) -> int:

@@ -68,6 +68,7 @@ class CudaTarget:
       xla_splits: whether CUDA runs the pure JAX function wherever XLA partitions the program over
         some axes of a mesh. XLA would gather the operands of the call, and splits the function as
         its arguments are. Known while lowering only, so not to `explain`.
+      result_is_scratch: whether results are scratch to whoever binds the op, as `explain` says.
     """
 
     target: str
@@ -81,6 +82,7 @@ class CudaTarget:
     public: Callable[..., tuple[int, ...]] | None = None
     aliases: Callable[..., dict[str, int]] = _no_aliases
     xla_splits: bool = False
+    result_is_scratch: bool = False
 
 
 def lowers_to_cuda(op: "Op") -> bool:

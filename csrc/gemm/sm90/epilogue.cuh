@@ -8,20 +8,9 @@
 
 #include "csrc/gemm/sm90/activation.cuh"
 #include "csrc/gemm/sm90/scales.cuh"
+#include "csrc/gemm/sm90/warpgroup.cuh"
 
 namespace jaxmoe {
-
-// Place of a warpgroup's part of a tile in the output.
-struct EpilogueSite {
-  int weight;       // index of the weight matrix, for bias and scales
-  int row;          // first output row
-  int rows;         // rows to store
-  int feature;      // first output feature
-  int weight_row0;  // first weight row of its first 64-row block, for bias and scales
-  int weight_row1;  // first weight row of its second
-  int consumer;     // for its staging buffer and named barrier
-  int thread;       // 0..127
-};
 
 // Conversions of bias and output, whose element is the format's or chosen at run time.
 template <class T>

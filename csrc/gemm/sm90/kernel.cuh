@@ -11,6 +11,7 @@
 #pragma once
 
 #include "csrc/gemm/sm90/epilogue.cuh"
+#include "csrc/gemm/sm90/low_rank.cuh"
 #include "csrc/gemm/sm90/producer.cuh"
 #include "csrc/gemm/sm90/scheduler.cuh"
 #include "csrc/gemm/sm90/token_epilogue.cuh"
@@ -65,6 +66,7 @@ __device__ __forceinline__ void RunConsumer(const Args& kernel_args,
   }
   constexpr bool kRowScales = TakesRowScales<T>();
   if (kRowScales && first.scales.x != nullptr) GridDependencyWait();
+  if (T::kAddsLowRank) GridDependencyWait();  // its rows are the previous kernel's output
   using Scales = std::conditional_t<T::kScaled,
                                     std::conditional_t<kRowScales, RowScales<T>, TileScales<T>>,
                                     NoScales>;
@@ -85,7 +87,24 @@ __device__ __forceinline__ void RunConsumer(const Args& kernel_args,
     }
     if constexpr (kRowScales && !T::kLateScales) scales.FetchRows(args, info, share, lane);
     // How weights are packed is the same in both products.
-    RunMainloop<T>(first, smem, steps.last - steps.first, share, thread, step_scales, stage, acc);
+    const auto run = [&](const auto& last) {
+      const int num_k_steps = steps.last - steps.first;
+      RunMainloop<T>(first, smem, num_k_steps, share, thread, step_scales, stage, acc, last);
+    };
+    if constexpr (T::kAddsLowRank) {
+      const auto site = [&] { return SiteOf<T>(args, info, share, consumer, thread); };
+      const LowRank<T> low(args.low, smem, share.rows, consumer, thread);
+      low.Fetch(site(), args.n, 0);
+      if constexpr (T::kPacked) {  // whose loop has no register left, and may use another N
+        run(NothingLast());
+        low.AddFrom(0, site(), args.n, acc);
+      } else {
+        run(low);
+        low.AddFrom(LowRank<T>::kRank, site(), args.n, acc);
+      }
+    } else {
+      run(NothingLast());
+    }
     slot.Release();
     if constexpr (T::kSplitK > 1) {
       const bool sum_is_here = ReduceSlices<T>(smem, thread, slices_parity, acc);

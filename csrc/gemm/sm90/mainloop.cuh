@@ -6,18 +6,25 @@
 
 namespace jaxmoe {
 
+// Issues no products behind those of the k loop.
+struct NothingLast {
+  template <int kN, class Sums>
+  __device__ __forceinline__ void Issue(Sums&) const {}
+};
+
 // Bytes from one of a step's four wgmma operands to the next. K-major: 32 bytes along the 128-byte
 // row. MN-major: 16 rows of 128 bytes.
 template <class T>
 inline constexpr uint32_t kWeightAdvance = T::kMajor == cute::SM90::GMMA::Major::K ? 32 : 16 * 128;
 
-template <class T, int kN>
+template <class T, int kN, class Last>
 __device__ __forceinline__ void RunKSteps(const SharedStorage<T>& smem,
                                           int num_k_steps,
                                           const WarpgroupShare& share,
                                           int lane,
                                           PipelineState<T::kStages>& stage,
-                                          Accumulators<T>& acc) {
+                                          Accumulators<T>& acc,
+                                          const Last& last) {
   int previous = -1;
   for (int step = 0; step < num_k_steps; ++step) {
     ptx::BarrierWait(smem.full(stage.index), stage.parity);
@@ -50,6 +57,7 @@ __device__ __forceinline__ void RunKSteps(const SharedStorage<T>& smem,
     previous = stage.index;
     stage.Advance();
   }
+  last.template Issue<kN>(acc);
   cute::warpgroup_wait<0>();
   ptx::FenceAccumulator(acc[0]);
   ptx::FenceAccumulator(acc[1]);
@@ -83,7 +91,8 @@ __device__ __forceinline__ void RunPacked(Args&&... args) {
 
 // Runs the k loop with the smallest wgmma N that covers the share. Columns past that N stay
 // undefined. With tokens on M there is one N, and blocks of tokens past the share are zeros.
-template <class T, int kN = T::kFirstN>
+// `last` issues products behind those of the loop, of plain weights: see LowRank.
+template <class T, int kN = T::kFirstN, class Last>
 __device__ __forceinline__ void RunMainloop(const MoeGemmArgs& args,
                                             const SharedStorage<T>& smem,
                                             int num_k_steps,
@@ -91,12 +100,13 @@ __device__ __forceinline__ void RunMainloop(const MoeGemmArgs& args,
                                             int thread,
                                             const StepScales& scales,
                                             PipelineState<T::kStages>& stage,
-                                            Accumulators<T>& acc) {
+                                            Accumulators<T>& acc,
+                                            const Last& last) {
   if constexpr (kN < T::kWarpgroupTokens) {
     const bool has_loop = kN >= kFirstNOfZeros<T> || !args.packed.has_zeros;
     if (share.columns > kN || !has_loop) {
       RunMainloop<T, kN + T::kTokenStep>(
-          args, smem, num_k_steps, share, thread, scales, stage, acc);
+          args, smem, num_k_steps, share, thread, scales, stage, acc, last);
       return;
     }
   }
@@ -117,7 +127,7 @@ __device__ __forceinline__ void RunMainloop(const MoeGemmArgs& args,
   } else if constexpr (T::kPromoted) {
     RunPromotedKSteps<T, kN>(smem, num_k_steps, share, thread % 32, scales, stage, acc);
   } else {
-    RunKSteps<T, kN>(smem, num_k_steps, share, thread % 32, stage, acc);
+    RunKSteps<T, kN>(smem, num_k_steps, share, thread % 32, stage, acc, last);
   }
 }
 

@@ -33,7 +33,10 @@ constexpr int BlockStripBytes() {
   return 0;
 }
 
-constexpr int Largest(int a, int b, int c) { return a > b ? (a > c ? a : c) : b > c ? b : c; }
+constexpr int Largest(int a, int b, int c, int d) {
+  const int ab = a > b ? a : b, cd = c > d ? c : d;
+  return ab > cd ? ab : cd;
+}
 
 // Tokens whose output features one warpgroup stages in shared memory at once. Rows are padded by 16
 // bytes so that the 8 rows of a stmatrix fall into different banks.
@@ -57,14 +60,15 @@ template <class Format,
           int kCtasPerSm_,
           int kMulticast_,
           int kSplitK_,
-          Products kProducts_ = Products::kAny>
+          Products kProducts_ = Products::kAny,
+          bool kAddsLowRank_ = false>
 struct Tile {
   using Weight = typename Format::Weight;
   using Token = typename Format::Token;
   using Out = typename Format::Out;
   using Decoder = Format;  // of packed weights
-  template <Products kOf>
-  using Only = Tile<Format,
+  template <Products kOf, bool kAdds>
+  using Like = Tile<Format,
                     kMajor_,
                     kWeightTile_,
                     kTokenTile_,
@@ -73,7 +77,12 @@ struct Tile {
                     kCtasPerSm_,
                     kMulticast_,
                     kSplitK_,
-                    kOf>;
+                    kOf,
+                    kAdds>;
+  // The same tile in other kernels: for some products, or with what adapters add to their sums.
+  template <Products kOf>
+  using Only = Like<kOf, kAddsLowRank_>;
+  using Adapted = Like<kProducts_, true>;
   static constexpr bool kPacked = Format::kPacking != Packing::kNone;
   static constexpr Packing kPacking = Format::kPacking;
   static constexpr bool kScaled = Format::kScaling != Scaling::kNone;
@@ -170,15 +179,28 @@ struct Tile {
   // The epilogue goes through shared memory a chunk of tokens at a time.
   template <bool kGated>
   using Staging = StagedChunk<kGated, kWarpgroupTokens, kTokensOnM>;
-  // Sums of eight tokens fit as well, as float32: see Epilogue::ApplyAny.
+  // Sums of eight tokens fit as well, as float32: see Epilogue::ApplyAny. So do 16 ranks of what is
+  // added to the sums of a warpgroup: see LowRank.
   static constexpr int kSumPitch = kWarpgroupRows * 4 + 16;
-  static constexpr int kStagingBytes =
-      Largest(Staging<true>::kBytes, Staging<false>::kBytes, kTokensOnM ? 0 : 8 * kSumPitch);
+  static constexpr bool kAddsLowRank = kAddsLowRank_;
+  static constexpr int kLowRank = 16;
+  static constexpr int kLowRankBytes = 2 * kLowRank * (kWarpgroupRows + kWarpgroupTokens);
+  static constexpr int kStagingAlignment = kAddsLowRank ? 1024 : 128;  // of a swizzle pattern
+  static constexpr int kStagingBytes = RoundUp(Largest(Staging<true>::kBytes,
+                                                       Staging<false>::kBytes,
+                                                       kTokensOnM ? 0 : 8 * kSumPitch,
+                                                       kAddsLowRank ? kLowRankBytes : 0),
+                                               kStagingAlignment);
 
   // There is one kernel for both products of a layer. Wider tiles of packed weights lose more to
   // instructions that are not there than they win.
   static constexpr bool kHasLayerKernel =
       kDecode && !kTokenScaled && kTokenTile <= (kPacked ? 16 : 32);
+
+  // Kernels that add what adapters add are apart, as they would cost the others up to 8 %: of bf16
+  // tokens, and tiles that serve all numbers of rows.
+  static constexpr bool kHasAdaptedKernel = !kTokenScaled && std::is_same_v<Token, __nv_bfloat16> &&
+                                            kSplitK == 1 && kTokenTile >= (kPacked ? 64 : 32);
 
   static constexpr int kRing = 2;  // tiles known ahead, see scheduler.cuh
 
@@ -199,7 +221,7 @@ struct Tile {
   // Scale and bias of each weight row of a warpgroup, see TokenMajorEpilogue.
   static constexpr int kColumnBytes = kTokensOnM ? kWarpgroupRows * 8 : 0;
 
-  static constexpr int kStagingOffset = RoundUp(kStages * kStageBytes, 128);
+  static constexpr int kStagingOffset = RoundUp(kStages * kStageBytes, kStagingAlignment);
   static constexpr int kPartialOffset = kStagingOffset + kConsumers * kStagingBytes;
   static constexpr int kTokenScaleOffset = kPartialOffset + (kSplitK - 1) * kPartialBytes;
   // Tiles with whole groups of 128 features can quantize them. Gated, the two warpgroups have half

@@ -53,6 +53,9 @@ Variant MakeVariant() {
   v.stores_sums = !T::kScaled;
   v.scales_rows = TakesRowScales<T>();
   v.launch = &LaunchProduct<T>;
+  if constexpr (T::kHasAdaptedKernel) {
+    v.launch_adapted = &LaunchPersistent<typename T::Adapted, MoeGemmArgs>;
+  }
   if constexpr (T::kHasLayerKernel) {
     v.launch_layer = &LaunchPersistent<T, MoeLayerArgs>;
   }

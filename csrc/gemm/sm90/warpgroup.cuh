@@ -20,4 +20,16 @@ struct WarpgroupShare {
   bool gathered;  // threads wrote the rows of X, not the copy engine
 };
 
+// Place of a warpgroup's part of a tile in the output.
+struct EpilogueSite {
+  int weight;       // index of the weight matrix, for bias and scales
+  int row;          // first output row
+  int rows;         // rows to store
+  int feature;      // first output feature
+  int weight_row0;  // first weight row of its first 64-row block, for bias and scales
+  int weight_row1;  // first weight row of its second
+  int consumer;     // for its staging buffer and named barrier
+  int thread;       // 0..127
+};
+
 }  // namespace jaxmoe

@@ -17,7 +17,7 @@ struct Int4 : PackedWeights<Element, Packing::kInt4, 384> {
   using Symmetric = std::conditional_t<kZeros, Int4<Element, false>, void>;
 
   static constexpr bool kHalf = std::is_same_v<Element, __half>;
-  static constexpr float kFactor = kHalf ? 1.0f : 0x1p37f;
+  static constexpr float kFactor = SumFactor(Packing::kInt4, DTypeOf<Element>());
   static constexpr uint32_t k16th = kHalf ? 0x2C002C00 : 0x3D803D80;
   static constexpr uint32_t kOne = kHalf ? 0x6400 : 0;  // what codes are added to, as bits
 

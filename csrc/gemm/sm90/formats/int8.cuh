@@ -7,7 +7,7 @@ namespace jaxmoe {
 
 template <class Element>
 struct Int8 : PackedWeights<Element, Packing::kInt8, 0> {
-  static constexpr float kFactor = 1.0f;
+  static constexpr float kFactor = SumFactor(Packing::kInt8, DTypeOf<Element>());
 
   struct Scales {};
 

@@ -9,7 +9,7 @@ template <class Element>
 struct Mxfp4 : PackedWithPowers<Element, Packing::kMxfp4> {
   // bf16: 2^-126 of the values, 2^126 of the scales. fp16: 2^-14 and 2^15, so that no scale is the
   // infinity; scales below 2^-29 of the largest of an expert are zero there.
-  static constexpr float kFactor = std::is_same_v<Element, __half> ? 0.5f : 1.0f;
+  static constexpr float kFactor = SumFactor(Packing::kMxfp4, DTypeOf<Element>());
 
   using typename PackedWithPowers<Element, Packing::kMxfp4>::Scales;
   using typename PackedWithPowers<Element, Packing::kMxfp4>::Site;

@@ -9,7 +9,7 @@ template <class Element>
 struct Mxfp8 : PackedWithPowers<Element, Packing::kMxfp8> {
   // bf16: 2^-120 of the values, 2^126 of the scales. fp16: 2^-8 and 2^15; scales below 2^-29 of the
   // largest of an expert are zero there.
-  static constexpr float kFactor = std::is_same_v<Element, __half> ? 0x1p-7f : 0x1p-6f;
+  static constexpr float kFactor = SumFactor(Packing::kMxfp8, DTypeOf<Element>());
 
   using typename PackedWithPowers<Element, Packing::kMxfp8>::Scales;
   using typename PackedWithPowers<Element, Packing::kMxfp8>::Site;

@@ -7,7 +7,8 @@ namespace jaxmoe {
 
 template <class Element>
 struct Nvfp4 : PackedWeights<Element, Packing::kNvfp4, 256> {
-  static constexpr float kFactor = 128.0f;  // of both elements, see Scale
+  static constexpr float kFactor =
+      SumFactor(Packing::kNvfp4, DTypeOf<Element>());  // of both elements, see Scale
 
   struct Scales {
     uint32_t bytes;  // [row][group]
