@@ -87,23 +87,22 @@ __device__ __forceinline__ void RunConsumer(const Args& kernel_args,
     }
     if constexpr (kRowScales && !T::kLateScales) scales.FetchRows(args, info, share, lane);
     // How weights are packed is the same in both products.
-    const auto run = [&](const auto& last) {
-      const int num_k_steps = steps.last - steps.first;
-      RunMainloop<T>(first, smem, num_k_steps, share, thread, step_scales, stage, acc, last);
-    };
-    if constexpr (T::kAddsLowRank) {
-      const auto site = [&] { return SiteOf<T>(args, info, share, consumer, thread); };
-      const LowRank<T> low(args.low, smem, share.rows, consumer, thread);
-      low.Fetch(site(), args.n, 0);
-      if constexpr (T::kPacked) {  // whose loop has no register left, and may use another N
-        run(NothingLast());
-        low.AddFrom(0, site(), args.n, acc);
-      } else {
-        run(low);
-        low.AddFrom(LowRank<T>::kRank, site(), args.n, acc);
-      }
+    const int num_k_steps = steps.last - steps.first;
+    const auto site_of = [&] { return SiteOf<T>(args, info, share, consumer, thread); };
+    if constexpr (!T::kAddsLowRank) {
+      RunMainloop<T>(
+          first, smem, num_k_steps, share, thread, step_scales, stage, acc, NothingLast());
     } else {
-      run(NothingLast());
+      const LowRank<T> low(args.low, smem, share.rows, consumer, thread);
+      low.Fetch(site_of(), args.n, 0);
+      if constexpr (T::kPacked) {  // whose loop has no register left, and may use another N
+        RunMainloop<T>(
+            first, smem, num_k_steps, share, thread, step_scales, stage, acc, NothingLast());
+        low.AddFrom(0, site_of(), args.n, acc);
+      } else {
+        RunMainloop<T>(first, smem, num_k_steps, share, thread, step_scales, stage, acc, low);
+        low.AddFrom(LowRank<T>::kRank, site_of(), args.n, acc);
+      }
     }
     slot.Release();
     if constexpr (T::kSplitK > 1) {
