@@ -198,9 +198,10 @@ struct Tile {
       kDecode && !kTokenScaled && kTokenTile <= (kPacked ? 16 : 32);
 
   // Kernels that add what adapters add are apart, as they would cost the others up to 8 %: of bf16
-  // tokens, and tiles that serve all numbers of rows.
+  // tokens, weights whose rows share a scale, and tiles that serve all numbers of rows.
   static constexpr bool kHasAdaptedKernel = !kTokenScaled && std::is_same_v<Token, __nv_bfloat16> &&
-                                            kSplitK == 1 && kTokenTile >= (kPacked ? 64 : 32);
+                                            kPacking != Packing::kInt8 && kSplitK == 1 &&
+                                            kTokenTile >= (kPacked ? 64 : 32);
 
   static constexpr int kRing = 2;  // tiles known ahead, see scheduler.cuh
 
