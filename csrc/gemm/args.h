@@ -37,6 +37,18 @@ struct PackedArgs {
   bool has_zeros;            // int4
 };
 
+// Those of a layout, but for where weights are.
+inline PackedArgs PackedArgsOf(const PackedLayout& layout, int64_t k) {
+  PackedArgs packed{};
+  packed.superblock_bytes = layout.superblock_bytes(k);
+  packed.superblock_steps = layout.superblock_k(k) / 64;
+  packed.block_bytes = k / layout.superblock_k(k) * packed.superblock_bytes;
+  packed.strip_bytes = layout.strip_bytes;
+  packed.by_32 = layout.groups == 2;
+  packed.has_zeros = layout.has_zeros;
+  return packed;
+}
+
 struct MoeGemmArgs {
   CUtensorMap w_map;  // (k, n, weight) or (n, k, weight): boxes of 128 bytes x 64 x 1
   CUtensorMap x_map;  // (k, row): boxes of 128 bytes x box_rows, or x 1 if boxes gather

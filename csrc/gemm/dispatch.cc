@@ -48,17 +48,10 @@ const Variant* FindVariant(const MoeGemmProblem& p, const TileConfig& tile) {
 
 // Weights of 64 rows a block; w and w_up have as many.
 PackedArgs MakePacked(const MoeGemmProblem& p, int rows) {
-  const PackedLayout& layout = p.packed;
-  PackedArgs packed{};
+  PackedArgs packed = PackedArgsOf(p.packed, p.k);
   packed.w = static_cast<const uint8_t*>(p.w);
   packed.w_up = static_cast<const uint8_t*>(p.w_up);
-  packed.superblock_bytes = layout.superblock_bytes(p.k);
-  packed.superblock_steps = layout.superblock_k(p.k) / 64;
-  packed.block_bytes = p.k / layout.superblock_k(p.k) * packed.superblock_bytes;
   packed.weight_bytes = rows / 64 * packed.block_bytes;
-  packed.strip_bytes = layout.strip_bytes;
-  packed.by_32 = layout.groups == 2;
-  packed.has_zeros = layout.has_zeros;
   return packed;
 }
 

@@ -130,11 +130,7 @@ cudaError_t LaunchDequantize(const DequantizeParams& p, cudaStream_t stream) {
   }
   DequantizeArgs args{};
   args.params = p;
-  args.packed.superblock_bytes = layout.superblock_bytes(p.k);
-  args.packed.superblock_steps = layout.superblock_k(p.k) / kStepK;
-  args.packed.block_bytes = p.k / layout.superblock_k(p.k) * args.packed.superblock_bytes;
-  args.packed.by_32 = layout.groups == 2;
-  args.packed.has_zeros = layout.has_zeros;
+  args.packed = PackedArgsOf(layout, p.k);
   args.scales_rows = format.weights == Shared::kRow;
   args.value_bytes = layout.value_bytes();
   switch (layout.packing) {
