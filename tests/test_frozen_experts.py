@@ -268,28 +268,8 @@ def test_expert_parallel(name, dispatch):
     close(gradients(layer, q, x, routing), gradients(jaxmoe.moe_mlp, plain, x, routing))
 
 
-def test_cuda_dequantizes_into_scratch_that_explain_states():
-    q, _ = experts("fp8_channel", jnp.bfloat16)
-    q = Experts(gate_up=q.gate_up, down=q.down, layout="nk")
-    x, routing = tokens()
-
-    def of_x(x):
-        y = jaxmoe.moe_mlp(x, routing, q)
-        return jnp.sum(y.astype(jnp.float32) ** 2)
-
-    x = x.astype(jnp.bfloat16)
-    text = cuda_text(jax.grad(of_x), x)
-    assert text.count("custom_call @jaxmoe_moe_mlp_v1") == 1
-    assert text.count("custom_call @jaxmoe_grouped_gemm_v1") >= 3
-    with _targets.force_cuda_lowering():
-        report = jaxmoe.explain(jax.grad(of_x), x)
-    reasons = [op.cuda_fallback for op in report.ops if op.op == "jaxmoe_dequantize"]
-    assert f"weights are dequantized by XLA, to {4 * 256 * 256 * 2} bytes of scratch" in reasons
-    assert all(op.cuda_reason is None for op in report.ops)
-
-
-@pytest.mark.parametrize("format", ("mxfp4", "int8_channel"))
-def test_cuda_has_a_kernel_that_dequantizes_packed_weights(format):
+def gradient_on_cuda(format):
+    """The program of a gradient of bf16 tokens, and its report."""
     q, _ = experts(format, jnp.bfloat16)
     q = Experts(gate_up=q.gate_up, down=q.down, layout="nk")
     x, routing = tokens()
@@ -299,11 +279,25 @@ def test_cuda_has_a_kernel_that_dequantizes_packed_weights(format):
         return jnp.sum(y.astype(jnp.float32) ** 2)
 
     x = x.astype(jnp.bfloat16)
-    text = cuda_text(jax.grad(of_x), x)
-    assert text.count("custom_call @jaxmoe_dequantize_v1") >= 2
     with _targets.force_cuda_lowering():
         report = jaxmoe.explain(jax.grad(of_x), x)
-    found = [op for op in report.ops if op.op == "jaxmoe_dequantize"]
+    assert all(op.cuda_reason is None for op in report.ops)
+    dequantized = [op for op in report.ops if op.op == "jaxmoe_dequantize"]
+    return cuda_text(jax.grad(of_x), x), dequantized
+
+
+def test_cuda_dequantizes_into_scratch_that_explain_states():
+    text, found = gradient_on_cuda("fp8_channel")
+    assert text.count("custom_call @jaxmoe_moe_mlp_v1") == 1
+    assert text.count("custom_call @jaxmoe_grouped_gemm_v1") >= 3
+    reasons = [op.cuda_fallback for op in found]
+    assert f"weights are dequantized by XLA, to {4 * 256 * 256 * 2} bytes of scratch" in reasons
+
+
+@pytest.mark.parametrize("format", ("mxfp4", "int8_channel"))
+def test_cuda_has_a_kernel_that_dequantizes_packed_weights(format):
+    text, found = gradient_on_cuda(format)
+    assert text.count("custom_call @jaxmoe_dequantize_v1") >= 2
     assert all(op.cuda_fallback is None for op in found)
     assert {op.cuda_attrs["format"].name for op in found} == {format}
     assert 4 * 256 * 256 * 2 in {op.cuda_scratch_bytes for op in found}

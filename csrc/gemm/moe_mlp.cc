@@ -222,7 +222,6 @@ LowRankParams Lower(const Layer& layer, const MoeGemmProblem& gemm, const void* 
   low.a = a;
   low.out = layer.p.adapters->low;
   low.group_offsets = gemm.group_starts;
-  low.dtype = layer.p.dtype;
   low.x_rows = gemm.x_rows;
   low.rows = layer.rows;
   low.k = gemm.k;
@@ -313,8 +312,8 @@ const char* LaunchMoeMlp(const MoeMlpParams& p, cudaStream_t stream) {
   if (layer.rows == 0 || p.hidden == 0) return nullptr;
 
   const MlpAdapters* const adapters = p.adapters;
-  if (adapters != nullptr && (layer.quantized || layer.rounds)) {
-    return "adapters are for layers whose tokens are not quantized";
+  if (adapters != nullptr && (layer.quantized || layer.rounds || p.dtype != DType::kBFloat16)) {
+    return "adapters are for layers of bf16 tokens that are not quantized";
   }
   const bool one_scale = RowOf(p.format).weights == Shared::kTensor && p.gate_up.up == nullptr;
   if (adapters != nullptr && RowOf(p.format).is_packed() && !one_scale) {

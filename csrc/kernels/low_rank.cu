@@ -1,4 +1,4 @@
-// Launches a product of low rank for its element type.
+// Launches a product of low rank.
 #include <algorithm>
 
 #include "csrc/kernels/low_rank.cuh"
@@ -14,8 +14,6 @@ cudaError_t LaunchLowRank(const LowRankParams& p, cudaStream_t stream) {
       p.k % 8 != 0 || p.rank % 8 != 0) {
     return cudaErrorInvalidValue;
   }
-  const bool bf16 = p.dtype == DType::kBFloat16;
-  if (!bf16 && p.dtype != DType::kFloat16) return cudaErrorInvalidValue;
   int sm_count = 0;
   JAXMOE_RETURN_IF_CUDA_ERROR(GetSmCount(&sm_count));
   // Blocks that share a tile's k: as many as run at once, each with enough of it.
@@ -26,7 +24,7 @@ cudaError_t LaunchLowRank(const LowRankParams& p, cudaStream_t stream) {
     cluster *= 2;
   }
   return LaunchClusters(
-      bf16 ? LowRankKernel<__nv_bfloat16> : LowRankKernel<__half>,
+      LowRankKernel,
       dim3(static_cast<unsigned>(tiles * cluster), static_cast<unsigned>(columns)),
       dim3(kLowRankThreads),
       cluster,

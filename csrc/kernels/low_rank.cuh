@@ -140,7 +140,6 @@ class LowRankSource {
 
 using LowRankSums = float[kLowRankRows / 16][2][4];  // [16 rows][8 columns]
 
-template <class Element>
 __device__ __forceinline__ void MultiplyLowRank(const LowRankStage& stage,
                                                 int rows,
                                                 int lane,
@@ -156,15 +155,14 @@ __device__ __forceinline__ void MultiplyLowRank(const LowRankStage& stage,
       if (16 * m < rows) {
         uint32_t x[4];
         ptx::LoadMatrix4(stage.X(16 * m + 8 * (matrix % 2) + i, 2 * step + matrix / 2), x);
-        ptx::MmaWarp<Element>(x, a[0], a[1], acc[m][0]);
-        ptx::MmaWarp<Element>(x, a[2], a[3], acc[m][1]);
+        ptx::MmaWarp<__nv_bfloat16>(x, a[0], a[1], acc[m][0]);
+        ptx::MmaWarp<__nv_bfloat16>(x, a[2], a[3], acc[m][1]);
       }
     }
   }
 }
 
 // NOTE: nothing is read through the read-only path, see GridDependencyWait.
-template <class Element>
 __global__ void __launch_bounds__(kLowRankThreads, 3)
     LowRankKernel(const __grid_constant__ LowRankParams p) {
   constexpr int kWarps = kLowRankThreads / 32;
@@ -210,7 +208,7 @@ __global__ void __launch_bounds__(kLowRankThreads, 3)
     __syncwarp();  // copies of all lanes are there, and the stage before has been read
     fetch_a(i + LowRankStage::kCount - 1);
     fetch_x(i + LowRankStage::kCount - 1);
-    MultiplyLowRank<Element>(stage(i), tile.rows, lane, acc);
+    MultiplyLowRank(stage(i), tile.rows, lane, acc);
   }
   __syncthreads();  // every warp has read its stages
 
@@ -256,10 +254,10 @@ __global__ void __launch_bounds__(kLowRankThreads, 3)
   if (row >= tile.rows || column >= p.rank) return;
   const float scale = p.divisors == nullptr ? p.scale : p.scale / p.divisors[tile.group];
   uint4 packed;
-  packed.x = ptx::Pack2<Element>(sum[0].x * scale, sum[0].y * scale);
-  packed.y = ptx::Pack2<Element>(sum[0].z * scale, sum[0].w * scale);
-  packed.z = ptx::Pack2<Element>(sum[1].x * scale, sum[1].y * scale);
-  packed.w = ptx::Pack2<Element>(sum[1].z * scale, sum[1].w * scale);
+  packed.x = ptx::Pack2<__nv_bfloat16>(sum[0].x * scale, sum[0].y * scale);
+  packed.y = ptx::Pack2<__nv_bfloat16>(sum[0].z * scale, sum[0].w * scale);
+  packed.z = ptx::Pack2<__nv_bfloat16>(sum[1].x * scale, sum[1].y * scale);
+  packed.w = ptx::Pack2<__nv_bfloat16>(sum[1].z * scale, sum[1].w * scale);
   auto* const out = static_cast<uint16_t*>(p.out) + (tile.row + row) * p.rank + column;
   *reinterpret_cast<uint4*>(out) = packed;
 }

@@ -1,11 +1,9 @@
-// Host contract of a product of low rank: rows in groups by matrices of few columns.
+// Host contract of a product of low rank: bf16 rows in groups by matrices of few columns.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
-
-#include "csrc/common/types.h"
 
 namespace jaxmoe {
 
@@ -17,7 +15,6 @@ struct LowRankParams {
   void* out = nullptr;                     // [rows, rank]
   const int32_t* group_offsets = nullptr;  // [num_groups + 1], at most `rows`
   const int32_t* row_index = nullptr;      // [rows], others than rows of x are zeros; null: r
-  DType dtype = DType::kBFloat16;          // of all three: bf16 or fp16
   int64_t x_rows = 0;
   int64_t rows = 0;
   int64_t k = 0;     // a multiple of 8
