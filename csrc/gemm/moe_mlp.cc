@@ -163,8 +163,7 @@ MoeGemmProblem Product(const Layer& layer, const MlpWeights& weights) {
   gemm.scales.shared = RowOf(p.format).weights;
   gemm.scales.promoted = weights.promoted;
   gemm.scales.w = weights.scales;
-  // What adapters add is computed before both products, and short.
-  gemm.pdl = OverlapsPrevious(layer.rows, p.num_experts) || p.adapters != nullptr;
+  gemm.pdl = OverlapsPrevious(layer.rows, p.num_experts);
   return gemm;
 }
 
@@ -347,14 +346,6 @@ const char* LaunchMoeMlp(const MoeMlpParams& p, cudaStream_t stream) {
   } else if (const char* error = Reason(LaunchPlan(plan, stream))) {
     return error;
   }
-  if (adapters != nullptr) {
-    LowRankParams low = Lower(layer, gate_up, adapters->gate_up_a, adapters->gate_up_rank);
-    low.x = p.x;  // before it is copied in the order of experts, which L2 does not hold
-    low.row_index = gate_up.row_index;
-    low.x_rows = p.num_tokens;
-    if (const char* error = Reason(LaunchLowRank(low, stream))) return error;
-    gate_up.low = Added(layer, adapters->gate_up_b, adapters->gate_up_rank);
-  }
   if (layer.quantizes_x) {
     QuantizeParams quantize = QuantizeX(layer);
     quantize.pdl = !planned_inside;
@@ -364,6 +355,15 @@ const char* LaunchMoeMlp(const MoeMlpParams& p, cudaStream_t stream) {
     if (const char* error = Reason(LaunchRoundTokens(round, stream))) return error;
   } else if (!layer.gathers) {
     if (const char* error = Reason(LaunchPermuteSlots(PermuteX(layer), stream))) return error;
+  }
+  if (adapters != nullptr) {
+    LowRankParams low = Lower(layer, gate_up, adapters->gate_up_a, adapters->gate_up_rank);
+    low.x = p.x;  // as it is not copied in the order of experts, which L2 does not hold
+    low.row_index = gate_up.row_index;
+    low.x_rows = p.num_tokens;
+    low.early_groups = low.early_x = !layer.gathers;  // beside that copy
+    if (const char* error = Reason(LaunchLowRank(low, stream))) return error;
+    gate_up.low = Added(layer, adapters->gate_up_b, adapters->gate_up_rank);
   }
   if (p.peers != nullptr) {
     const int32_t* slot_to_row = layer.slot_to_row();

@@ -18,12 +18,13 @@ struct LowRankParams {
   int64_t x_rows = 0;
   int64_t rows = 0;
   int64_t k = 0;     // a multiple of 8
-  int64_t rank = 0;  // a multiple of 8
+  int64_t rank = 0;  // a multiple of 8, not 0
   int64_t num_groups = 0;
   float scale = 1.0f;
   const float* divisors = nullptr;  // [num_groups]; null: ones
   bool pdl = false;
   bool early_groups = false;  // groups were written before the previous launch began
+  bool early_x = false;       // so were x and row_index
 };
 
 cudaError_t LaunchLowRank(const LowRankParams& params, cudaStream_t stream);

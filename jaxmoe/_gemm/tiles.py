@@ -54,11 +54,11 @@ PACKED_ROUNDED = {(128, 160, 1, 1)}
 # Tiles of the kernels that compute both products of a gated layer, of weights as they are and of
 # packed ones.
 LAYER_TILES = {(128, 8, 1, 1), (128, 8, 1, 2), (128, 32, 1, 1)}
-PACKED_LAYER_TILES = {tile for tile in PACKED if tile[1] <= 16}
+PACKED_LAYER_TILES = {(128, 16, 1, 1)}
 
 # Those of the kernels that add what adapters of low rank add to the sums, of bf16 tokens.
 ADAPTED_TILES = {(128, 32, 1, 1), (128, 192, 1, 1), (256, 128, 1, 1), (256, 160, 2, 1)}
-PACKED_ADAPTED_TILES = {tile for tile in PACKED if tile[1] >= 64}
+PACKED_ADAPTED_TILES = {t for t in PACKED if t[1] != 32 and t[3] == 1}
 
 MAX_GATHER = 32  # tokens of a tile that fetches rows by index beside quantized weights
 
@@ -239,11 +239,11 @@ def with_float_output(config: GemmConfig | None, promoted: bool | None) -> GemmC
 
 
 def with_adapters(config: GemmConfig, packed: bool) -> GemmConfig:
-    """The nearest configuration among those of kernels that add what adapters add."""
+    """The narrowest configuration for as many rows among those of kernels that add what adapters add."""
     tiles, tile = PACKED_ADAPTED_TILES if packed else ADAPTED_TILES, config.tile
     if tile not in tiles:
         rows = config.token_tile
-        tile = min(tiles, key=lambda t: (t[0] != config.weight_tile, abs(t[1] - rows)))
+        tile = min(tiles, key=lambda t: (t[0] != config.weight_tile, t[1] < rows, abs(t[1] - rows)))
     weight_tile, token_tile, cluster, split_k = tile
     return dataclasses.replace(
         config,

@@ -237,7 +237,8 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
     if constexpr (T::kReconfigureRegisters) {
       cutlass::arch::warpgroup_reg_alloc<T::kConsumerRegisters>();
     }
-    RunConsumer<T>(kernel_args, smem, warp / 4 - T::kProducers);
+    constexpr bool kOnly = T::kAddsLowRank && T::kConsumers == 1;  // known, which saves a register
+    RunConsumer<T>(kernel_args, smem, kOnly ? 0 : warp / 4 - T::kProducers);
   }
   // Other CTAs may still write to this one's shared memory or arrive at its barriers.
   if constexpr (T::kCluster > 1) ptx::ClusterSync();

@@ -1,9 +1,9 @@
 // What adapters add to the sums of a tile: x w of low rank, see LowRankProduct.
 //
 // Both factors are fetched into the warpgroup's staging buffer while the k loop runs, 16 of the
-// rank at a time, and wgmma multiplies them behind its last step. Of a larger rank the rest is
-// fetched then. NOTE: any other instruction that defined accumulators would make ptxas serialize
-// wgmma.
+// rank at a time, and multiplied behind its last step as that multiplies: by wgmma, or by the warps
+// themselves. Of a larger rank the rest is fetched then. NOTE: any other instruction that defined
+// accumulators of wgmma would make ptxas serialize it.
 #pragma once
 
 #include "csrc/gemm/sm90/mainloop.cuh"
@@ -12,7 +12,7 @@ namespace jaxmoe {
 
 template <class T>
 class LowRank {
-  static_assert(!T::kTokenScaled && !T::kWarpProducts && T::kSplitK == 1);
+  static_assert(!T::kTokenScaled && T::kSplitK == 1);
 
  public:
   static constexpr int kRank = T::kLowRank;  // at a time
@@ -85,15 +85,44 @@ class LowRank {
         Sync();  // the ranks before have been read
         Fetch(site, n, first);
       }
-      Issue<T::kWarpgroupTokens>(acc);
-      cute::warpgroup_wait<0>();
-      ptx::FenceAccumulator(acc[0]);
-      ptx::FenceAccumulator(acc[1]);
+      if constexpr (T::kWarpProducts) {
+        AddByWarps(acc);
+      } else {
+        Issue<T::kWarpgroupTokens>(acc);
+        cute::warpgroup_wait<0>();
+        ptx::FenceAccumulator(acc[0]);
+        ptx::FenceAccumulator(acc[1]);
+      }
     }
     Sync();  // the staging buffer is free
   }
 
  private:
+  // Adds the product of the ranks that have been fetched. Each warp has 16 rows of both blocks.
+  __device__ __forceinline__ void AddByWarps(Accumulators<T>& acc) const {
+    ptx::CopyAsyncWaitAll();
+    Sync();
+    const int warp = thread_ / 32;
+    const int matrix = thread_ % 32 / 8;  // of the four that a load brings: this lane's
+    const int i = thread_ % 8;
+    uint32_t w[2][4];
+#pragma unroll
+    for (int block = 0; block < 2; ++block) {
+      const int k = 8 * (matrix / 2) + i;
+      ptx::LoadMatrix4Transposed(WeightAt(block, k, 2 * warp + matrix % 2), w[block]);
+    }
+#pragma unroll
+    for (int j = 0; j < T::kWarpgroupTokens / 8; j += 2) {
+      uint32_t x[4];
+      ptx::LoadMatrix4(TokenAt(8 * (j + matrix / 2) + i, matrix % 2), x);
+#pragma unroll
+      for (int block = 0; block < 2; ++block) {
+        ptx::MmaWarp<typename T::Weight>(w[block], x[0], x[1], &acc[block][4 * j]);
+        ptx::MmaWarp<typename T::Weight>(w[block], x[2], x[3], &acc[block][4 * (j + 1)]);
+      }
+    }
+  }
+
   static constexpr int kWeightBytes = kRank * 128;  // of a block of 64 weight rows
 
   // Eight weight rows of a block, where wgmma takes them: rows of 128 bytes, swizzled.

@@ -193,15 +193,16 @@ struct Tile {
                                                kStagingAlignment);
 
   // There is one kernel for both products of a layer. Wider tiles of packed weights lose more to
-  // instructions that are not there than they win.
+  // instructions that are not there than they win, and their k loops are split for few tiles alone.
   static constexpr bool kHasLayerKernel =
-      kDecode && !kTokenScaled && kTokenTile <= (kPacked ? 16 : 32);
+      kDecode && !kTokenScaled && (kPacked ? kTokenTile <= 16 && kSplitK == 1 : kTokenTile <= 32);
 
   // Kernels that add what adapters add are apart, as they would cost the others up to 8 %: of bf16
-  // tokens, weights whose rows share a scale, and tiles that serve all numbers of rows.
+  // tokens, weights whose rows share a scale, and tiles that serve all numbers of rows. Packed
+  // tiles of 32 tokens have no registers for it.
   static constexpr bool kHasAdaptedKernel = !kTokenScaled && std::is_same_v<Token, __nv_bfloat16> &&
                                             kPacking != Packing::kInt8 && kSplitK == 1 &&
-                                            kTokenTile >= (kPacked ? 64 : 32);
+                                            (kPacked ? kTokenTile != 32 : kTokenTile >= 32);
 
   static constexpr int kRing = 2;  // tiles known ahead, see scheduler.cuh
 
@@ -243,7 +244,8 @@ struct Tile {
   // need (65536 at 512 threads: 48 * 256 + 208 * 256; 64512 at 384: 56 * 128 + 224 * 256; of two
   // CTAs of 256 threads 31744 of 32768: 40 * 128 + 208 * 128; of three 20480 of 21845: 40 * 128 +
   // 120 * 128).
-  static constexpr bool kReconfigureRegisters = kConsumers == 2 || (kPacked && kTokenTile >= 32);
+  static constexpr bool kReconfigureRegisters =
+      kConsumers == 2 || (kPacked && (kTokenTile >= 32 || kAddsLowRank));
   static constexpr int kProducerRegisters = kConsumers == 1 ? 40 : kProducers == 2 ? 48 : 56;
   static constexpr int kConsumerRegisters = kCtasPerSm == 3                      ? 120
                                             : kCtasPerSm == 2 || kProducers == 2 ? 208
