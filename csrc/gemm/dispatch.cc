@@ -152,6 +152,9 @@ const char* MakeArgs(const MoeGemmProblem& p,
   if (p.out_rows != nullptr && (has_activation || quantizes || p.out_f32 || p.z != nullptr)) {
     return "rows stored elsewhere are the sums of bf16 and fp16 products";
   }
+  if (p.low.x != nullptr && p.out_rows != nullptr) {
+    return "rows stored elsewhere have no adapters";
+  }
   if (p.low.x != nullptr && (p.scales.x != nullptr || p.low.rank % 8 != 0)) {
     return "adapters have a rank of whole 8 beside tokens without scales";
   }

@@ -239,7 +239,7 @@ def with_float_output(config: GemmConfig | None, promoted: bool | None) -> GemmC
 
 
 def with_adapters(config: GemmConfig, packed: bool) -> GemmConfig:
-    """The narrowest configuration for as many rows among those of kernels that add what adapters add."""
+    """The narrowest tile for as many rows among those of kernels that add what adapters add."""
     tiles, tile = PACKED_ADAPTED_TILES if packed else ADAPTED_TILES, config.tile
     if tile not in tiles:
         rows = config.token_tile

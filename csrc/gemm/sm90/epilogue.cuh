@@ -96,7 +96,12 @@ class Epilogue {
     } else if (!T::IsGated(args_) && p.kind == ActivationParams::kRelu2) {
       StageAll<StageMode::kSingle, Relu2Form>(acc);
     } else if (!T::IsGated(args_) && p.kind == ActivationParams::kIdentity && !args_.out_f32) {
-      StageAll<StageMode::kSingle, IdentityForm>(acc);
+      // Asked once: code for both in each chunk costs all products 0.7 %.
+      if (T::kStoresElsewhere && args_.out_rows != nullptr) {
+        StageAll<StageMode::kSingle, IdentityForm, T::kStoresElsewhere>(acc);
+      } else {
+        StageAll<StageMode::kSingle, IdentityForm>(acc);
+      }
     } else {
       ApplyAny(acc);
     }
@@ -163,7 +168,7 @@ class Epilogue {
 
   __device__ __forceinline__ void Sync() const { ptx::NamedBarrierSync(1 + site_.consumer, 128); }
 
-  template <StageMode kMode, class Form>
+  template <StageMode kMode, class Form, bool kElsewhere = false>
   __device__ __forceinline__ void StageAll(Accumulators<T>& acc) {
     using Chunk = ChunkOf<kMode>;
 #pragma unroll
@@ -175,7 +180,7 @@ class Epilogue {
           StageColumns<kMode, Form>(acc, t0 / 8 + j, j);
         }
         Sync();
-        CopyOut<Chunk, std::is_same_v<Form, IdentityForm>>(t0);
+        CopyOut<Chunk, kElsewhere>(t0);
       }
     }
     if (T::kTokenScaled || site_.rows > 0) Sync();  // staging and scales are free for the next tile
@@ -265,18 +270,16 @@ class Epilogue {
   }
 
   // Rows past the group belong to the next expert and are not stored; neither are features past
-  // n_out (a multiple of 8, so 16-byte chunks are all in or all out). kSums: there is no
-  // activation.
-  template <class Chunk, bool kSums>
+  // n_out (a multiple of 8, so 16-byte chunks are all in or all out). kElsewhere: to where
+  // MoeGemmArgs::out_rows says.
+  template <class Chunk, bool kElsewhere>
   __device__ __forceinline__ void CopyOut(int t0) const {
     const int feature = site_.feature + 8 * (site_.thread % kPieces<Chunk>);
-    if constexpr (kSums) {  // not asked for each row: loads and stores of several overlap below
-      if (args_.out_rows != nullptr) {
-        ForEachStaged<Chunk>(t0, feature < args_.n_out, [&](int row, const uint4& v) {
-          StoreElsewhere(args_, row, feature, v);
-        });
-        return;
-      }
+    if constexpr (kElsewhere) {
+      ForEachStaged<Chunk>(t0, feature < args_.n_out, [&](int row, const uint4& v) {
+        StoreElsewhere(args_, row, feature, v);
+      });
+      return;
     }
     ForEachStaged<Chunk>(t0, feature < args_.n_out, [&](int row, const uint4& v) {
       const int64_t at = row * static_cast<int64_t>(args_.n_out) + feature;

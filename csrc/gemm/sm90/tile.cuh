@@ -204,6 +204,9 @@ struct Tile {
                                             kPacking != Packing::kInt8 && kSplitK == 1 &&
                                             (kPacked ? kTokenTile != 32 : kTokenTile >= 32);
 
+  // Layers whose rows are stored in the memory of other GPUs have no adapters.
+  static constexpr bool kStoresElsewhere = !kAddsLowRank;
+
   static constexpr int kRing = 2;  // tiles known ahead, see scheduler.cuh
 
   // Bytes of accumulators that the first CTA gets from each other one: [piece of 16 bytes][thread].
