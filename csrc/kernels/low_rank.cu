@@ -9,7 +9,7 @@ namespace {
 // Blocks that share a tile's k: so many that the rounds in which they run take the least time. A
 // block takes as long to begin and to end as to multiply kFixedK of k.
 int ClusterOf(int64_t k, int64_t blocks, int64_t at_once) {
-  constexpr int kMostClusters = 8, kLeastK = 256, kFixedK = 256;
+  constexpr int kMostClusters = 8, kLeastK = 512, kFixedK = 256;
   const auto time = [&](int cluster) {
     return CeilDiv(blocks * cluster, at_once) * (k / cluster + kFixedK);
   };
