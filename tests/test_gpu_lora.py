@@ -121,6 +121,12 @@ def test_ranks(kind, ranks):
     check(*example(kind, 300, ranks))
 
 
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("kind", ("nk", "int4_g64"))
+def test_more_tiles_than_run_at_once(kind):
+    check(*example(kind, 2000, (128, 136)))
+
+
 @pytest.mark.parametrize(
     ("activation", "order", "split"),
     (
