@@ -10,6 +10,7 @@ import pytest
 
 import jaxmoe
 from jaxmoe import GemmConfig, Routing, _formats, _gemm, quantize
+from jaxmoe._mlp import checks
 from jaxmoe._testing import (
     GPT_OSS,
     Layer,
@@ -97,6 +98,20 @@ def test_packed_weights(format, tile):
         weights = {"gate_up": packed(i["w_gate_up"]), "down": packed(i["w_down"])}
         routing = Routing(i["expert_ids"], i["weights"])
         check(i["x"], routing, experts_of(i, layer, "nk", **weights), tile, rows=index == 2)
+
+
+@pytest.mark.parametrize("case", (0, 2))
+def test_a_tile_whose_kernel_is_gone(case, monkeypatch):
+    """Exported programs and saved tunings that ask for it run as two launches."""
+    tile = (128, 16, 1, 2)
+    assert tile not in PACKED_TILES
+    monkeypatch.setattr(checks, "PACKED_LAYER_TILES", {tile})
+    num_tokens, layer = CASES[case][0], legal(CASES[case][1], "mxfp4")
+    i = layer_inputs(layer, num_tokens, "zipf", np.random.default_rng(case), jnp.bfloat16, "nk")
+    packed = jax.jit(lambda w: quantize(w, "mxfp4", weight_layout="nk"))
+    weights = {"gate_up": packed(i["w_gate_up"]), "down": packed(i["w_down"])}
+    routing = Routing(i["expert_ids"], i["weights"])
+    check(i["x"], routing, experts_of(i, layer, "nk", **weights), tile)
 
 
 @pytest.mark.parametrize("routed", ("one_expert", "with_empty", "with_invalid"))

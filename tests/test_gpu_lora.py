@@ -22,8 +22,17 @@ FORMATS = ("mxfp4", "mxfp8", "nvfp4", "int4_g32_zp", "int4_g64")
 
 
 @functools.cache
-def example(kind, tokens, ranks=(16, 16), activation="swiglu", order="gate_up", split=False):
+def example(
+    kind,
+    tokens,
+    ranks=(16, 16),
+    activation="swiglu",
+    order="gate_up",
+    split=False,
+    sizes=(E, H, INTER),
+):
     """Tokens, routing with ids of no expert, experts with biases, adapters as large as weights."""
+    E, H, INTER = sizes
     rng = np.random.default_rng(tokens)
     dtype = jnp.bfloat16
     width = 2 * INTER if jaxmoe.activation.resolve(activation).gated else INTER
@@ -94,7 +103,7 @@ def check(x, routing, experts, adapters, residual):
     def exact(x, routing, experts, adapters, residual):
         merged = wide(experts, adapters)
         x, residual = x.astype(jnp.float32), residual.astype(jnp.float32)
-        return jaxmoe.moe_mlp(x, routing, merged, residual=residual, num_experts=E)
+        return jaxmoe.moe_mlp(x, routing, merged, residual=residual, num_experts=merged.num_experts)
 
     given = x, routing, experts, adapters, residual
     fn = jax.jit(run)
@@ -125,6 +134,22 @@ def test_ranks(kind, ranks):
 @pytest.mark.parametrize("kind", ("nk", "int4_g64"))
 def test_more_tiles_than_run_at_once(kind):
     check(*example(kind, 2000, (128, 136)))
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize(
+    ("sizes", "tokens"),
+    (
+        ((6, 4104, 1096), 7),
+        ((6, 2056, 1096), 300),
+        ((6, 2056, 1096), 2000),
+        ((200, 520, 136), 100),
+        ((200, 520, 136), 3000),
+    ),
+)
+def test_long_products_and_many_experts(sizes, tokens):
+    """Stages filled again, CTAs that share k, a k that ends in a stage, two windows of groups."""
+    check(*example("nk", tokens, sizes=sizes))
 
 
 @pytest.mark.parametrize(

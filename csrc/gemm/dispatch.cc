@@ -293,6 +293,11 @@ const char* LaunchMoeGemm(const MoeGemmProblem& p, const TileConfig& tile, cudaS
   return Reason(launch(args, grid, p.pdl, stream));
 }
 
+bool HasLayerKernel(const MoeGemmProblem& gate_up, const TileConfig& tile) {
+  const Variant* variant = FindVariant(gate_up, tile);
+  return variant != nullptr && variant->launch_layer != nullptr;
+}
+
 const char* LaunchMoeLayer(const MoeGemmProblem& gate_up,
                            const TileConfig& gate_up_tile,
                            const MoeGemmProblem& down,

@@ -146,6 +146,9 @@ const char* LaunchMoeGemm(const MoeGemmProblem& problem,
                           const TileConfig& tile,
                           cudaStream_t stream);
 
+// Whether a tile has a kernel for both products.
+bool HasLayerKernel(const MoeGemmProblem& gate_up, const TileConfig& tile);
+
 // Both products of a layer in one launch, with tiles of one shape, of the same groups and plan.
 // `stored` [rows] and the tile counter of `gate_up` are zero when the kernel starts; that one
 // counter is for both. `pdl` and the plan are those of `gate_up`.

@@ -318,14 +318,16 @@ const char* LaunchMoeMlp(const MoeMlpParams& p, cudaStream_t stream) {
   if (adapters != nullptr && RowOf(p.format).is_packed() && !one_scale) {
     return "adapters beside packed weights are for those with one scale each";
   }
-  const bool one_kernel = p.gate_up.tile.one_kernel;
-  if (one_kernel && (adapters != nullptr || layer.quantized || layer.rounds || !p.gated)) {
+  const bool asks_for_one = p.gate_up.tile.one_kernel;
+  if (asks_for_one && (adapters != nullptr || layer.quantized || layer.rounds || !p.gated)) {
     return "one kernel for both products is for gated layers, neither quantized tokens nor "
            "adapters";
   }
   const PlanParams plan = MakePlan(layer);
   MoeGemmProblem gate_up = GateUpProblem(layer);
   MoeGemmProblem down = DownProblem(layer);
+  // Programs and tunings may be older than this library: two kernels compute the same bits.
+  const bool one_kernel = asks_for_one && HasLayerKernel(gate_up, p.gate_up.tile);
   // Decoding a token or two: the GEMMs plan for themselves, which saves a launch. They write no
   // expert_offsets, which zero_rows reads, and a rounding by static scales of each expert; and
   // where rows go is known before they run.

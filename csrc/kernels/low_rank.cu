@@ -49,7 +49,9 @@ cudaError_t LaunchTiles(const LowRankParams& p, int sm_count, cudaStream_t strea
 cudaError_t LaunchLowRank(const LowRankParams& p, cudaStream_t stream) {
   constexpr int64_t kMaxInt = 0x7fffffff;
   if (p.rows == 0) return cudaSuccess;
-  if (p.rows > kMaxInt || p.k > kMaxInt || p.k % 8 != 0 || p.rank % 8 != 0 || p.rank == 0) {
+  const bool early_index = p.row_index != nullptr && p.early_groups && !p.early_x;
+  if (p.rows > kMaxInt || p.k > kMaxInt || p.k % 8 != 0 || p.rank % 8 != 0 || p.rank == 0 ||
+      early_index) {
     return cudaErrorInvalidValue;
   }
   int sm_count = 0;

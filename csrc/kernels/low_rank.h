@@ -24,7 +24,7 @@ struct LowRankParams {
   const float* divisors = nullptr;  // [num_groups]; null: ones
   bool pdl = false;
   bool early_groups = false;  // groups were written before the previous launch began
-  bool early_x = false;       // so were x and row_index
+  bool early_x = false;       // so were x and row_index, which early_groups alone does not allow
 };
 
 cudaError_t LaunchLowRank(const LowRankParams& params, cudaStream_t stream);
