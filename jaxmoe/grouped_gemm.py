@@ -24,7 +24,6 @@ from jaxmoe._gemm.tiles import (
     NOT_PROMOTED,
     ONLY_PROMOTED,
     PACKED,
-    PACKED_ROUNDED,
     STEP_K,
     TILES,
     GemmConfig,
@@ -127,14 +126,12 @@ def grouped_gemm(
     check_accum(op, accum, format)
     promoted = format.sums(accum, lhs.shape[1])
     out_dtype = _dtypes.of_result(op, given, preferred_element_type)
-    float_out = out_dtype == jnp.float32
     check_config(
         op,
         "config",
         config,
         lhs.shape[1],
         promoted=promoted,
-        float_out=float_out,
         packed=format.packed,
     )
     refuse_one_kernel(op, "config", config)
@@ -151,7 +148,6 @@ def grouped_gemm(
         chosen = gmm_config(
             *(lhs.shape[0], rhs.shape[0], lhs.shape[1], rhs.shape[3 - k_axis]),
             promoted=promoted,
-            float_out=float_out,
             packed=format.packed,
         )
         config = whole_k(op, "config", config, chosen)
@@ -321,7 +317,6 @@ def check_config(
     k: int,
     *,
     promoted: bool | None = None,
-    float_out: bool = False,
     packed: bool = False,
 ) -> None:
     """Refuses anything but None or a `GemmConfig` that products over `k` elements can have.
@@ -344,9 +339,6 @@ def check_config(
         allowed = ", ".join(map(str, sorted(PACKED)))
         rule = f"{name}: the tile {config.tile} must be one of {allowed} with packed weights"
         raise ValueError(_checks.message(op, rule, **{name: config}))
-    if packed and float_out and config.tile in PACKED_ROUNDED:
-        rule = f"{name}: no kernel of the tile {config.tile} has float32 output"
-        raise ValueError(_checks.message(op, rule, **{name: config}))
     if not packed and config.tile not in TILES:
         rule = f"{name}: the tile {config.tile} is for packed weights"
         raise ValueError(_checks.message(op, rule, **{name: config}))
@@ -357,11 +349,10 @@ def check_config(
             "elements are"
         )
         raise ValueError(_checks.message(op, rule, **{name: config}))
-    if (promoted or (promoted is False and float_out)) and config.tile in NOT_PROMOTED:
+    if promoted and config.tile in NOT_PROMOTED:
         rule = (
             f"{name}: no kernel of the tile {config.tile} promotes its sums, as "
-            f"{_always_promoted()}, accum='promoted', and by default more than 2048 elements do, "
-            "or has float32 output"
+            f"{_always_promoted()}, accum='promoted', and by default more than 2048 elements do"
         )
         raise ValueError(_checks.message(op, rule, **{name: config}))
 

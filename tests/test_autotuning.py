@@ -21,7 +21,7 @@ ROUTING = Routing(
     jax.ShapeDtypeStruct((T, K), jnp.int32), jax.ShapeDtypeStruct((T, K), jnp.float32), E
 )
 X = jax.ShapeDtypeStruct((T, H), jnp.bfloat16)
-DECODE, WIDE = GemmConfig(128, 32), GemmConfig(256, 128)
+DECODE, WIDE = GemmConfig(128, 32), GemmConfig(256, 160)
 
 
 def experts_of(format=None, activation="swiglu", hidden=H):

@@ -55,7 +55,7 @@ def test_tiles_worth_trying(monkeypatch: pytest.MonkeyPatch) -> None:
         (128, 8, 1, 1): 2,
         (128, 8, 1, 2): 2,
         (128, 32, 1, 1): 2,
-        (256, 128, 1, 1): 1,
+        (256, 160, 1, 1): 1,
         (256, 160, 2, 1): 1,
     }
     monkeypatch.setattr(tiles, "TILES", known)
@@ -72,17 +72,17 @@ def test_tiles_worth_trying(monkeypatch: pytest.MonkeyPatch) -> None:
     # 512 outputs are 4 weight tiles of 128: rasters 8 and 0 are the same, and so for 2 of 256
     assert names(_product(32.0, 40)) == [
         *("down 128x8 raster=8", "down 128x32", "down 128x32 raster=8"),
-        *("down 256x128", "down 256x160 cluster=2"),
+        *("down 256x160", "down 256x160 cluster=2"),
     ]
     assert names(dataclasses.replace(_product(3.9, 8), k=65)) == [
         *("down 128x8 split_k=2", "down 128x32"),  # 64 elements are one step, not to be split
     ]
-    # 129 rows an expert: more than 4 token tiles of 32; the choice is timed all the same. The two
+    # 161 rows an expert: more than 4 token tiles of 32; the choice is timed all the same. The two
     # CTAs of a cluster hold them all.
-    wide = ["down 256x128", "down 256x128 raster=8"]
-    assert names(_product(129.0, 129)) == [*wide, "down 256x160 cluster=2"]
-    broad = names(dataclasses.replace(_product(129.0, 129), n=4096))
-    assert broad == [*wide, "down 256x128 raster=0", "down 256x160 cluster=2"]
+    wide = ["down 256x160", "down 256x160 raster=8"]
+    assert names(_product(161.0, 161)) == [*wide, "down 256x160 cluster=2"]
+    broad = names(dataclasses.replace(_product(161.0, 161), n=4096))
+    assert broad == [*wide, "down 256x160 raster=0", "down 256x160 cluster=2"]
 
 
 def test_routing_suite_checks_every_formulation(

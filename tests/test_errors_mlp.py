@@ -270,10 +270,10 @@ LAYER_ERRORS = (
         "a tuple.",
     ),
     (
-        {"config": (GemmConfig(256, 128, one_kernel=True), GemmConfig(256, 128))},
+        {"config": (GemmConfig(256, 160, one_kernel=True), GemmConfig(256, 160))},
         ValueError,
         "config[0].one_kernel=True needs a tile among (128, 8, 1, 1), (128, 8, 1, 2), "
-        "(128, 32, 1, 1), not (256, 128, 1, 1). Got config: a tuple.",
+        "(128, 32, 1, 1), not (256, 160, 1, 1). Got config: a tuple.",
     ),
     (
         {"config": (ONE, DECODE), "activation": "relu2", "w_gate_up": zeros(E, H, INTER)},

@@ -247,8 +247,7 @@ LAYER_ERRORS = (
         layer("fp8_block") | {"config": (None, GemmConfig(256, 160, cluster=2))},
         ValueError,
         "config[1]: no kernel of the tile (256, 160, 2, 1) promotes its sums, as fp8_block, "
-        "accum='promoted', and by default more than 2048 elements do, or has float32 output. Got "
-        "config[1]: a GemmConfig.",
+        "accum='promoted', and by default more than 2048 elements do. Got config[1]: a GemmConfig.",
     ),
     (
         layer("fp8_block") | {"config": (GemmConfig(256, 128), None)},
@@ -344,8 +343,7 @@ GEMM_ERRORS = (
         {"accum": "promoted", "config": GemmConfig(256, 160, cluster=2)},
         ValueError,
         "config: no kernel of the tile (256, 160, 2, 1) promotes its sums, as fp8_block, "
-        "accum='promoted', and by default more than 2048 elements do, or has float32 output. Got "
-        "config: a GemmConfig.",
+        "accum='promoted', and by default more than 2048 elements do. Got config: a GemmConfig.",
     ),
     (
         {"rhs": with_leaf(GEMM["rhs"], scales=ones((E, H)))},

@@ -346,8 +346,6 @@ def test_grouped_gemm(tile, format, accum):
         (272, 264, jnp.bfloat16, None),
         (400, 72, jnp.float16, jnp.float32),
     ):
-        if out_dtype is not None and tile in _gemm.tiles.NOT_PROMOTED:
-            continue
         lhs = normal(rng, (530, k), dtype)
         w = normal(rng, (6, n, k), dtype, k**-0.5)
         rhs, bias = quantize(w, format, weight_layout="nk"), normal(rng, (6, n), dtype)

@@ -87,13 +87,13 @@ def test_every_tile(tile, layout, dtype):
 def test_every_activation_and_order(act, order):
     rng = np.random.default_rng(2)
     given = {"activation": act, "gate_up": order, "weight_layout": "kn"}
-    config = GemmConfig(256, 128, gather=True)
+    config = GemmConfig(256, 160, gather=True)
     args = gate_up_args(rng, act, "kn", jnp.bfloat16, gather=True)
     check(gate_up_p, _gemm.gate_up._gate_up, args, config=config, **given)
 
 
 @pytest.mark.sanitizer
-@pytest.mark.parametrize("tile", ((128, 8), (256, 128), (256, 160, 2)), ids=str)
+@pytest.mark.parametrize("tile", ((128, 8), (256, 160), (256, 160, 2)), ids=str)
 def test_garbage_groups_and_indices_stay_in_bounds(tile):
     """Starts, sizes and indices of any value: other rows are 0, a row of no token has z = bias."""
     rng = np.random.default_rng(3)
@@ -122,7 +122,7 @@ VALUES = (0.0, 1e-30, -1e-6, 0.01, -0.3, 0.6, -2.0, 5.0, -30.0, 3e38, -3e38, INF
 
 @pytest.mark.parametrize("order", GATE_UP_ORDERS)
 @pytest.mark.parametrize("act", FORMS, ids=str)
-@pytest.mark.parametrize("tile", ((128, 8), (256, 128)), ids=str)
+@pytest.mark.parametrize("tile", ((128, 8), (256, 160)), ids=str)
 def test_numbers_of_every_size(tile, act, order):
     """Gates and ups are biases: products of weights that are 0 leave them as they are."""
     gate, up = (np.resize(v, INTER).astype(np.float32) for v in np.meshgrid(VALUES, VALUES))
@@ -144,7 +144,7 @@ def test_numbers_of_every_size(tile, act, order):
 def test_nan_stays_in_its_row():
     rng = np.random.default_rng(4)
     given = {"activation": ACTIVATIONS["geglu"], "gate_up": "up_gate", "weight_layout": "kn"}
-    run = jax.jit(functools.partial(gate_up_p, config=GemmConfig(256, 128), **given))
+    run = jax.jit(functools.partial(gate_up_p, config=GemmConfig(256, 160), **given))
     x, *rest = gate_up_args(rng, ACTIVATIONS["geglu"], "kn", jnp.bfloat16, gather=False)
     clean, dirty = run(x, *rest), run(x.at[50, 5].set(jnp.nan), *rest)
     others = np.arange(len(x)) != 50

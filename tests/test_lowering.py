@@ -40,7 +40,7 @@ def plan_struct():
 
 
 def test_moe_mlp_is_one_call_with_these_attributes():
-    config = (GemmConfig(128, 32, raster=2, gather=True), GemmConfig(256, 128, raster=8))
+    config = (GemmConfig(128, 32, raster=2, gather=True), GemmConfig(256, 160, raster=8))
     act = jaxmoe.Swiglu(alpha=1.5, beta=1.0, limit=7.0)
     options = {"activation": act, "gate_up": "interleaved", "weight_layout": "nk"}
     window = {"num_experts": 9, "expert_offset": 3}
@@ -81,7 +81,7 @@ def test_moe_mlp_is_one_call_with_these_attributes():
         },
         "gemm2": {
             "weight_tile": "256:i64",
-            "token_tile": "128:i64",
+            "token_tile": "160:i64",
             "cluster": "1:i64",
             "split_k": "1:i64",
             "raster": "8:i64",
@@ -309,7 +309,7 @@ OTHER_OPS = {
             activation=ACTIVATIONS["geglu"],
             gate_up="up_gate",
             weight_layout="nk",
-            config=GemmConfig(256, 128, gather=True),
+            config=GemmConfig(256, 160, gather=True),
         ),
         (
             struct(T, H),
@@ -337,7 +337,7 @@ OTHER_OPS = {
                 },
                 "config": {
                     "weight_tile": "256:i64",
-                    "token_tile": "128:i64",
+                    "token_tile": "160:i64",
                     "cluster": "1:i64",
                     "split_k": "1:i64",
                     "raster": "1:i64",
@@ -606,7 +606,7 @@ def test_cuda_refuses_an_unaligned_axis_that_is_not_contracted():
 @pytest.mark.parametrize("weights", ("gate_up", "gate and up"))
 def test_a_training_step_has_the_tiles_that_were_asked_for(weights):
     """Those of the forward pass: products of the backward pass have other shapes."""
-    config = GemmConfig(256, 128, raster=3), GemmConfig(128, 192, raster=5)
+    config = GemmConfig(256, 160, raster=3), GemmConfig(128, 192, raster=5)
     x, routing = struct(T, H), layer_structs()[1]
     down, first = struct(E, INTER, H), ("gate_up",) if weights == "gate_up" else ("gate", "up")
     given = {n: struct(E, H, 2 * INTER // len(first)) for n in first}

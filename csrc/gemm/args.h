@@ -112,7 +112,6 @@ struct Variant {
   int step_k;         // elements of k in a pipeline step
   int box_rows;       // rows of X a bulk copy brings
   bool gathers;       // rows of X through row_index
-  bool stores_float;  // float32 output
   bool stores_sums;   // MoeGemmArgs::z
   bool scales_rows;   // scales of rows of X beside packed weights
   cudaError_t (*launch)(const MoeGemmArgs&, int grid, bool pdl, cudaStream_t);

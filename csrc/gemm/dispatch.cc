@@ -278,9 +278,7 @@ const char* Reason(cudaError_t status) {
 
 const char* LaunchMoeGemm(const MoeGemmProblem& p, const TileConfig& tile, cudaStream_t stream) {
   const Variant* variant = FindVariant(p, tile);
-  if (variant == nullptr || (p.out_f32 && !variant->stores_float)) {
-    return NoKernel(p, tile, p.out_f32 ? ", float32 output" : "");
-  }
+  if (variant == nullptr) return NoKernel(p, tile, "");
   const auto launch = p.low.x != nullptr ? variant->launch_adapted : variant->launch;
   if (launch == nullptr) return NoKernel(p, tile, ", adapters");
   if (IsEmpty(p)) return nullptr;

@@ -19,7 +19,7 @@ from jaxmoe._formats import Format
 from jaxmoe._gemm import cuda, split
 from jaxmoe._gemm.gate_up import activate, of_moving
 from jaxmoe._gemm.op import Product, fold_batch, gmm
-from jaxmoe._gemm.tiles import WHOLE_BLOCKS, GemmConfig, gmm_config, odd_blocks, with_float_output
+from jaxmoe._gemm.tiles import WHOLE_BLOCKS, GemmConfig, gmm_config, odd_blocks
 from jaxmoe._jax import mesh as _mesh
 from jaxmoe._jax import primitive as _primitive
 from jaxmoe.activation import Activation
@@ -55,7 +55,7 @@ def _activated(
         dtype=dtype,
         out_dtype=jnp.float32,
         promoted=promoted,
-        config=with_float_output(config, promoted),
+        config=config,
         **params,
     )
     h = activate(z, activation, gate_up).astype(dtype)

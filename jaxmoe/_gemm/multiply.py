@@ -7,7 +7,6 @@ import jax.numpy as jnp
 
 from jaxmoe._formats import MASTER, PLAIN, Format, Tokens
 from jaxmoe._gemm.op import Product, bias_of_rows, gmm
-from jaxmoe._gemm.tiles import with_float_output
 from jaxmoe._jax.frozen import frozen
 
 _NO_DERIVATIVE = (
@@ -45,7 +44,6 @@ def scaled_by_row(
     a: Product, of_rows: jax.Array, format: Format, *, out_dtype: Any, **params: Any
 ) -> jax.Array:
     """The product whose float32 sums are multiplied by [B, T] before the bias."""
-    params["config"] = with_float_output(params.get("config"), None)
     (out,) = gmm(*a._replace(bias=None), format=format, out_dtype=jnp.float32, **params)
     # Rows of no group stay 0, whatever their scale is.
     out = jnp.where(out == 0, 0.0, out * of_rows[:, :, None])

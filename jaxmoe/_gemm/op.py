@@ -316,7 +316,6 @@ def _gmm_attrs(
     a: Product,
     *,
     weight_layout: str,
-    out_dtype: Any,
     format: Format,
     promoted: bool | None,
     config: Any,
@@ -327,7 +326,6 @@ def _gmm_attrs(
             *(a.x.shape[0] * a.x.shape[1], a.starts.size, a.x.shape[2]),
             format.weight_shape(a.w.shape)[3 if weight_layout == "kn" else 2],
             promoted=promoted,
-            float_out=out_dtype == jnp.float32,
             packed=format.packed,
         )
     return cuda.attrs(config, layout=weight_layout, format=format, promoted=promoted)

@@ -22,6 +22,7 @@ TILES: dict[tuple[int, int, int, int], int] = {
     (128, 192, 1, 1): 1,
     (128, 256, 1, 1): 1,
     (256, 128, 1, 1): 1,
+    (256, 160, 1, 1): 1,
     (256, 160, 2, 1): 1,
 }
 
@@ -31,10 +32,10 @@ _SMS = 132  # of an H100 or H200 SXM
 # needs one step.
 STEP_K = 64
 
-# Tiles whose accumulators leave no registers for a second set, which promoted FP8 sums need, nor
-# in FP8 for the addresses of a float32 output; and the tile that only promoted sums have.
-NOT_PROMOTED = {(256, 160, 2, 1)}
-ONLY_PROMOTED = {(128, 256, 1, 1)}
+# Tiles whose accumulators leave no registers for a second set, which promoted FP8 sums need; and
+# those that only promoted sums have.
+NOT_PROMOTED = {(256, 160, 1, 1), (256, 160, 2, 1)}
+ONLY_PROMOTED = {(128, 256, 1, 1), (256, 128, 1, 1)}
 
 # Tiles of packed weights. Decoding binds those of few tokens and shares an SM with products in the
 # others, so all of them have several CTAs an SM.
@@ -48,16 +49,13 @@ PACKED: dict[tuple[int, int, int, int], int] = {
     (128, 160, 1, 1): 2,
 }
 
-# Those that have no registers for the addresses of a float32 output.
-PACKED_ROUNDED = {(128, 160, 1, 1)}
-
 # Tiles of the kernels that compute both products of a gated layer, of weights as they are and of
 # packed ones.
 LAYER_TILES = {(128, 8, 1, 1), (128, 8, 1, 2), (128, 32, 1, 1)}
 PACKED_LAYER_TILES = {(128, 16, 1, 1)}
 
 # Those of the kernels that add what adapters of low rank add to the sums, of bf16 tokens.
-ADAPTED_TILES = {(128, 32, 1, 1), (128, 192, 1, 1), (256, 128, 1, 1), (256, 160, 2, 1)}
+ADAPTED_TILES = {(128, 32, 1, 1), (128, 192, 1, 1), (256, 160, 1, 1), (256, 160, 2, 1)}
 PACKED_ADAPTED_TILES = {t for t in PACKED if t[1] != 32 and t[3] == 1}
 
 MAX_GATHER = 32  # tokens of a tile that fetches rows by index beside quantized weights
@@ -93,8 +91,12 @@ _PACKED_ROWS = {16: 16, 32: 23, 64: 72}
 # once.
 _MIN_PACKED_SPLIT = 256
 
-# Elements of FP8 rows that token tiles of the same weights still find in L2.
+# Elements of weight rows that several token tiles of a group still find in L2.
 _MAX_SHARED_K = 2048
+
+# Usual rows of a group up to which one tile less than pairs have is worth that no pair shares
+# weights.
+_MAX_UNPAIRED_ROWS = 800
 
 # Largest I at which 128 x 192 fetches rows of x through the index. Fetching costs time for each
 # product of a row, a copy into expert order once; this tile fetches twice as often as the larger
@@ -156,12 +158,6 @@ class GemmConfig:
         return {name: int(value) for name, value in dataclasses.asdict(self).items()}
 
 
-# For a number of rows that is known when an exported program is called: every product has it, and
-# of those it loses least where groups have many rows.
-ANY_ROWS = GemmConfig(256, 128)
-ANY_PACKED_ROWS = GemmConfig(128, 128)
-
-
 def gmm_config(
     num_rows: int,
     num_groups: int,
@@ -169,19 +165,17 @@ def gmm_config(
     weight_rows: int,
     local_share: float = 1.0,
     promoted: bool | None = None,
-    float_out: bool = False,
     packed: bool = False,
 ) -> GemmConfig:
     """The tile for `num_rows` rows spread over `num_groups` groups.
 
     Each group has `weight_rows` rows of `k` elements. `local_share` of the groups are here.
     `promoted` says whether the sums of an FP8 product are promoted; None: 2-byte elements.
-    `float_out`: the output is float32 and the operands are not. `packed`: see `PACKED`. A
-    symbolic `num_rows`, of `jax.export`, gets
-    `ANY_ROWS` or `ANY_PACKED_ROWS`.
+    `packed`: see `PACKED`. A symbolic `num_rows`, of `jax.export`, gets the tile that loses least
+    where groups have many rows, and is no pair.
     """
     if not _sizes.is_known(num_rows):
-        return ANY_PACKED_ROWS if packed else ANY_ROWS
+        return GemmConfig(128, 128) if packed else GemmConfig(256, 128 if promoted else 160)
     usual = _usual_rows(num_rows, num_groups)
     row_bytes = k * (2 if promoted is None else 1)
     hit = _hit(num_rows, num_groups, local_share)
@@ -189,7 +183,7 @@ def gmm_config(
     raster = 8 if num_rows >= 2048 * num_groups else 1
     if packed:
         tiles = hit * math.ceil(weight_rows / 128)
-        return _packed_config(usual, k, tiles, raster, float_out)
+        return _packed_config(usual, k, tiles, raster)
     if usual < (8 if promoted is None else 9):
         split_k = _split_k(row_bytes, hit * math.ceil(weight_rows / 128))
         return GemmConfig(128, 8, split_k=split_k)
@@ -204,14 +198,19 @@ def gmm_config(
         if 128 < usual <= 192 and k > _MAX_SHARED_K:
             return GemmConfig(128, 256)
         return GemmConfig(256, 128, raster=raster)
-    if usual <= 128 or (float_out and promoted is not None):
-        return GemmConfig(256, 128, raster=raster)
+    if usual <= 160:
+        return GemmConfig(256, 160)
     if usual <= 192:
         return GemmConfig(128, 192)
+    # A group of 400 rows is three tiles of 144 columns or two pairs of 112: wgmma of fewer columns
+    # reads shared memory more often. But three tiles read their weights three times.
+    unpaired = math.ceil(usual / 160) < 2 * math.ceil(usual / 320)
+    if unpaired and usual <= _MAX_UNPAIRED_ROWS and k <= _MAX_SHARED_K:
+        return GemmConfig(256, 160)
     return GemmConfig(256, 160, cluster=2, raster=raster)
 
 
-def _packed_config(usual: float, k: int, tiles: float, raster: int, float_out: bool) -> GemmConfig:
+def _packed_config(usual: float, k: int, tiles: float, raster: int) -> GemmConfig:
     """The tile for packed weights and groups of `usual` rows; `tiles` are those of 128 x 16.
 
     Weights are decoded once for each token tile, which reads and multiplies little more than the
@@ -224,18 +223,7 @@ def _packed_config(usual: float, k: int, tiles: float, raster: int, float_out: b
         if usual <= _PACKED_ROWS[token_tile]:
             return GemmConfig(128, token_tile)
     spares = math.ceil(usual / 160) < math.ceil(usual / 128)
-    return GemmConfig(128, 160 if spares and not float_out else 128, raster=raster)
-
-
-def with_float_output(config: GemmConfig | None, promoted: bool | None) -> GemmConfig | None:
-    """The tile asked for, or one that can have float32 output if a quantized product's cannot."""
-    if config is None:
-        return None
-    if config.tile in PACKED_ROUNDED:
-        return GemmConfig(128, 128, raster=config.raster)
-    if promoted is False and config.tile in NOT_PROMOTED:
-        return GemmConfig(256, 128, raster=config.raster)
-    return config
+    return GemmConfig(128, 160 if spares else 128, raster=raster)
 
 
 def with_adapters(config: GemmConfig, packed: bool) -> GemmConfig:

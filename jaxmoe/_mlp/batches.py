@@ -18,7 +18,6 @@ from jaxmoe._gemm.activated import activated
 from jaxmoe._gemm.gate_up import activate, of_moving
 from jaxmoe._gemm.multiply import scaled_by_row
 from jaxmoe._gemm.op import Product, gmm, refuse_moving
-from jaxmoe._gemm.tiles import with_float_output
 from jaxmoe._mlp.op import NEVER_MOVING, rounded, without_tokens
 from jaxmoe._mlp.operands import Layer, Operands, halves, join
 
@@ -171,8 +170,6 @@ def _params(layer: Layer, which: int, out_dtype: Any) -> dict[str, Any]:
     """The parameters of one of the two products."""
     promoted: Any = (layer.promoted or (None, None))[which]
     config: Any = (layer.config or (None, None))[which]
-    if out_dtype == jnp.float32:
-        config = with_float_output(config, promoted)
     layout = layer.layouts[which]
     return {
         "weight_layout": layout,

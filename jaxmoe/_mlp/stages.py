@@ -15,7 +15,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxmoe._formats import Format, Tokens
 from jaxmoe._gemm.gate_up import activate
 from jaxmoe._gemm.multiply import multiply
-from jaxmoe._gemm.tiles import with_float_output
 from jaxmoe._jax import sizes as _sizes
 from jaxmoe._mlp.operands import Layer, Operands, halves
 from jaxmoe.finalize import finalize
@@ -99,7 +98,7 @@ def rows_of(
         layout=layer.layouts[0],
         out_dtype=z_dtype,
         promoted=promoted[0],
-        config=with_float_output(configs[0], promoted[0]),
+        config=configs[0],
     )
     parts = [first(*of_half) for of_half in halves(a, layer)]
     z = exchange.between(parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1))

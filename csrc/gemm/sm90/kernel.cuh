@@ -49,6 +49,19 @@ __device__ __forceinline__ EpilogueSite SiteOf(const MoeGemmArgs& args,
   return site;
 }
 
+// Gives back the stages of a tile in which a warpgroup multiplies nothing.
+template <class T>
+__device__ __forceinline__ void PassSteps(const SharedStorage<T>& smem,
+                                          int num_k_steps,
+                                          int lane,
+                                          PipelineState<T::kStages>& stage) {
+  for (int step = 0; step < num_k_steps; ++step) {
+    ptx::BarrierWait(smem.full(stage.index), stage.parity);
+    ReleaseStage(smem, stage.index, lane);
+    stage.Advance();
+  }
+}
+
 template <class T, class Args>
 __device__ __forceinline__ void RunConsumer(const Args& kernel_args,
                                             const SharedStorage<T>& smem,
@@ -75,6 +88,11 @@ __device__ __forceinline__ void RunConsumer(const Args& kernel_args,
     const MoeGemmArgs& args = ProductOf(kernel_args, tile);
     const TileInfo info = InProduct(kernel_args, tile);
     const StepRange steps = StepsOf<T>(args.num_k_steps);
+    if (!HasFeatures<T>(args, info.w_tile, consumer)) {
+      PassSteps<T>(smem, steps.last - steps.first, lane, stage);
+      slot.Release();
+      return;
+    }
     const WarpgroupShare share = Share<T>(info.rows, consumer, first.gather);
     Accumulators<T> acc;
     [[maybe_unused]] Scales scales;

@@ -29,6 +29,15 @@ __device__ __forceinline__ int WeightRow(const MoeGemmArgs& args, int w_tile, in
   return pair * args.pair_rows + args.block_base[block % 2];
 }
 
+// True if consumer warpgroup `pair` of weight tile `w_tile` has output features: the last tile may
+// end before the second one's. Its blocks are then neither loaded nor multiplied, but those of
+// promoted sums, whose warpgroups exchange what they find.
+template <class T>
+__device__ __forceinline__ bool HasFeatures(const MoeGemmArgs& args, int w_tile, int pair) {
+  if constexpr (T::kSplit != Split::kWeights || T::kTokensOnM) return true;
+  return (w_tile * (T::kWeightTile / 128) + pair) * (T::IsGated(args) ? 64 : 128) < args.n_out;
+}
+
 // Number of boxes that cover a tile's rows, at least one. A tile without rows (the second CTA of a
 // cluster) loads a box too: a stage that is full without the warp that loads X could pass a whole
 // phase of its empty barrier before that warp looks.
@@ -69,7 +78,9 @@ __device__ __forceinline__ void LoadPlainTile(const MoeGemmArgs& args,
   const int first_block = T::kMulticast > 1 ? ptx::ClusterRank() * kBlocks : 0;
   const CUtensorMap* const up_map = args.up_origin != 0 ? &args.w_up_map : &args.w_map;
   const StepRange steps = StepsOf<T>(args.num_k_steps);
-  const uint32_t token_bytes = BulkTokenBytes<T>(args, info.rows);
+  const bool whole = HasFeatures<T>(args, info.w_tile, 1);
+  const uint32_t bytes =
+      T::kWeightBytes / (whole ? 1 : 2) + BulkTokenBytes<T>(args, info.rows);
   int row[kBlocks];
 #pragma unroll
   for (int b = 0; b < kBlocks; ++b) {
@@ -84,11 +95,12 @@ __device__ __forceinline__ void LoadPlainTile(const MoeGemmArgs& args,
       next.Advance();
       ptx::BarrierWait(smem.empty(next.index), next.parity ^ 1);
     }
-    ptx::BarrierArriveExpectTx(full, T::kWeightBytes + token_bytes);
+    ptx::BarrierArriveExpectTx(full, bytes);
     const int k = step * T::kStepK;
     uint8_t* dst = smem.weights(stage.index) + first_block * T::kBlockBytes;
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
+      if (first_block + b >= 2 && !whole) continue;
       const CUtensorMap* const map = IsUpBlock(b) ? up_map : &args.w_map;
       const int c0 = kKMajor ? k : row[b];
       const int c1 = kKMajor ? row[b] : k;

@@ -212,9 +212,8 @@ struct Tile {
   // Bytes of accumulators that the first CTA gets from each other one: [piece of 16 bytes][thread].
   static constexpr int kPartialBytes = kConsumers * 128 * kWarpgroupTokens * 4;
 
-  // Accumulators of 160 tokens leave too few registers for the addresses of a float32 output beside
-  // scales, and for scales that are fetched before the k loop. Promoted sums leave fewer still.
-  static constexpr bool kStoresFloat = !kScaled || kWarpgroupTokens <= 128;
+  // Accumulators of 160 tokens leave too few registers for scales that are fetched before the k
+  // loop. Promoted sums leave fewer still.
   static constexpr bool kLateScales = kWarpgroupTokens > (kPromoted || kPacked ? 64 : 128);
 
   // Scales of X: one a token for the epilogue, one a token and step for the promotion.

@@ -49,7 +49,6 @@ Variant MakeVariant() {
   v.step_k = T::kStepK;
   v.box_rows = T::kBoxRows;
   v.gathers = T::kGatherByThreads || (T::kPacked ? T::kWarpProducts : T::kDecode);
-  v.stores_float = T::kStoresFloat;
   v.stores_sums = !T::kScaled;
   v.scales_rows = TakesRowScales<T>();
   v.launch = &LaunchProduct<T>;
@@ -100,7 +99,7 @@ VariantTable MakeVariants() {
         JAXMOE_TILE(128, 8, 6, kNone, 2, 1, 2),
         JAXMOE_TILE(128, 32, 5, kNone, 2, 1, 1),
         JAXMOE_TILE(128, 192, 5, kTokens, 1, 1, 1),
-        JAXMOE_TILE(256, 128, 4, kWeights, 1, 1, 1),
+        JAXMOE_TILE(256, 160, 4, kWeights, 1, 1, 1),
         JAXMOE_TILE(256, 160, 4, kWeights, 1, 2, 1),
     };
     return {rows, static_cast<int>(std::size(rows))};
