@@ -107,13 +107,13 @@ struct Variant {
   int weight_tile;
   int token_tile;
   int ctas_per_sm;
-  int cluster;        // CTAs that share a tile of cluster * token_tile rows
-  int split_k;        // CTAs that share the k loop of a tile
-  int step_k;         // elements of k in a pipeline step
-  int box_rows;       // rows of X a bulk copy brings
-  bool gathers;       // rows of X through row_index
-  bool stores_sums;   // MoeGemmArgs::z
-  bool scales_rows;   // scales of rows of X beside packed weights
+  int cluster;       // CTAs that share a tile of cluster * token_tile rows
+  int split_k;       // CTAs that share the k loop of a tile
+  int step_k;        // elements of k in a pipeline step
+  int box_rows;      // rows of X a bulk copy brings
+  bool gathers;      // rows of X through row_index
+  bool stores_sums;  // MoeGemmArgs::z
+  bool scales_rows;  // scales of rows of X beside packed weights
   cudaError_t (*launch)(const MoeGemmArgs&, int grid, bool pdl, cudaStream_t);
   // The kernel that adds MoeGemmArgs::low, or null.
   cudaError_t (*launch_adapted)(const MoeGemmArgs&, int grid, bool pdl, cudaStream_t);

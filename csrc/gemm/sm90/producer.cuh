@@ -79,8 +79,7 @@ __device__ __forceinline__ void LoadPlainTile(const MoeGemmArgs& args,
   const CUtensorMap* const up_map = args.up_origin != 0 ? &args.w_up_map : &args.w_map;
   const StepRange steps = StepsOf<T>(args.num_k_steps);
   const bool whole = HasFeatures<T>(args, info.w_tile, 1);
-  const uint32_t bytes =
-      T::kWeightBytes / (whole ? 1 : 2) + BulkTokenBytes<T>(args, info.rows);
+  const uint32_t bytes = T::kWeightBytes / (whole ? 1 : 2) + BulkTokenBytes<T>(args, info.rows);
   int row[kBlocks];
 #pragma unroll
   for (int b = 0; b < kBlocks; ++b) {
