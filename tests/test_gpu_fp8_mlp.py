@@ -1,7 +1,7 @@
 """moe_mlp and grouped_gemm with FP8 weights on a GPU: every kernel, format and epilogue."""
 
-import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -102,7 +102,8 @@ def test_every_kernel(tile, format, accum):
         dtype = (jnp.bfloat16, jnp.float16)[index % 2]
         inputs, kwargs, wanted = case(index, format, dtype)
         outs = []
-        for gather in (True, False) if tile[1] <= _gemm.tiles.MAX_GATHER else (False,):
+        by_index = tile[1] <= _gemm.tiles.MAX_GATHER or accum == "fast"
+        for gather in (True, False) if by_index else (False,):
             config = GemmConfig(*tile, gather=gather), GemmConfig(*tile)
             outs.append(compiled(inputs, config=config, accum=accum, **kwargs))
         assert_close(outs[0], *wanted)
@@ -215,9 +216,9 @@ def test_quantized_tokens_give_the_bits_of_plain_ones(format, num_tokens):
     quantized = jax.device_put(quantize_tokens(on_cpu(inputs["x"]), format), jax.devices()[0])
     out = check(inputs)
     assert_equal(compiled(dict(inputs, x=quantized)), out)
-    tile = GemmConfig(128, 32)
-    for gather in (True, False):
-        config = dataclasses.replace(tile, gather=gather), None
+    tiles = ((128, 32), (128, 8) if format == "fp8_block" else (256, 160))
+    for tile, gather in itertools.product(tiles, (True, False)):
+        config = GemmConfig(*tile, gather=gather), None
         assert_equal(
             compiled(dict(inputs, x=quantized), config=config), compiled(inputs, config=config)
         )

@@ -61,14 +61,14 @@ def test_the_k_loop_is_split_while_few_tiles_have_many_steps():
 
 @pytest.mark.parametrize("promoted", ((False, False), (True, True), (False, True)))
 def test_tiles_of_fp8_products(promoted):
-    """They exist, promote where they must, and fetch rows only where a tile reads few."""
+    """They exist, promote where they must, and fetch rows where registers are left for that."""
     for exponent in range(19):
         rows = 2**exponent
         configs = _gemm.tiles.mlp_configs(rows, 64, 64, 2048, 768, True, promoted)
         for config, promotes in zip(configs, promoted, strict=True):
             assert config.tile in _gemm.tiles.TILES
             assert not (promotes and config.tile in _gemm.tiles.NOT_PROMOTED)
-        assert configs[0].gather == (configs[0].token_tile <= 32)
+        assert configs[0].gather == (configs[0].token_tile <= 32 or not promoted[0])
         assert not configs[1].gather
     assert (configs[0].token_tile, configs[1].token_tile) == tuple(
         128 if promotes else 160 for promotes in promoted

@@ -70,6 +70,19 @@ __device__ __forceinline__ void TmaLoad3D(
       : "memory");
 }
 
+// Brings the box into L2.
+__device__ __forceinline__ void TmaPrefetch3D(
+    const CUtensorMap* map, int c0, int c1, int c2, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.prefetch.tensor.3d.L2.global.tile.L2::cache_hint [%0, {%1, %2, %3}], %4;" ::
+          "l"(reinterpret_cast<uint64_t>(map)),
+      "r"(c0),
+      "r"(c1),
+      "r"(c2),
+      "l"(policy)
+      : "memory");
+}
+
 // Writes the box to the same place in every CTA of the cluster whose bit is set, and completes on
 // the barrier at the same place in each.
 __device__ __forceinline__ void TmaLoad3DMulticast(void* dst,

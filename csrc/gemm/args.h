@@ -78,9 +78,10 @@ struct MoeGemmArgs {
   bool gather;
   bool out_f32;
   bool early_groups;
-  bool stream_weights;  // L2 may drop weights first
-  bool plans;           // groups and row_index come from `plan`, see slot_plan.cuh
-  bool writes_plan;     // the kernel writes slot_to_row and the number of rows for later ones
+  bool stream_weights;    // L2 may drop weights first
+  bool prefetch_weights;  // wide tiles: into L2, before there is a stage for them
+  bool plans;             // groups and row_index come from `plan`, see slot_plan.cuh
+  bool writes_plan;       // the kernel writes slot_to_row and the number of rows for later ones
   PlanParams plan;
   ActivationParams activation;
   void* z;           // sums before the activation, to be written; or null. Not FP8

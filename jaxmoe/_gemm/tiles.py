@@ -58,7 +58,9 @@ PACKED_LAYER_TILES = {(128, 16, 1, 1)}
 ADAPTED_TILES = {(128, 32, 1, 1), (128, 192, 1, 1), (256, 160, 1, 1), (256, 160, 2, 1)}
 PACKED_ADAPTED_TILES = {t for t in PACKED if t[1] != 32 and t[3] == 1}
 
-MAX_GATHER = 32  # tokens of a tile that fetches rows by index beside quantized weights
+# Tokens of a tile that fetches rows by index where no registers are left for threads that do it:
+# of packed weights, and of promoted sums.
+MAX_GATHER = 32
 
 # Usual rows of a group that packed tiles fetch by index. Each row of a step is a copy to start, and
 # with four bits a weight that soon takes longer than the weights: from 10 rows on by a fifth.
@@ -275,16 +277,16 @@ def mlp_configs(
     if odd_blocks and gate_up.tile in WHOLE_BLOCKS:
         gate_up = GemmConfig(128, 192)
     down = gmm_config(num_rows, num_experts, intermediate, hidden, share, second, packed=packed)
-    if promoted is None and not packed:
-        gather = gate_up.token_tile != 192 or intermediate <= _MAX_GATHER_INTERMEDIATE
-    elif packed:
+    if packed:
         few = _sizes.is_known(num_rows) and (
             num_rows <= _MAX_PLANNED_ROWS
             or _usual_rows(num_rows, num_experts) <= _MAX_PACKED_GATHER
         )
         gather = few and gate_up.token_tile <= MAX_GATHER
-    else:  # the quantization of x can write its rows in expert order at no cost
+    elif first:  # tokens can be quantized in the order of the experts
         gather = gate_up.token_tile <= MAX_GATHER
+    else:
+        gather = gate_up.token_tile != 192 or intermediate <= _MAX_GATHER_INTERMEDIATE
     gate_up = dataclasses.replace(gate_up, gather=gather)
     # Products that plan for themselves need no launch before them, but one kernel does.
     if not one_kernel or not _sizes.is_known(num_rows) or num_rows <= _MAX_PLANNED_ROWS:

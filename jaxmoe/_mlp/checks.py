@@ -176,11 +176,12 @@ def check_configs(
             packed=packed,
         )
     first = config[0]
-    plain = promoted is None and not packed
-    if not plain and first and first.gather and first.token_tile > MAX_GATHER:
+    boxes = packed or (promoted is not None and promoted[0])
+    if boxes and first and first.gather and first.token_tile > MAX_GATHER:
+        kind = "packed weights" if packed else "promoted sums"
         rule = (
-            f"config[0].gather must be False with token_tile={first.token_tile} and quantized "
-            f"weights: only tiles of up to {MAX_GATHER} tokens fetch rows by index then"
+            f"config[0].gather must be False with token_tile={first.token_tile} and {kind}: only "
+            f"tiles of up to {MAX_GATHER} tokens fetch rows by index then"
         )
         raise ValueError(_checks.message(op, rule, config=config))
     if odd_blocks and first and first.tile in WHOLE_BLOCKS:

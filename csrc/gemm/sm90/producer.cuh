@@ -62,8 +62,8 @@ __device__ __forceinline__ uint32_t BulkTokenBytes(const MoeGemmArgs& args, int 
 
 // Loads the weight blocks of a tile, as one thread. Each k step reads 128 bytes of a weight row.
 // DRAM is faster if the adjacent 128 are requested together, so decode tiles issue two steps at
-// once; wide tiles have no stages to spare. Where n is contiguous, the blocks of a step are
-// adjacent anyway.
+// once; wide tiles have no stages to spare, and bring the second step into L2. Where n is
+// contiguous, the blocks of a step are adjacent anyway.
 template <class T>
 __device__ __forceinline__ void LoadPlainTile(const MoeGemmArgs& args,
                                               const SharedStorage<T>& smem,
@@ -109,6 +109,16 @@ __device__ __forceinline__ void LoadPlainTile(const MoeGemmArgs& args,
             dst + b * T::kBlockBytes, map, full, c0, c1, info.weight, kAll, policy);
       } else {
         ptx::TmaLoad3D(dst + b * T::kBlockBytes, map, full, c0, c1, info.weight, policy);
+      }
+    }
+    if constexpr (kKMajor && !T::kDecode && T::kMulticast == 1) {
+      if (args.prefetch_weights && step % 2 == 0 && step + 1 < steps.last) {
+#pragma unroll
+        for (int b = 0; b < kBlocks; ++b) {
+          if (first_block + b >= 2 && !whole) continue;
+          const CUtensorMap* const map = IsUpBlock(b) ? up_map : &args.w_map;
+          ptx::TmaPrefetch3D(map, k + T::kStepK, row[b], info.weight, policy);
+        }
       }
     }
     stage.Advance();

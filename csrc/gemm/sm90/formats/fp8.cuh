@@ -13,8 +13,7 @@ struct Fp8 {
   using Out = void;
   static constexpr int kStepK = 128;
   static constexpr Scaling kScaling = Scaling::kEpilogue;
-  // Tokens are quantized into the order of the experts wherever a tile has too many for boxes.
-  static constexpr bool kGathersByThreads = false;
+  static constexpr bool kGathersByThreads = true;
   static constexpr Packing kPacking = Packing::kNone;
   static constexpr bool kQuantizesOut = true;
 };

@@ -13,6 +13,9 @@ namespace jaxmoe {
 template <class Element>
 struct Fp8Block : Fp8<Element> {
   static constexpr Scaling kScaling = Scaling::kStep;
+  // No registers: tokens are quantized in the order of the experts where a tile has too many for
+  // boxes.
+  static constexpr bool kGathersByThreads = false;
 };
 
 }  // namespace jaxmoe
