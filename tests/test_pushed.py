@@ -15,8 +15,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxmoe
-from jaxmoe import expert_parallel, quantize
+from jaxmoe import GemmConfig, expert_parallel, quantize
 from jaxmoe._ep import direct, peers, pushed
+from jaxmoe._gemm.tiles import mlp_index_size
 from jaxmoe._mlp import tuned
 from jaxmoe._testing import assert_equal
 from tests.lowered import calls, cuda_text
@@ -56,6 +57,17 @@ def both():
             return found
 
         yield results
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """A table of tiles that has the same for every layer."""
+
+    first: GemmConfig
+    second: GemmConfig
+
+    def find(self, *_):
+        return self.first, self.second
 
 
 def called(fn, *args):
@@ -108,6 +120,19 @@ def test_weights_travel_alone_beside_tokens_and_before_scales():
 @pytest.mark.parametrize("format", ("fp8_block", "fp8_tensor", "int4_g128", "mxfp4"))
 def test_quantized_weights_are_one_call_too(format):
     assert called(layer(), *quantized(format))[-2:] == [DISPATCH, PUSHED]
+
+
+@pytest.mark.usefixtures("on_gpus")
+def test_packed_weights_have_a_kernel_for_each_product():
+    """That of both stores rows in the result alone; without peers it is chosen."""
+    with tuned.within(Asked(GemmConfig(128, 8, one_kernel=True), GemmConfig(128, 8))):
+        (*_, (_, attrs, _, results)) = calls(cuda_text(layer(), *half_precision()))
+    assert attrs["layer"]["gemm1"]["one_kernel"] == "1:i64"
+    assert results[-1] == f"{mlp_index_size(48, 2, True)}xi32"
+    with tuned.within(Asked(GemmConfig(128, 16, one_kernel=True), GemmConfig(128, 16))):
+        (*_, (_, attrs, _, results)) = calls(cuda_text(layer(), *quantized("int4_g128")))
+    assert attrs["layer"]["gemm1"]["one_kernel"] == "0:i64"
+    assert results[-1] == f"{mlp_index_size(48, 2, False)}xi32"
 
 
 @pytest.mark.usefixtures("on_gpus")

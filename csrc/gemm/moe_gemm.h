@@ -64,8 +64,10 @@ constexpr bool OverlapsPrevious(int64_t rows, int64_t groups) { return rows <= 1
 // Slots that a GEMM can plan by itself: a lane of a warp each.
 inline constexpr int64_t kMaxPlannedSlots = 32;
 
-// Mean rows of a group from which on wide tiles bring weights into L2 before they have a stage.
+// Mean rows of a group, and 128-byte steps of a weight row, from which on wide tiles bring weights
+// into L2 before they have a stage for them.
 inline constexpr int64_t kMinPrefetchRows = 32;
+inline constexpr int kMinPrefetchSteps = 17;
 
 // Scales of operands that are values times scales; of packed weights those outside of them, and of
 // the rows they multiply, which are numbers times scales.

@@ -311,11 +311,12 @@ const char* LaunchMoeMlp(const MoeMlpParams& p, cudaStream_t stream) {
   if (layer.rows == 0 || p.hidden == 0) return nullptr;
 
   const MlpAdapters* const adapters = p.adapters;
+  const bool packed = RowOf(p.format).is_packed();
   if (adapters != nullptr && (layer.quantized || layer.rounds || p.dtype != DType::kBFloat16)) {
     return "adapters are for layers of bf16 tokens that are not quantized";
   }
   const bool one_scale = RowOf(p.format).weights == Shared::kTensor && p.gate_up.up == nullptr;
-  if (adapters != nullptr && RowOf(p.format).is_packed() && !one_scale) {
+  if (adapters != nullptr && packed && !one_scale) {
     return "adapters beside packed weights are for those with one scale each";
   }
   const bool asks_for_one = p.gate_up.tile.one_kernel;
@@ -327,7 +328,8 @@ const char* LaunchMoeMlp(const MoeMlpParams& p, cudaStream_t stream) {
   MoeGemmProblem gate_up = GateUpProblem(layer);
   MoeGemmProblem down = DownProblem(layer);
   // Programs and tunings may be older than this library: two kernels compute the same bits.
-  const bool one_kernel = asks_for_one && HasLayerKernel(gate_up, p.gate_up.tile);
+  const bool one_kernel = asks_for_one && !(packed && p.peers != nullptr) &&
+                          HasLayerKernel(gate_up, p.gate_up.tile);
   // Decoding a token or two: the GEMMs plan for themselves, which saves a launch. They write no
   // expert_offsets, which zero_rows reads, and a rounding by static scales of each expert; and
   // where rows go is known before they run.

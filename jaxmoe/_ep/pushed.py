@@ -9,6 +9,7 @@ Derivatives are those of the layer and the exchange apart, `direct.bring`, whose
 once a device and not once a choice.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from jaxmoe._ep.direct import Sent, Way
 from jaxmoe._gemm.gate_up import of_moving
 from jaxmoe._jax import primitive as _primitive
 from jaxmoe._mlp import op
+from jaxmoe._mlp.configs import configs_of
 from jaxmoe._mlp.operands import Layer, Operands, join
 
 # Of a layer, those that the call takes. Weights and residual are this device's own.
@@ -103,8 +105,17 @@ def _out(*avals: Any, way: Way, layer: Layer) -> list[_primitive.Spec]:
     return [((named.slots.shape[0], named.x.shape[1]), layer.dtype)]
 
 
+def _launched(a: Operands, layer: Layer) -> Layer:
+    """The layer as its call runs it: no kernel of packed weights for both products has peers."""
+    if not layer.format.packed:
+        return layer
+    first, second = configs_of(a, layer)
+    return layer.replace(config=(dataclasses.replace(first, one_kernel=False), second))
+
+
 def _attrs(avals: Any, *, way: Way, layer: Layer) -> dict[str, Any]:
-    of_layer = op.call_attrs(_operands(avals), layer=layer)
+    a = _operands(avals)
+    of_layer = op.call_attrs(a, layer=_launched(a, layer))
     return {"layer": of_layer, "peers": direct.peer_attrs(way)}
 
 
@@ -115,7 +126,7 @@ def _scratch(avals: Any, *, way: Way, layer: Layer) -> list[_primitive.Spec]:
     return [
         ((a.expert_ids.size, 2), jnp.dtype(jnp.int32)),
         ((op.moved_rows(a, layer=layer), a.x.shape[1]), layer.dtype),
-        *op.own_scratch(a, layer=layer),
+        *op.own_scratch(a, layer=_launched(a, layer)),
     ]
 
 

@@ -17,8 +17,8 @@ enum class Split {
   kTokens,   // each takes half of the tile's tokens
 };
 
-// Products that a kernel computes.
-enum class Products { kAny, kGated, kUngated };
+// Products that a kernel computes. Both: those of a layer, one after the other.
+enum class Products { kAny, kGated, kUngated, kBoth };
 
 // Bytes of a 64-row weight block in a pipeline step: values, and of packed weights scales.
 template <class Format, int kPlainBytes>
@@ -83,6 +83,7 @@ struct Tile {
   template <Products kOf>
   using Only = Like<kOf, kAddsLowRank_>;
   using Adapted = Like<kProducts_, true>;
+  using Layer = Only<Format::kPacking != Packing::kNone ? Products::kBoth : kProducts_>;
   static constexpr bool kPacked = Format::kPacking != Packing::kNone;
   static constexpr Packing kPacking = Format::kPacking;
   static constexpr bool kScaled = Format::kScaling != Scaling::kNone;
@@ -109,7 +110,8 @@ struct Tile {
   static constexpr Products kProducts = kProducts_;
   static constexpr bool kSplitsByProduct = kDecode && !kPacked && kProducts == Products::kAny;
   static __device__ __forceinline__ bool IsGated(const MoeGemmArgs& args) {
-    return kProducts == Products::kAny ? args.gated : kProducts == Products::kGated;
+    constexpr bool kAsks = kProducts == Products::kAny || kProducts == Products::kBoth;
+    return kAsks ? args.gated : kProducts == Products::kGated;
   }
 
   // Packed weights times few tokens are multiplied by the warps themselves: wgmma would make four
@@ -204,8 +206,9 @@ struct Tile {
                                             kPacking != Packing::kInt8 && kSplitK == 1 &&
                                             (kPacked ? kTokenTile != 32 : kTokenTile >= 32);
 
-  // Layers whose rows are stored in the memory of other GPUs have no adapters.
-  static constexpr bool kStoresElsewhere = !kAddsLowRank;
+  // Layers whose rows are stored in the memory of other GPUs have no adapters, and with packed
+  // weights a kernel for each product, as one for both would wait for more instructions.
+  static constexpr bool kStoresElsewhere = !kAddsLowRank && kProducts != Products::kBoth;
 
   static constexpr int kRing = 2;  // tiles known ahead, see scheduler.cuh
 

@@ -56,7 +56,7 @@ Variant MakeVariant() {
     v.launch_adapted = &LaunchPersistent<typename T::Adapted, MoeGemmArgs>;
   }
   if constexpr (T::kHasLayerKernel) {
-    v.launch_layer = &LaunchPersistent<T, MoeLayerArgs>;
+    v.launch_layer = &LaunchPersistent<typename T::Layer, MoeLayerArgs>;
   }
   return v;
 }
