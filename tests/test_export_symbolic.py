@@ -190,7 +190,7 @@ def test_the_tile_is_one_for_any_number_of_tokens():
     with _targets.force_cuda_lowering():
         text = exported(layer, "t", ["cuda"]).mlir_module()
     tiles = re.findall(r"token_tile = (\d+) : i64, weight_tile = (\d+)", text)
-    assert tiles == [("128", "256")] * 2
+    assert tiles == [("160", "256")] * 2
 
 
 def test_a_symbolic_batch_of_a_vmap():

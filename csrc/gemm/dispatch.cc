@@ -229,8 +229,8 @@ const char* MakeArgs(const MoeGemmProblem& p,
   const int64_t mean_rows = CeilDiv(p.rows_per_batch, p.groups_per_batch);
   args.stream_weights = mean_rows <= tile_rows;  // about one token tile a group
   // Of few rows a tile soon has its stages back; of several tiles others may have been there.
-  args.prefetch_weights = args.stream_weights && mean_rows >= kMinPrefetchRows &&
-                          args.num_k_steps >= kMinPrefetchSteps;
+  args.prefetch_weights =
+      args.stream_weights && mean_rows >= kMinPrefetchRows && args.num_k_steps >= kMinPrefetchSteps;
   args.activation = p.activation;
   args.z = p.z;
   args.low = p.low;

@@ -328,8 +328,8 @@ const char* LaunchMoeMlp(const MoeMlpParams& p, cudaStream_t stream) {
   MoeGemmProblem gate_up = GateUpProblem(layer);
   MoeGemmProblem down = DownProblem(layer);
   // Programs and tunings may be older than this library: two kernels compute the same bits.
-  const bool one_kernel = asks_for_one && !(packed && p.peers != nullptr) &&
-                          HasLayerKernel(gate_up, p.gate_up.tile);
+  const bool one_kernel =
+      asks_for_one && !(packed && p.peers != nullptr) && HasLayerKernel(gate_up, p.gate_up.tile);
   // Decoding a token or two: the GEMMs plan for themselves, which saves a launch. They write no
   // expert_offsets, which zero_rows reads, and a rounding by static scales of each expert; and
   // where rows go is known before they run.
