@@ -315,9 +315,11 @@ class Epilogue {
   // [token][weight row]. Accumulators are registers, so every pass has staging code of its own.
   __device__ __forceinline__ void ApplyAny(const Accumulators<T>& acc) const {
     constexpr int kTokens = T::kStagingBytes >= 16 * T::kSumPitch ? 16 : 8;  // of a pass
-    // Kernels with a warpgroup that gathers would spill accumulators that are alive around a loop.
-    // Those of wide packed tiles would have more instructions in their k loops.
-    constexpr bool kUnrolls = T::kProducers == 2 || (T::kPacked && T::kWarpgroupTokens > 64);
+    // Kernels of plain weights with a warpgroup that gathers would spill accumulators that are
+    // alive around a loop. Those of wide packed tiles would have more instructions in their k
+    // loops.
+    constexpr bool kUnrolls =
+        (T::kProducers == 2 && !T::kScaled) || (T::kPacked && T::kWarpgroupTokens > 64);
 #pragma unroll(kUnrolls ? T::kWarpgroupTokens / kTokens : 1)
     for (int t0 = 0; t0 < T::kWarpgroupTokens; t0 += kTokens) {
       if (t0 >= site_.rows) break;
