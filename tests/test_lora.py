@@ -355,6 +355,7 @@ def test_tiles_with_adapters():
 
     assert tile(128, 8, split_k=2, gather=True, one_kernel=True) == (128, 32, 1, 1, True)
     assert tile(256, 160, cluster=2, gather=True) == (256, 160, 2, 1, True)
+    assert tile(128, 192) == (256, 160, 2, 1, False)
     assert tile(128, 16, split_k=4, gather=True, packed=True) == (128, 16, 1, 1, False)
     assert tile(128, 32, packed=True) == (128, 64, 1, 1, False)
     assert tile(128, 128, packed=True) == (128, 128, 1, 1, False)

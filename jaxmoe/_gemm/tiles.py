@@ -55,7 +55,7 @@ LAYER_TILES = {(128, 8, 1, 1), (128, 8, 1, 2), (128, 32, 1, 1)}
 PACKED_LAYER_TILES = {(128, 16, 1, 1)}
 
 # Those of the kernels that add what adapters of low rank add to the sums, of bf16 tokens.
-ADAPTED_TILES = {(128, 32, 1, 1), (128, 192, 1, 1), (256, 160, 1, 1), (256, 160, 2, 1)}
+ADAPTED_TILES = {(128, 32, 1, 1), (256, 160, 1, 1), (256, 160, 2, 1)}
 PACKED_ADAPTED_TILES = {t for t in PACKED if t[1] != 32 and t[3] == 1}
 
 # Tokens of a tile that fetches rows by index where no registers are left for threads that do it:
@@ -232,8 +232,7 @@ def with_adapters(config: GemmConfig, packed: bool) -> GemmConfig:
     """The narrowest tile for as many rows among those of kernels that add what adapters add."""
     tiles, tile = PACKED_ADAPTED_TILES if packed else ADAPTED_TILES, config.tile
     if tile not in tiles:
-        rows = config.token_tile
-        tile = min(tiles, key=lambda t: (t[0] != config.weight_tile, t[1] < rows, abs(t[1] - rows)))
+        tile = min(t for t in tiles if t[1] * t[2] >= config.token_tile)
     weight_tile, token_tile, cluster, split_k = tile
     return dataclasses.replace(
         config,
