@@ -202,10 +202,9 @@ struct Tile {
   // Kernels that add what adapters add are apart, as they would cost the others up to 8 %: of bf16
   // tokens, weights whose rows share a scale, and tiles that serve all numbers of rows. Packed
   // tiles of 32 tokens have no registers for it; 128 x 192 is seldom asked for.
-  static constexpr bool kHasAdaptedKernel = !kTokenScaled && std::is_same_v<Token, __nv_bfloat16> &&
-                                            kPacking != Packing::kInt8 && kSplitK == 1 &&
-                                            kSplit != Split::kTokens &&
-                                            (kPacked ? kTokenTile != 32 : kTokenTile >= 32);
+  static constexpr bool kHasAdaptedKernel =
+      !kTokenScaled && std::is_same_v<Token, __nv_bfloat16> && kPacking != Packing::kInt8 &&
+      kSplitK == 1 && kSplit != Split::kTokens && (kPacked ? kTokenTile != 32 : kTokenTile >= 32);
 
   // Layers whose rows are stored in the memory of other GPUs have no adapters, and with packed
   // weights a kernel for each product, as one for both would wait for more instructions.
