@@ -1,5 +1,7 @@
 """grouped_gemm on a GPU: every kernel variant, boundaries of its tiles, garbage, repeats."""
 
+import importlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -111,6 +113,15 @@ def test_groups_too_small_for_both_ctas_of_a_cluster(rows):
     first = check(lhs, rhs, sizes, config=GemmConfig(256, 160, cluster=2))
     for out in [run() for _ in range(50)]:  # back to back, to meet every order of the warps
         assert_equal(out, first)
+
+
+def test_a_tile_that_is_gone(monkeypatch):
+    """Exported programs and saved tunings that ask for it get the one that has its bits."""
+    monkeypatch.setattr(importlib.import_module("jaxmoe.grouped_gemm"), "ONLY_PROMOTED", set())
+    lhs, rhs = operands(np.random.default_rng(4), 700, 5, 328, 264, jnp.bfloat16)
+    sizes = jnp.asarray((300, 0, 129, 7, 200), jnp.int32)
+    old = check(lhs, rhs, sizes, config=GemmConfig(256, 128))
+    assert_equal(old, check(lhs, rhs, sizes, config=GemmConfig(256, 160)))
 
 
 def test_group_offset_skips_rows_of_other_groups():

@@ -79,7 +79,7 @@ struct MoeGemmArgs {
   bool out_f32;
   bool early_groups;
   bool stream_weights;    // L2 may drop weights first
-  bool prefetch_weights;  // wide tiles: into L2, before there is a stage for them
+  bool prefetch_weights;  // tiles without a cluster and k along rows: ahead, into L2
   bool plans;             // groups and row_index come from `plan`, see slot_plan.cuh
   bool writes_plan;       // the kernel writes slot_to_row and the number of rows for later ones
   PlanParams plan;

@@ -46,6 +46,20 @@ const Variant* FindVariant(const MoeGemmProblem& p, const TileConfig& tile) {
   return nullptr;
 }
 
+// The tile asked for, or one of the same bits where programs and tunings that are older than this
+// library ask for one that is gone.
+TileConfig Current(const MoeGemmProblem& p, const TileConfig& asked) {
+  TileConfig tile = asked;
+  if (p.packed.packing != Packing::kNone || p.scales.promoted) return tile;
+  if (tile.weight_tile == 256 && tile.token_tile == 128) tile.token_tile = 160;
+  if (p.low.x != nullptr && tile.weight_tile == 128 && tile.token_tile == 192) {
+    tile.weight_tile = 256;
+    tile.token_tile = 160;
+    tile.cluster = 2;
+  }
+  return tile;
+}
+
 // Weights of 64 rows a block; w and w_up have as many.
 PackedArgs MakePacked(const MoeGemmProblem& p, int rows) {
   PackedArgs packed = PackedArgsOf(p.packed, p.k);
@@ -161,7 +175,8 @@ const char* MakeArgs(const MoeGemmProblem& p,
   if (is_packed && p.scales.x != nullptr && !variant->scales_rows) {
     return "tokens have no scales beside these packed weights";
   }
-  if (tile.gather && !variant->gathers) return "wide tiles of quantized weights do not gather";
+  if (tile.gather && !variant->gathers)
+    return "wide tiles of packed weights or promoted sums do not gather";
   if (ByStep(p) && (!p.scales.promoted || p.x_rows * CeilDiv(p.k, variant->step_k) > INT32_MAX)) {
     return "block scales need promoted sums and at most 2^31 scales of X";
   }
@@ -279,7 +294,8 @@ const char* Reason(cudaError_t status) {
 
 }  // namespace
 
-const char* LaunchMoeGemm(const MoeGemmProblem& p, const TileConfig& tile, cudaStream_t stream) {
+const char* LaunchMoeGemm(const MoeGemmProblem& p, const TileConfig& asked, cudaStream_t stream) {
+  const TileConfig tile = Current(p, asked);
   const Variant* variant = FindVariant(p, tile);
   if (variant == nullptr) return NoKernel(p, tile, "");
   const auto launch = p.low.x != nullptr ? variant->launch_adapted : variant->launch;
@@ -317,6 +333,9 @@ const char* LaunchMoeLayer(const MoeGemmProblem& gate_up,
   }
   if (gate_up.out_f32 || down.out_f32 || gate_up.z != nullptr || down.gated) {
     return "one kernel for both products is gate-up, activation and down";
+  }
+  if (down.out_rows != nullptr && down.packed.packing != Packing::kNone) {
+    return "one kernel for both products of packed weights stores no rows elsewhere";
   }
   if (IsEmpty(gate_up) || IsEmpty(down)) return "one kernel for both products needs both";
   MoeLayerArgs args;

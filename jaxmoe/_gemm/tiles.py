@@ -119,7 +119,8 @@ class GemmConfig:
       raster: Weight tiles per panel of the tile order, 0 for all. 1 keeps the token tiles that
         share a weight tile adjacent in time; larger panels let many token tiles share X.
       gather: The gate-up GEMM fetches rows of x by index instead of reading a permuted copy.
-      one_kernel: The gate-up GEMM's kernel goes on with the down GEMM, whose tile is the same.
+      one_kernel: The gate-up GEMM's kernel goes on with the down GEMM, whose tile is the same. Not
+        where packed weights' rows are stored in the memory of other GPUs.
 
     Raises:
       TypeError: a tile, cluster, split or raster that is no integer, a gather or one_kernel that

@@ -57,6 +57,7 @@ __device__ __forceinline__ void PassSteps(const SharedStorage<T>& smem,
                                           PipelineState<T::kStages>& stage) {
   for (int step = 0; step < num_k_steps; ++step) {
     ptx::BarrierWait(smem.full(stage.index), stage.parity);
+    __syncwarp();  // no lane falls a phase behind the one that gives the stage back
     ReleaseStage(smem, stage.index, lane);
     stage.Advance();
   }

@@ -62,7 +62,7 @@ __device__ __forceinline__ uint32_t BulkTokenBytes(const MoeGemmArgs& args, int 
 
 // Loads the weight blocks of a tile, as one thread. Each k step reads 128 bytes of a weight row.
 // DRAM is faster if the adjacent 128 are requested together, so decode tiles issue two steps at
-// once; wide tiles have no stages to spare, and bring the second step into L2. Where n is
+// once; wide tiles have no stages to spare, and if asked bring the second step into L2. Where n is
 // contiguous, the blocks of a step are adjacent anyway.
 template <class T>
 __device__ __forceinline__ void LoadPlainTile(const MoeGemmArgs& args,
