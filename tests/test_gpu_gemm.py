@@ -115,6 +115,15 @@ def test_groups_too_small_for_both_ctas_of_a_cluster(rows):
         assert_equal(out, first)
 
 
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("tile", ((256, 160), (128, 192)), ids=str)
+def test_weights_that_are_brought_into_l2(tile):
+    """Of groups of 32 rows and more and rows of more than 2048 bytes, of an odd number of steps."""
+    lhs, rhs = operands(np.random.default_rng(7), 320, 8, 1112, 328, jnp.bfloat16, "nk")
+    sizes = jnp.asarray((40, 0, 81, 39, 7, 73, 60, 20), jnp.int32)
+    check(lhs, rhs, sizes, weight_layout="nk", config=GemmConfig(*tile))
+
+
 def test_a_tile_that_is_gone(monkeypatch):
     """Exported programs and saved tunings that ask for it get the one that has its bits."""
     monkeypatch.setattr(importlib.import_module("jaxmoe.grouped_gemm"), "ONLY_PROMOTED", set())

@@ -175,8 +175,9 @@ const char* MakeArgs(const MoeGemmProblem& p,
   if (is_packed && p.scales.x != nullptr && !variant->scales_rows) {
     return "tokens have no scales beside these packed weights";
   }
-  if (tile.gather && !variant->gathers)
+  if (tile.gather && !variant->gathers) {
     return "wide tiles of packed weights or promoted sums do not gather";
+  }
   if (ByStep(p) && (!p.scales.promoted || p.x_rows * CeilDiv(p.k, variant->step_k) > INT32_MAX)) {
     return "block scales need promoted sums and at most 2^31 scales of X";
   }
