@@ -162,6 +162,15 @@ def test_wide_experts_of_192_tokens_copy_their_rows_first():
     assert gather(120, 4096) and gather(256, 4096)  # the others fetch half as often
 
 
+def test_pairs_in_fp8_of_wide_experts_copy_their_rows_first():
+    def gather(mean, intermediate, fast=(False, False)):
+        return _gemm.tiles.mlp_configs(mean * 8, 8, 8, 4096, intermediate, True, fast)[0].gather
+
+    assert gather(256, 4096) and not gather(256, 4112)
+    assert gather(100, 14336)  # one CTA
+    assert gather(256, 14336, None)  # bf16
+
+
 def test_a_second_round_of_clusters_is_not_split():
     """Of two CTAs each: more tiles than SMs, and fewer than one and a half times as many."""
 

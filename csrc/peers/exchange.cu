@@ -31,12 +31,15 @@ cudaError_t GetGrid(int64_t tasks, bool few, dim3* grid) {
   return cudaSuccess;
 }
 
-// Divides a step into chunks and the CTAs of its grid among those who push and who take: adding up
-// takes more loads than copying.
-void DivideInChunks(ExchangeSize* size, int64_t row_bytes, double pushing, const dim3& grid) {
+// Of the CTAs of a grid, those that push: 40 of 132 fill the links, and with more of them stores
+// come in each other's way.
+constexpr double kPushing = 0.3;
+
+// Divides a step into chunks, and the CTAs of its grid among those who push and who take.
+void DivideInChunks(ExchangeSize* size, int64_t row_bytes, const dim3& grid) {
   const int64_t bytes = size->num_tokens * row_bytes * (size->num_devices - 1);
   size->chunks = static_cast<int>(std::clamp<int64_t>(bytes / kChunkBytes, 2, kPeerChunks));
-  size->pushers = std::max<int>(kPushGroups, static_cast<int>(grid.x * pushing));
+  size->pushers = std::max<int>(kPushGroups, static_cast<int>(grid.x * kPushing));
 }
 
 int64_t PartsOfRow(int64_t row_units) {
@@ -60,7 +63,7 @@ cudaError_t LaunchDispatchUnit(PeerDispatchParams p, cudaStream_t stream) {
   dim3 grid;
   JAXMOE_RETURN_IF_CUDA_ERROR(
       GetGrid(p.size.num_tokens * p.size.num_devices * PartsOfRow(units), false, &grid));
-  DivideInChunks(&p.size, p.token_bytes, 0.5, grid);
+  DivideInChunks(&p.size, p.token_bytes, grid);
   return LaunchKernel(PeerDispatchKernel<Unit>, grid, dim3(kManyThreads), 0, stream, false, p);
 }
 
@@ -78,7 +81,7 @@ cudaError_t LaunchCombineSized(PeerCombineParams p, cudaStream_t stream) {
   dim3 grid;
   JAXMOE_RETURN_IF_CUDA_ERROR(
       GetGrid(p.size.num_tokens * p.size.num_devices * PartsOfRow(pieces), false, &grid));
-  DivideInChunks(&p.size, p.hidden * static_cast<int64_t>(sizeof(T)), 0.3, grid);
+  DivideInChunks(&p.size, p.hidden * static_cast<int64_t>(sizeof(T)), grid);
   const dim3 block(kManyThreads);
   const int row_pieces = static_cast<int>(pieces);
   return LaunchKernel(PeerCombineKernel<T, kSize>, grid, block, 0, stream, false, p, row_pieces);

@@ -105,6 +105,9 @@ _MAX_UNPAIRED_ROWS = 800
 # ones.
 _MAX_GATHER_INTERMEDIATE = 1024
 
+# And of pairs in FP8, whose rows take half as long to multiply.
+_MAX_FP8_GATHER_INTERMEDIATE = 4096
+
 
 @dataclasses.dataclass(frozen=True)
 class GemmConfig:
@@ -285,8 +288,11 @@ def mlp_configs(
         gather = few and gate_up.token_tile <= MAX_GATHER
     elif first:  # tokens can be quantized in the order of the experts
         gather = gate_up.token_tile <= MAX_GATHER
+    elif gate_up.token_tile == 192:
+        gather = intermediate <= _MAX_GATHER_INTERMEDIATE
     else:
-        gather = gate_up.token_tile != 192 or intermediate <= _MAX_GATHER_INTERMEDIATE
+        fp8_pair = first is not None and gate_up.cluster > 1
+        gather = not fp8_pair or intermediate <= _MAX_FP8_GATHER_INTERMEDIATE
     gate_up = dataclasses.replace(gate_up, gather=gather)
     # Products that plan for themselves need no launch before them, but one kernel does.
     if not one_kernel or not _sizes.is_known(num_rows) or num_rows <= _MAX_PLANNED_ROWS:
