@@ -41,7 +41,6 @@ class Rule:
     masked_value: float = -math.inf
 
 
-# Codes of the enums in csrc/kernels/route.h.
 MAX_CUDA_EXPERTS = 1024  # kRouteMaxExperts of csrc/kernels/route.h
 
 

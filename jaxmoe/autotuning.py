@@ -85,8 +85,7 @@ class AutotuningResult:
     def packaged(cls, device_kind: str | None = None) -> Self:
         """What tuning won by more than 3 % for layers of published models, measured beforehand.
 
-        The rule's own tiles beside it are those of that day: for plain weights 256 x 128, which are
-        256 x 160 now.
+        The rule's own tiles beside it may be older than the rule.
 
         Nothing uses it unasked: `with AutotuningResult.packaged(): ...` does.
 

@@ -55,8 +55,8 @@ def moe_mlp(
         of a static size, and adds up the parts that come back.
       ragged: the same without boxes, by `jax.lax.ragged_all_to_all` on CUDA; elsewhere, where XLA
         has none, by an all_gather that gives the same result.
-      direct: each device fetches the tokens that have a choice there from the memory of the others,
-        and leaves the rows of its experts with them, or its sums under differentiation: kernels
+      direct: each device pushes its tokens into the memory of the devices that they have a choice
+        on, and these the rows of their experts back, or their sums under differentiation: kernels
         over NVLink, in what `open_peer_memory` opened. Elsewhere than on GPUs XLA's collectives.
       auto: all_gather, all_to_all, or direct where memory is open, whichever `choose_dispatch`
         estimates to be fastest.

@@ -59,7 +59,7 @@ def init(
     Args:
       key: for A.
       experts: the layer, arrays or `jax.ShapeDtypeStruct`.
-      rank: r; on CUDA a multiple of 8 (of 4 in float32).
+      rank: r; on CUDA a multiple of 8.
       scale: see `Adapters`.
       num_adapters: S, for arrays with that axis in front; None for one adapter.
       dtype: of the arrays, bfloat16, float16 or float32. They are rounded to that of the layer

@@ -327,7 +327,7 @@ def _usual_rows(num_rows: int, num_groups: int) -> float:
 def tgmm_cluster(columns: int) -> int:
     """CTAs that share an operand of the weight gradient, each with 128 of the other's columns.
 
-    Pairs read a third less from L2. `columns` are those of the gathered operand, or of x.
+    Pairs read a third less from L2. `columns` are those of x.
     """
     return 2 if columns > 128 else 1
 
