@@ -60,7 +60,9 @@ class LoadedLayer:
         Raises:
           ValueError: the layer has a table and there are no `token_ids`.
         """
-        logits = jnp.einsum("...h,eh->...e", x.astype(jnp.float32), self.router.astype(jnp.float32))
+        # GPUs would round the factors of a float32 product, and other experts would be chosen.
+        x, router = x.astype(jnp.float32), self.router.astype(jnp.float32)
+        logits = jnp.einsum("...h,eh->...e", x, router, precision=jax.lax.Precision.HIGHEST)
         if self.router_bias is not None:
             lead = (1,) * (logits.ndim - 1)
             logits = logits + self.router_bias.astype(jnp.float32).reshape(*lead, -1)

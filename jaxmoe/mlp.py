@@ -313,6 +313,7 @@ def static_of(
 ) -> Layer:
     """The static parameters of a layer, its tiles checked."""
     act = resolve(experts.activation, op)
+    checks.check_known(op, act)
     hidden, intermediate = x.shape[1], experts.intermediate
     sums = tuple(format.sums(experts.accum, k) for k in (hidden, intermediate))
     promoted = None if sums[0] is None else sums

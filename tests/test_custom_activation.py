@@ -190,6 +190,21 @@ def test_one_function_is_one_program():
     assert count and len(traced) == count
 
 
+@pytest.mark.parametrize("wrap", (lambda fn: fn, functools.partial))
+@pytest.mark.parametrize("call", (jaxmoe.moe_mlp, jaxmoe.expert_rows))
+def test_a_function_of_a_traced_value_is_refused(call, wrap):
+    x, routing, experts = inputs(step)
+
+    def layer(slope):
+        fn = wrap(lambda gate, up: slope * gate * up)
+        return call(x, routing, dataclasses.replace(experts, activation=fn))
+
+    message = "must not close over a traced value: the function is part of the compiled program"
+    with pytest.raises(TypeError, match=message):
+        jax.jit(layer)(2.0)
+    jax.block_until_ready(layer(jnp.float32(2.0)))  # known, it is a constant
+
+
 def with_default(gate, up, slope=1.0):
     return slope * gate * up
 

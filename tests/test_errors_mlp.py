@@ -216,6 +216,12 @@ LAYER_ERRORS = (
         "experts.num_experts=3 must be in [1, 2]; num_experts=4, expert_offset=2.",
     ),
     (
+        {"routing": dataclasses.replace(routing(), num_experts=4), "expert_offset": 2},
+        ValueError,
+        "expert_offset=2 and experts.num_experts=3 must end within routing.num_experts=4; give "
+        "num_experts=5 if ids past it name no expert. Got experts.down: bf16[3,4,8].",
+    ),
+    (
         {"expert_map": MAP, "expert_offset": 1},
         ValueError,
         "expert_offset=1 must be 0 if expert_map is given. Got expert_map: i32[7].",
@@ -290,6 +296,14 @@ def test_moe_mlp(change, kind, message):
     with pytest.raises(kind) as error:
         jax.jit(lambda: moe_mlp(**arguments))()
     assert str(error.value) == of_op(message)
+
+
+def test_a_key_of_jax_random_is_no_array_of_numbers():
+    key = jax.random.key(0)
+    with pytest.raises(TypeError, match=r"x must be an array of numbers. Got x: key<fry>\[\]"):
+        moe_mlp(**{**LAYER, "x": key})
+    with pytest.raises(TypeError, match="down must be an array of numbers"):
+        moe_mlp(**{**LAYER, "w_down": key})
 
 
 def test_moe_mlp_with_an_offset_that_is_data():

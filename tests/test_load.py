@@ -247,6 +247,12 @@ FILES = {
         {**QWEN, "norm_topk_prob": False},
         route={"method": "softmax", "norm_topk_prob": False},
     ),
+    "qwen3_without_a_word": Files(
+        "qwen3_moe",
+        {"num_experts": E, **TOP_2},
+        route={"method": "softmax", "norm_topk_prob": False},
+    ),
+    "qwen3_next_without_a_word": Files("qwen3_next", {"num_experts": E, **TOP_2}),
     "qwen3_gptq": Files("qwen3_moe", QWEN, gptq, quantization=GPTQ),
     "qwen3_awq": Files(
         "qwen3_moe", QWEN, awq, quantization={"quant_method": "awq", "group_size": 64}
@@ -599,6 +605,15 @@ MISSING = (
 )
 
 
+@pytest.mark.parametrize("name", GROUPS)
+def test_a_number_of_the_routing_that_is_missing_is_named(name, tmp_path):
+    files = FILES["deepseek_v3"]
+    config = {k: v for k, v in files.config.items() if k != name}
+    path, _ = folder(tmp_path, dataclasses.replace(files, config=config))
+    with pytest.raises(ValueError, match=f"config.json has no {name}"):
+        jaxmoe.load(path)
+
+
 @pytest.mark.parametrize(("name", "tensor", "message"), MISSING)
 def test_what_is_missing_is_named(name, tensor, message, tmp_path):
     path, _ = folder(tmp_path, FILES[name], without=[f"model.layers.0.mlp.{tensor}"])
@@ -618,6 +633,7 @@ def test_what_cannot_be_read_is_refused(tmp_path):
 
     refuses(NotImplementedError, "model_type='bert' must be one of .*qwen3_moe", model_type="bert")
     refuses(ValueError, "config.json has no num_experts_per_tok", num_experts_per_tok=None)
+    refuses(ValueError, "num_experts_per_tok=5, which must be at most 4", num_experts_per_tok=5)
     refuses(ValueError, "hidden_act='relu' must be one of", hidden_act="relu")
     refuses(LookupError, "no layer with tensors layers.N.mlp.experts", {"x": tensors.popitem()[1]})
     stem = "model.layers.0.mlp.experts.{e}.up_proj"

@@ -50,7 +50,13 @@ def section(config: Config, name: str) -> dict[str, Any]:
 
 
 def top_k(config: Config) -> int:
-    return count(config, "num_experts_per_tok", "moe_topk")
+    k, most = count(config, "num_experts_per_tok", "moe_topk"), num_experts(config)
+    if k > most:
+        raise ValueError(
+            f"jaxmoe.{OP}: config.json has num_experts_per_tok={k}, which must be at most {most}, "
+            "the number of experts"
+        )
+    return k
 
 
 def num_experts(config: Config) -> int:
@@ -70,6 +76,10 @@ def _qwen3(config: Config) -> dict[str, Any]:
     return _renormalize(config) if config.get("norm_topk_prob") else _softmax(config)
 
 
+def _qwen3_next(config: Config) -> dict[str, Any]:
+    return _renormalize(config) if config.get("norm_topk_prob") is None else _qwen3(config)
+
+
 def _deepseek_v2(config: Config) -> dict[str, Any]:
     scale = {"scale": _real(config, "routed_scaling_factor", 1.0)}
     if needed(config, "topk_method") == "greedy":
@@ -82,10 +92,10 @@ def _deepseek_v3(config: Config) -> dict[str, Any]:
     return {
         "top_k": top_k(config),
         "method": "deepseek_v3",
-        "num_groups": count(config, "n_group", default=1),
-        "top_groups": count(config, "topk_group", default=1),
-        "scale": _real(config, "routed_scaling_factor", 1.0),
-        "norm_topk_prob": bool(config.get("norm_topk_prob", True)),
+        "num_groups": count(config, "n_group"),
+        "top_groups": count(config, "topk_group"),
+        "scale": _real(config, "routed_scaling_factor"),
+        "norm_topk_prob": bool(needed(config, "norm_topk_prob")),
     }
 
 
@@ -198,7 +208,8 @@ _W123 = tuple(f"experts.{{e}}.{n}" for n in ("w1", "w3", "w2"))
 _JOINED = ("experts.gate_up_proj", "experts.down_proj")
 
 FAMILIES: dict[str, Family] = {
-    **dict.fromkeys(("qwen3_moe", "qwen3_next"), Family(_qwen3)),
+    "qwen3_moe": Family(_qwen3),
+    "qwen3_next": Family(_qwen3_next),
     **dict.fromkeys(("qwen2_moe", "olmoe"), Family(_softmax)),
     **dict.fromkeys(("mixtral",), Family(_renormalize, "block_sparse_moe", _W123)),
     "deepseek_v2": Family(_deepseek_v2),

@@ -1,11 +1,13 @@
 """Argument checks of the layer."""
 
+import functools
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import AxisType
 
 from jaxmoe._formats import Format, static_scales
@@ -22,10 +24,30 @@ from jaxmoe._jax import mesh as _mesh
 from jaxmoe._mlp import fetch as _fetch
 from jaxmoe._mlp.configs import no_layer_kernel
 from jaxmoe._mlp.operands import Layer
+from jaxmoe.activation import Activation, Custom
 from jaxmoe.experts import Experts, check_parts, format_of
 from jaxmoe.grouped_gemm import check_config
 from jaxmoe.quantize import QuantizedArray, check_quantized
 from jaxmoe.routing import Routing
+
+
+def check_known(op: str, activation: Activation) -> None:
+    """Refuses a function that closes over values of a trace, as a program is made of it later."""
+    if not isinstance(activation, Custom):
+        return
+    fn, held = activation.fn, []
+    while isinstance(fn, functools.partial):
+        held += [fn.args, fn.keywords]
+        fn = fn.func
+    held += [cell.cell_contents for cell in getattr(fn, "__closure__", None) or ()]
+    traced = [leaf for leaf in jax.tree.leaves(held) if isinstance(leaf, Tracer)]
+    if traced:
+        rule = (
+            f"activation={activation.name} must not close over a traced value: the function is "
+            "part of the compiled program. Make the layer of jaxmoe.grouped_gemm and such a "
+            "function, or put the value into weights or biases"
+        )
+        raise TypeError(_checks.message(op, rule, value=traced[0]))
 
 
 def check_tokens(op: str, x: Any, routing: Any, residual: Any) -> None:
@@ -125,7 +147,14 @@ def num_experts(
     hint = "give expert_map if it depends on the device"
     offset = _checks.check_int(op, "expert_offset", expert_offset, 0, hint=hint)
     if offset:
-        return max(offset + num_local, routed or 0)
+        if routed is not None and offset + num_local > routed:
+            rule = (
+                f"expert_offset={offset} and experts.num_experts={num_local} must end within "
+                f"routing.num_experts={routed}; give num_experts={offset + num_local} if ids past "
+                "it name no expert"
+            )
+            raise ValueError(_checks.message(op, rule, **{"experts.down": experts.down}))
+        return routed or offset + num_local
     if routed not in (None, num_local):
         next_step = (
             f"if they are some of those, give num_experts={routed} for the first ones, "
