@@ -29,7 +29,7 @@ FLOATS = ("bfloat16", "float16", "float32")
 
 def dtype_name(dtype: Any) -> str:
     """Shortens a dtype's name: bfloat16 -> bf16, int32 -> i32, float8_e4m3fn -> f8_e4m3fn."""
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+    if jax.numpy.issubdtype(dtype, jax.dtypes.extended):
         return str(dtype)
     name = np.dtype(dtype).name
     for pattern, short in _SHORT:
@@ -104,7 +104,7 @@ def check_array(op: str, name: str, x: Any) -> None:
         raise TypeError(message(op, rule, **{name: x}))
     if not isinstance(x, jax.Array | np.ndarray):
         raise TypeError(message(op, f"{name} must be a JAX or NumPy array", **{name: x}))
-    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
+    if jax.numpy.issubdtype(x.dtype, jax.dtypes.extended):
         raise TypeError(message(op, f"{name} must be an array of numbers", **{name: x}))
 
 
