@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import jaxmoe
 from jaxmoe import GemmConfig, Routing, explain
 from tests.layers import moe_mlp, of_op
 
@@ -296,6 +297,15 @@ def test_moe_mlp(change, kind, message):
     with pytest.raises(kind) as error:
         jax.jit(lambda: moe_mlp(**arguments))()
     assert str(error.value) == of_op(message)
+
+
+def test_the_dtype_that_master_weights_are_rounded_to_is_named():
+    experts = jaxmoe.Experts(
+        zeros(E, H, 2 * INTER, dtype=F32), zeros(E, INTER, H, dtype=F32), dtype=BF16
+    )
+    message = "x.dtype=f32 must equal that of the experts, bf16 (experts.dtype). Got"
+    with pytest.raises(TypeError, match=re.escape(message)):
+        jaxmoe.moe_mlp(zeros(T, H, dtype=F32), routing(), experts)
 
 
 def test_a_key_of_jax_random_is_no_array_of_numbers():

@@ -124,6 +124,8 @@ def _check_dtype(op: str, x: Any, experts: Experts) -> None:
         f"x.dtype={_checks.dtype_name(x.dtype)} must equal that of the experts, "
         f"{_checks.dtype_name(dtype)}"
     )
+    if experts.dtype is not None:
+        rule += " (experts.dtype)"
     if down.dtype == "float32" and experts.dtype is None:
         rule += f"; Experts(..., dtype={x.dtype.name!r}) keeps float32 master weights"
     raise TypeError(_checks.message(op, rule, **{"x": x, "experts.down": down}))
