@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmoe import _formats
+from jaxmoe import _formats, _saved
 from jaxmoe._jax import checks as _checks
 from jaxmoe.activation import GATE_UP_ORDERS, Activation, resolve
 from jaxmoe.quantize import WEIGHT_LAYOUTS, QuantizedArray
@@ -161,6 +161,7 @@ def _unflatten(static: Any, leaves: Any) -> Experts:
 jax.tree_util.register_pytree_with_keys(
     Experts, _flatten_with_keys, _unflatten, lambda e: (_leaves_of(e), _static_of(e))
 )
+_saved.register(Experts)
 
 
 def format_of(experts: Experts) -> _formats.Format:

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxmoe import _saved
 from jaxmoe._jax import checks as _checks
 from jaxmoe._jax import leading as _leading
 from jaxmoe._jax import primitive as _primitive
@@ -14,6 +15,7 @@ from jaxmoe.permute import check_plan, permute_p, permute_xla, shift_indices
 from jaxmoe.plan import Plan
 
 
+@_saved.register
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ExpertRows:

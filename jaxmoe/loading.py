@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxmoe import _saved
 from jaxmoe._jax import checks as _checks
 from jaxmoe._load import families, find, router
 from jaxmoe._load.ahead import Ahead
@@ -25,6 +26,7 @@ from jaxmoe.routing import Routing, route
 Progress = Callable[[int, int, str], None]
 
 
+@_saved.register
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LoadedLayer:

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxmoe import _saved
 from jaxmoe._jax import checks as _checks
 from jaxmoe._mlp.adapted import composed, is_call, layer_op
 from jaxmoe._mlp.checks import check_experts
@@ -19,6 +20,7 @@ from jaxmoe.routing import Routing
 _OP = "lora.moe_mlp"
 
 
+@_saved.register
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Adapters:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import max_dim, min_dim
 
+from jaxmoe import _saved
 from jaxmoe._jax import checks as _checks
 from jaxmoe._jax import primitive as _primitive
 from jaxmoe._jax import sharding as _sharding
@@ -16,6 +17,7 @@ from jaxmoe._jax import sizes as _sizes
 _MOST_EXPERTS = 2**31 - 2  # int32 counts them and one more
 
 
+@_saved.register
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Plan:

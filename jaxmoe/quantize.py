@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmoe import _formats
+from jaxmoe import _formats, _saved
 from jaxmoe._codes import CODES
 from jaxmoe._jax import checks as _checks
 from jaxmoe._jax.frozen import frozen
@@ -23,6 +23,7 @@ _NO_DERIVATIVE = (
 )
 
 
+@_saved.register
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class QuantizedArray:

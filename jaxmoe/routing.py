@@ -6,6 +6,7 @@ import math
 import jax
 import jax.numpy as jnp
 
+from jaxmoe import _saved
 from jaxmoe._jax import checks as _checks
 from jaxmoe._jax import leading as _leading
 from jaxmoe._route import completed, first_tokens, loss_scores, route_p, weights_xla, without
@@ -13,6 +14,7 @@ from jaxmoe._route_options import Options, check_options
 from jaxmoe.routing_methods import RoutingMethod
 
 
+@_saved.register
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Routing:
