@@ -60,8 +60,14 @@ class LoadedLayer:
         token_ids: [..] integers, for a layer with an `expert_table`.
 
         Raises:
-          ValueError: the layer has a table and there are no `token_ids`.
+          TypeError: x is no array of floats.
+          ValueError: x has another H, or the layer has a table and there are no `token_ids`.
         """
+        op, hidden = "LoadedLayer.route", self.router.shape[1]
+        _checks.check_float(op, "x", x)
+        if x.shape[-1:] != (hidden,):
+            rule = f"x must have shape [.., H] with H = {hidden} of the router"
+            raise ValueError(_checks.message(op, rule, x=x))
         # GPUs would round the factors of a float32 product, and other experts would be chosen.
         x, router = x.astype(jnp.float32), self.router.astype(jnp.float32)
         logits = jnp.einsum("...h,eh->...e", x, router, precision=jax.lax.Precision.HIGHEST)
@@ -88,7 +94,7 @@ def load(
     directory: str | Path,
     *,
     layers: Sequence[int] | None = None,
-    dtype: str = "bfloat16",
+    dtype: Any = "bfloat16",
     mesh: Mesh | None = None,
     axis: str | None = None,
     progress: Progress | None = None,
@@ -106,8 +112,8 @@ def load(
       directory: with config.json and model.safetensors, or its shards and their index. A tensor is
         read from the file that the index names.
       layers: numbers of the layers to read; None: all that have experts.
-      dtype: "bfloat16", "float16" or "float32", of the tokens that quantized weights meet, and of
-        biases beside these. int4, GPTQ and AWQ weights, whose scales have 16 bits, refuse
+      dtype: bfloat16, float16 or float32, or such a name: of the tokens that quantized weights
+        meet, and of biases beside these. int4, GPTQ and AWQ weights, whose scales have 16 bits, refuse
         "float32". Plain weights stay in the dtype of the files.
       mesh: None: weights lie on JAX's default device. Else they lie on the mesh, split over
         `axis` by experts, and each process reads those of its own devices alone.
@@ -182,8 +188,10 @@ class Block(NamedTuple):
 class Model:
     """A folder's configuration, and where its layers are."""
 
-    def __init__(self, directory: str | Path, dtype: str) -> None:
+    def __init__(self, directory: str | Path, dtype: Any) -> None:
         """Reads the configuration and the headers of the files."""
+        if isinstance(dtype, type | np.dtype) or hasattr(dtype, "dtype"):  # as jnp.bfloat16 is one
+            dtype = np.dtype(dtype).name
         _checks.check_choice(OP, "dtype", dtype, _checks.FLOATS)
         path = Path(directory) / "config.json"
         if not path.exists():

@@ -605,6 +605,16 @@ MISSING = (
 )
 
 
+def test_what_is_routed_is_checked():
+    experts = jaxmoe.Experts(np.ones((E, H, 2 * I), BF16), np.ones((E, I, H), BF16))
+    layer = jaxmoe.loading.LoadedLayer(experts, np.ones((E, H), BF16), options=(("top_k", 1),))
+    with pytest.raises(ValueError, match=rf"x must have shape \[.., H\] with H = {H} of the rout"):
+        layer(np.ones((T, H + 1), BF16))
+    with pytest.raises(TypeError, match="LoadedLayer.route: x must be a JAX or NumPy array"):
+        layer([1.0])
+    assert layer(np.ones((2, T, H), BF16)).shape == (2, T, H)
+
+
 @pytest.mark.parametrize("name", GROUPS)
 def test_a_number_of_the_routing_that_is_missing_is_named(name, tmp_path):
     files = FILES["deepseek_v3"]

@@ -231,7 +231,7 @@ def test_a_static_scale_of_no_use_is_named(value, tmp_path):
         jaxmoe.load(save_folder(path, config, tensors))
 
 
-@pytest.mark.parametrize("dtype", ("bfloat16", "float16", "float32"))
+@pytest.mark.parametrize("dtype", ("bfloat16", jnp.float16, np.dtype("float32")))
 def test_biases_have_the_dtype_beside_quantized_weights(dtype, tmp_path):
     path, tensors, at = gpt_oss(tmp_path, quantized=True)
     layer = jaxmoe.load(path, dtype=dtype)[0]
