@@ -1,5 +1,6 @@
 """From a folder with a model's config.json and safetensors files to its layers of experts."""
 
+import contextlib
 import dataclasses
 import operator
 from collections.abc import Callable, Sequence
@@ -190,8 +191,8 @@ class Model:
 
     def __init__(self, directory: str | Path, dtype: Any) -> None:
         """Reads the configuration and the headers of the files."""
-        if isinstance(dtype, type | np.dtype) or hasattr(dtype, "dtype"):  # as jnp.bfloat16 is one
-            dtype = np.dtype(dtype).name
+        with contextlib.suppress(TypeError):  # what is no dtype is refused as what it is
+            dtype = dtype if isinstance(dtype, str) else np.dtype(dtype).name
         _checks.check_choice(OP, "dtype", dtype, _checks.FLOATS)
         path = Path(directory) / "config.json"
         if not path.exists():

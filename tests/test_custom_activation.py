@@ -190,7 +190,11 @@ def test_one_function_is_one_program():
     assert count and len(traced) == count
 
 
-@pytest.mark.parametrize("wrap", (lambda fn: fn, functools.partial))
+@pytest.mark.parametrize(
+    "wrap",
+    (lambda fn: fn, functools.partial, lambda fn: lambda gate, up: fn(gate, up)),
+    ids=("itself", "partial", "in another"),
+)
 @pytest.mark.parametrize("call", (jaxmoe.moe_mlp, jaxmoe.expert_rows))
 def test_a_function_of_a_traced_value_is_refused(call, wrap):
     x, routing, experts = inputs(step)

@@ -1,6 +1,5 @@
 """Argument checks of the layer."""
 
-import functools
 import math
 from typing import Any
 
@@ -35,12 +34,9 @@ def check_known(op: str, activation: Activation) -> None:
     """Refuses a function that closes over values of a trace, as a program is made of it later."""
     if not isinstance(activation, Custom):
         return
-    fn, held = activation.fn, []
-    while isinstance(fn, functools.partial):
-        held += [fn.args, fn.keywords]
-        fn = fn.func
-    held += [cell.cell_contents for cell in getattr(fn, "__closure__", None) or ()]
-    traced = [leaf for leaf in jax.tree.leaves(held) if isinstance(leaf, Tracer)]
+    one = jax.ShapeDtypeStruct((1, 1), jnp.float32)
+    constants = jax.make_jaxpr(activation)(*[one] * (2 if activation.gated else 1)).consts
+    traced = [value for value in constants if isinstance(value, Tracer)]
     if traced:
         rule = (
             f"activation={activation.name} must not close over a traced value: the function is "
