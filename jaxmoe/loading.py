@@ -191,8 +191,9 @@ class Model:
 
     def __init__(self, directory: str | Path, dtype: Any) -> None:
         """Reads the configuration and the headers of the files."""
-        with contextlib.suppress(TypeError):  # what is no dtype is refused as what it is
-            dtype = dtype if isinstance(dtype, str) else np.dtype(dtype).name
+        if not isinstance(dtype, str | None):  # NumPy takes None for float64
+            with contextlib.suppress(TypeError):  # what is no dtype is refused as what it is
+                dtype = np.dtype(dtype).name
         _checks.check_choice(OP, "dtype", dtype, _checks.FLOATS)
         path = Path(directory) / "config.json"
         if not path.exists():
@@ -201,7 +202,7 @@ class Model:
         self.quantization = families.section(self.config, "quantization_config")
         self.shards = Shards(directory)
         self.num_experts = families.num_experts(self.config)
-        self.dtype = dtype
+        self.dtype = str(dtype)
         # Modules that predict further tokens lie behind the layers; `blocks` leaves out those that
         # are modules of their own, whose layers count from 0 again.
         count = families.count(self.config, "num_hidden_layers", default=1 << 30)
