@@ -16,6 +16,7 @@ from benchmarks.cases import (
     WeightSets,
     reference_layer,
     relative_error,
+    turned,
 )
 from benchmarks.models import Layer, layer_bytes
 from jaxmoe._testing import assert_close
@@ -38,6 +39,11 @@ def weight_sets(case: Case, format: str) -> Sequence[jaxmoe.Experts]:
     if format not in made:
         made[format] = [_quantized(w, format) for w in case.sets[: count(case.sets, case.model)]]
     return made[format]
+
+
+def of(w: jaxmoe.Experts, format: str) -> jaxmoe.Experts:
+    """Returns experts in checkpoint order in a format."""
+    return _quantized(turned(w), format)
 
 
 @functools.partial(jax.jit, static_argnames="format")
