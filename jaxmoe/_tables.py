@@ -39,6 +39,7 @@ def own(theirs: dict[str, Any]) -> dict[str, Any]:
         "tiles": {t: n for t, n in tiles.TILES.items() if t not in tiles.ONLY_PROMOTED},
         "promoted_tiles": {t: n for t, n in tiles.TILES.items() if t not in tiles.NOT_PROMOTED},
         "packed_tiles": tiles.PACKED,
+        "coded_tiles": tiles.CODED,
         "layer_tiles": {t: tiles.TILES[t] for t in tiles.LAYER_TILES},
         "packed_layer_tiles": {t: tiles.PACKED[t] for t in tiles.PACKED_LAYER_TILES},
         "adapted_tiles": {t: tiles.TILES[t] for t in tiles.ADAPTED_TILES},

@@ -15,7 +15,7 @@ from typing import Any, Self, TextIO
 import jax
 
 from jaxmoe import __version__
-from jaxmoe._gemm.tiles import MAX_GATHER, PACKED, TILES, GemmConfig, odd_blocks
+from jaxmoe._gemm.tiles import CODED, MAX_GATHER, PACKED, TILES, GemmConfig, odd_blocks
 from jaxmoe._jax import checks as _checks
 from jaxmoe._jax import targets as _targets
 from jaxmoe._mlp import checks, tuned
@@ -255,7 +255,13 @@ class _Asked:
 
 
 def _tiles(layer: Layer) -> Iterable[tuple[int, int, int, int]]:
-    return PACKED if layer.format.packed else TILES
+    if not layer.format.packed:
+        return TILES
+    return PACKED | CODED if _multiplies_codes(layer) else PACKED
+
+
+def _multiplies_codes(layer: Layer) -> bool:
+    return layer.activation.fused and layer.format.multiplies_codes(("x_scales",))
 
 
 def _first_tiles(layer: Layer, best: Pair) -> Iterator[Pair]:
@@ -286,7 +292,7 @@ def _legal(a: Operands, layer: Layer, pairs: Iterable[Pair]) -> Iterator[Pair]:
     """Those that a caller may ask for."""
     size = layer.intermediate(a.w_down)
     odd = odd_blocks(layer.format.block > 1, layer.activation.gated, layer.gate_up, size)
-    sizes = a.x.shape[1], size, layer.promoted, odd, layer.format.packed
+    sizes = a.x.shape[1], size, layer.promoted, odd, layer.format.packed, _multiplies_codes(layer)
     for pair in pairs:
         try:
             checks.check_configs(_OP, pair, *sizes)

@@ -21,6 +21,7 @@ from jaxmoe._gemm.cuda import MAX_ROWS
 from jaxmoe._gemm.gate_up import of_moving
 from jaxmoe._gemm.multiply import multiply
 from jaxmoe._gemm.tiles import (
+    CODED,
     NOT_PROMOTED,
     ONLY_PROMOTED,
     PACKED,
@@ -319,11 +320,12 @@ def check_config(
     *,
     promoted: bool | None = None,
     packed: bool = False,
+    coded: bool = False,
 ) -> None:
     """Refuses anything but None or a `GemmConfig` that products over `k` elements can have.
 
     `promoted` says whether the sums of an FP8 product are promoted; None: elements of 2 bytes.
-    `packed`: whether weights are packed.
+    `packed`: whether weights are packed, `coded` whether their codes may be multiplied as they are.
     """
     if config is None:
         return
@@ -336,8 +338,8 @@ def check_config(
             f"not {k}"
         )
         raise ValueError(_checks.message(op, rule, **{name: config}))
-    if packed and config.tile not in PACKED:
-        allowed = ", ".join(map(str, sorted(PACKED)))
+    if packed and config.tile not in (tiles := {**PACKED, **(CODED if coded else {})}):
+        allowed = ", ".join(map(str, sorted(tiles)))
         rule = f"{name}: the tile {config.tile} must be one of {allowed} with packed weights"
         raise ValueError(_checks.message(op, rule, **{name: config}))
     if not packed and config.tile not in TILES:

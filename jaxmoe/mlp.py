@@ -318,7 +318,9 @@ def static_of(
     sums = tuple(format.sums(experts.accum, k) for k in (hidden, intermediate))
     promoted = None if sums[0] is None else sums
     odd = odd_blocks(format.block > 1, act.gated, experts.order, intermediate)
-    checks.check_configs(op, config, hidden, intermediate, promoted, odd, format.packed)
+    given = isinstance(x, QuantizedArray)
+    coded = act.fused and format.multiplies_codes(() if given else ("x_scales",))
+    checks.check_configs(op, config, hidden, intermediate, promoted, odd, format.packed, coded)
     layer = Layer(
         format=format,
         dtype=jnp.dtype(x.dtype),

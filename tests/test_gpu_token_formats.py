@@ -31,6 +31,10 @@ TILES = (
     (128, 160, 1, 1, False),
 )
 
+# Those that multiply codes as they are, and what has them.
+CODED = ((256, 64, 1, 1, False), (256, 128, 1, 1, False))
+CODED_PAIR = ("int4_g128", "e4m3")
+
 # Those of a test that compiles XLA's layer too.
 TILES_OF = {1: TILES[:1], 5: TILES[1:4:2], 64: TILES[2:5:2], 300: TILES[5:]}
 
@@ -196,7 +200,8 @@ def test_layer(weights, tokens, name):
         x, routing, experts = case(weights, tokens, layer, num_tokens, seed=1)
         wanted = oracle(x, routing, experts, act)
         outs = {None: compiled(x, routing, experts)}
-        for tile in TILES if num_tokens == 64 else ():
+        tiles = TILES + (CODED if (weights, tokens) == CODED_PAIR else ())
+        for tile in tiles if num_tokens == 64 else ():
             # A part of the k loop would be empty, or nothing differs from a wider tile.
             if tile[3] <= min(layer.hidden, layer.intermediate) // 64:
                 outs[tile] = compiled(x, routing, experts, config=config(tile))
@@ -278,16 +283,46 @@ def test_some_of_the_experts(weights, tokens, num_tokens):
 
 
 @pytest.mark.sanitizer
-@pytest.mark.parametrize("gather", (True, False), ids=("by index", "in expert order"))
-@pytest.mark.parametrize(("weights", "tokens"), PAIRS)
-def test_what_is_not_finite_stays_in_its_token(weights, tokens, gather):
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("tile", CODED, ids=str)
+@pytest.mark.parametrize("dtype", (jnp.bfloat16, jnp.float16), ids=("bf16", "fp16"))
+def test_codes_multiplied_as_they_are(dtype, tile, name):
+    """Of any number of rows: the numbers of the layer that decodes, one product or both."""
+    layer, act = LAYERS[name]
+    decodes = GemmConfig(128, 64)
+    for num_tokens in (1, 37, 300, 1000):
+        x, routing, experts = case(*CODED_PAIR, layer, num_tokens, dtype=dtype)
+        x = jnp.abs(x) if num_tokens == 300 else x  # what is taken off is larger than what stays
+        run = functools.partial(compiled, x, routing, experts)
+        first, second = config(tile)
+        wanted = oracle(x, routing, experts, act)
+        for configs in ((first, second), (first, decodes), (decodes, second)):
+            assert_close(run(config=configs), *wanted)
+
+
+def test_codes_of_rows_that_are_too_long_are_decoded():
+    layer = Layer("", "", 128, 33280, 1, 1)
+    x, routing, experts = case(*CODED_PAIR, layer, 200)
+    assert_close(compiled(x, routing, experts), *oracle(x, routing, experts, "swiglu"))
+    with pytest.raises(ValueError, match=r"config\[1\]: the tile"):
+        compiled(x, routing, experts, config=(GemmConfig(128, 64), GemmConfig(256, 64)))
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize(
+    ("weights", "tokens", "tile"),
+    [
+        *((*pair, (128, 32, 1, 1, gather)) for pair in PAIRS for gather in (True, False)),
+        *((*CODED_PAIR, tile) for tile in CODED),
+    ],
+)
+def test_what_is_not_finite_stays_in_its_token(weights, tokens, tile):
     layer, _ = LAYERS["swiglu"]
     for num_tokens in (5, 64):
         x, routing, experts = case(weights, tokens, layer, num_tokens)
         ids = np.asarray(routing.expert_ids)
         used = ((ids >= 0) & (ids < layer.num_experts)).any(axis=1)
-        tile = config((128, 32, 1, 1, gather))
-        run = functools.partial(compiled, routing=routing, experts=experts, config=tile)
+        run = functools.partial(compiled, routing=routing, experts=experts, config=config(tile))
         want = np.asarray(run(x), np.float32)
         others = np.arange(num_tokens) != 3
         for bad in (np.nan, np.inf, -np.inf):

@@ -5,6 +5,7 @@ as memory allows, as in a model. Both alternate, so that their times per layer c
 """
 
 import dataclasses
+
 import jax
 
 import jaxmoe

@@ -314,6 +314,10 @@ __device__ __forceinline__ void WgmmaTokensOnM(uint64_t tokens,
 template <class Element, int kN>
 struct WgmmaRegistersAtom;
 
+template <>
+struct WgmmaRegistersAtom<__nv_fp8_e4m3, 64> {  // k 4 (lane % 4) + 16 (j / 2) and the next three
+  using type = cute::SM90::GMMA::MMA_64x64x32_F32E4M3E4M3_RS_TN<>;
+};
 #define JAXMOE_CUTLASS_ATOM(N)                                                                 \
   template <>                                                                                  \
   struct WgmmaRegistersAtom<__nv_bfloat16, N> {                                                \
@@ -358,8 +362,8 @@ __device__ __forceinline__ void WgmmaRegistersCall(const uint32_t (&a)[4],
             accumulate ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
 }
 
-// acc[64 x kN] (+)= A[64 x 16] * B[kN x 16]^T, A in registers, B in shared memory with k along its
-// rows.
+// acc[64 x kN] (+)= A[64 x k] * B[kN x k]^T, k 16 or of FP8 32, A in registers, B in shared memory
+// with k along its rows.
 template <class Element, int kN, int kSize>
 __device__ __forceinline__ void WgmmaRegisters(const uint32_t (&a)[4],
                                                uint64_t b,

@@ -31,15 +31,18 @@ nb::dict FormatCodes() {
 }
 
 // Kernels that are not there for every tile.
-enum class Special { kNone, kLayer, kAdapted };
+enum class Special { kNone, kLayer, kAdapted, kCoded };
 
 // (weight_tile, token_tile, cluster, split_k) -> CTAs an SM of kernels for packed weights or not,
-// whose sums are promoted or not, or of those that compute both products or add those of adapters.
+// whose sums are promoted or not, or of those that compute both products, add those of adapters or
+// multiply codes as they are.
 nb::dict Tiles(bool packed, bool promoted, Special special = Special::kNone) {
   nb::dict tiles;
   for (const KernelInfo& kernel : Kernels()) {
     const TileConfig& t = kernel.tile;
     if ((kernel.packing != Packing::kNone) != packed || kernel.promoted != promoted) continue;
+    const bool coded = packed && IsFloat8(kernel.dtype);
+    if (coded != (special == Special::kCoded)) continue;
     if (special == Special::kLayer && !kernel.computes_layer) continue;
     if (special == Special::kAdapted && !kernel.adds_low_rank) continue;
     tiles[nb::make_tuple(t.weight_tile, t.token_tile, t.cluster, t.split_k)] = kernel.ctas_per_sm;
@@ -118,6 +121,7 @@ nb::dict Tables() {
   tables["tiles"] = Tiles(false, false);
   tables["promoted_tiles"] = Tiles(false, true);
   tables["packed_tiles"] = Tiles(true, false);
+  tables["coded_tiles"] = Tiles(true, false, Special::kCoded);
   tables["layer_tiles"] = Tiles(false, false, Special::kLayer);
   tables["packed_layer_tiles"] = Tiles(true, false, Special::kLayer);
   tables["adapted_tiles"] = Tiles(false, false, Special::kAdapted);

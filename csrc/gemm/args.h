@@ -142,6 +142,7 @@ VariantTable Nvfp4Bf16Variants();
 VariantTable Nvfp4Fp16Variants();
 VariantTable Int4Bf16Variants();
 VariantTable Int4Fp16Variants();
+VariantTable Int4E4M3Variants();
 VariantTable Int8Bf16Variants();
 VariantTable Int8Fp16Variants();
 VariantTable Mxfp8Bf16Variants();

@@ -25,6 +25,7 @@ constexpr VariantTable (*kTables[])() = {&Bf16KnVariants,
                                          &Nvfp4Fp16Variants,
                                          &Int4Bf16Variants,
                                          &Int4Fp16Variants,
+                                         &Int4E4M3Variants,
                                          &Int8Bf16Variants,
                                          &Int8Fp16Variants,
                                          &Mxfp8Bf16Variants,
@@ -60,9 +61,15 @@ TileConfig Current(const MoeGemmProblem& p, const TileConfig& asked) {
   return tile;
 }
 
+// Codes of packed weights are multiplied as they are, by tokens of FP8.
+bool IsCoded(const MoeGemmProblem& p) {
+  return p.packed.packing != Packing::kNone && IsFloat8(p.dtype);
+}
+
 // Weights of 64 rows a block; w and w_up have as many.
-PackedArgs MakePacked(const MoeGemmProblem& p, int rows) {
+PackedArgs MakePacked(const MoeGemmProblem& p, int rows, int step_k) {
   PackedArgs packed = PackedArgsOf(p.packed, p.k);
+  packed.superblock_steps = p.packed.superblock_k(p.k) / step_k;
   packed.w = static_cast<const uint8_t*>(p.w);
   packed.w_up = static_cast<const uint8_t*>(p.w_up);
   packed.weight_bytes = rows / 64 * packed.block_bytes;
@@ -158,6 +165,9 @@ const char* MakeArgs(const MoeGemmProblem& p,
                    p.n,
                    halves ? " (both halves)" : "");
   }
+  if (IsCoded(p) && (p.packed.k != variant->step_k || p.packed.has_zeros)) {
+    return "codes are multiplied as they are where 128 share a scale, without zero points";
+  }
   if (p.z != nullptr && (!variant->stores_sums || p.out_f32)) {
     return "sums beside the activation are those of bf16 and fp16 products";
   }
@@ -195,7 +205,7 @@ const char* MakeArgs(const MoeGemmProblem& p,
         p.dtype, w, p.num_weights, k_inner ? rows : p.k, k_inner ? p.k : rows, kBoxRows, map);
   };
   if (is_packed) {
-    args.packed = MakePacked(p, p.n - args.up_origin);
+    args.packed = MakePacked(p, p.n - args.up_origin, variant->step_k);
   } else if (const char* error = encode_weight(p.w, &args.w_map)) {
     return error;
   }
@@ -203,7 +213,8 @@ const char* MakeArgs(const MoeGemmProblem& p,
     if (const char* error = encode_weight(p.w_up, &args.w_up_map)) return error;
   }
   const int x_box_rows = tile.gather ? 1 : variant->box_rows;
-  if (const char* error = EncodeMatrixMap(p.dtype, p.x, p.x_rows, p.k, x_box_rows, &args.x_map)) {
+  const int64_t x_cols = IsCoded(p) ? 2 * p.k : p.k;
+  if (const char* error = EncodeMatrixMap(p.dtype, p.x, p.x_rows, x_cols, x_box_rows, &args.x_map)) {
     return error;
   }
   args.group_starts = p.group_starts;

@@ -41,6 +41,11 @@ struct Layer {
   // That copy. Rows that are not quantized, [R, H] in expert order or [T, H], live in the buffer of
   // the down GEMM's rows: they are read for the last time before the first of those is written.
   void* moved_x() const { return quantized ? p.xq : p.rows; }
+  // Whether the rows that a product reads are e4m3 bytes, by which it multiplies codes.
+  bool codes(const MlpWeights& weights) const {
+    return p.rule == TokenRule::kE4M3 && p.format == WeightFormat::kInt4G128 &&
+           weights.tile.weight_tile == kCodedWeightTile;
+  }
   // Scales that are made of the intermediate.
   float* act_scales() const { return p.floats + floats.act_scales; }
   float* partial() const { return p.floats + floats.partial; }
@@ -104,6 +109,7 @@ RoundTokensParams RoundX(const Layer& layer, const PlanParams* plan) {
   round.top_k = p.top_k;
   round.num_out_rows = layer.rows;
   round.scatters = !layer.gathers;
+  round.codes = layer.codes(p.gate_up);
   round.plans = plan != nullptr;
   if (round.plans) round.plan = *plan;
   round.pdl = plan == nullptr;  // else the first launch, see LaunchClusters
@@ -125,6 +131,7 @@ RoundTokensParams RoundAct(const Layer& layer) {
   round.num_static = p.num_static_act;
   round.group_offsets = p.index + layer.at.expert_offsets;
   round.num_groups = p.num_local_experts;
+  round.codes = layer.codes(p.down);
   round.pdl = true;
   return round;
 }
@@ -148,7 +155,7 @@ PermuteSlotsParams PermuteX(const Layer& layer) {
 MoeGemmProblem Product(const Layer& layer, const MlpWeights& weights) {
   const MoeMlpParams& p = layer.p;
   MoeGemmProblem gemm;
-  gemm.dtype = p.weight_dtype;
+  gemm.dtype = layer.codes(weights) ? DType::kFloat8E4M3 : p.weight_dtype;
   gemm.packed = RowOf(p.format).packed;
   gemm.out_dtype = p.dtype;
   gemm.layout = weights.layout;

@@ -66,6 +66,10 @@ struct MlpFloats {
   }
 };
 
+// Weight rows of the tiles that multiply codes of kInt4G128 as they are, by tokens of kE4M3: those
+// of other packed weights have fewer.
+inline constexpr int kCodedWeightTile = 256;
+
 // Weights of one product, and how it is computed.
 struct MlpWeights {
   const void* values = nullptr;   // [count, k, n] or [count, n, k], or packed
@@ -92,8 +96,8 @@ struct MlpAdapters {
 
 // T tokens, K choices, R = T * K rows, H hidden, I intermediate, E experts of which E_l are local.
 // Where the format quantizes tokens, both products read them quantized, as e4m3. Beside packed
-// weights they read the numbers of `rule`, if there is one, and multiply sums by the scales of
-// rows.
+// weights they read the numbers of `rule`, if there is one, or their bytes, and multiply sums by the
+// scales of rows.
 struct MoeMlpParams {
   WeightFormat format = WeightFormat::kPlain;
   TokenRule rule = TokenRule::kNone;

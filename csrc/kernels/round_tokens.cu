@@ -7,12 +7,12 @@ namespace {
 
 constexpr int64_t kMaxInt = 0x7fffffff;
 
-template <typename T, TokenRule kRule>
+template <typename T, TokenRule kRule, bool kCodes = false>
 cudaError_t LaunchRule(const RoundTokensParams& p, cudaStream_t stream) {
   const int64_t pieces = p.cols / kPieceSize<T>;
   QuantRowThreads threads;
   JAXMOE_RETURN_IF_CUDA_ERROR(ThreadsOfRows(p.rows, pieces, &threads));
-  return LaunchKernel(RoundTokensKernel<T, kRule>,
+  return LaunchKernel(RoundTokensKernel<T, kRule, kCodes>,
                       threads.grid,
                       threads.block,
                       0,
@@ -36,6 +36,7 @@ cudaError_t LaunchRoundTokens(const RoundTokensParams& params, cudaStream_t stre
   if (p.rows > kMaxInt || p.cols > kMaxInt || p.num_out_rows > kMaxInt || p.top_k > kMaxInt ||
       p.cols % RoundedTogether(p.rule) != 0 ||
       (p.static_scales != nullptr && p.num_static != 1 && !grouped) ||
+      (p.codes && (p.rule != TokenRule::kE4M3 || p.cols % 128 != 0 || p.cols > kMaxCodedCols)) ||
       (p.plans && (p.scatters || p.rows * p.top_k > 32))) {
     return cudaErrorInvalidValue;
   }
@@ -43,6 +44,10 @@ cudaError_t LaunchRoundTokens(const RoundTokensParams& params, cudaStream_t stre
   if (!bf16 && p.dtype != DType::kFloat16) return cudaErrorInvalidValue;
   switch (p.rule) {
     case TokenRule::kE4M3:
+      if (p.codes) {
+        return bf16 ? LaunchRule<__nv_bfloat16, TokenRule::kE4M3, true>(p, stream)
+                    : LaunchRule<__half, TokenRule::kE4M3, true>(p, stream);
+      }
       return bf16 ? LaunchRule<__nv_bfloat16, TokenRule::kE4M3>(p, stream)
                   : LaunchRule<__half, TokenRule::kE4M3>(p, stream);
     case TokenRule::kNvfp4:

@@ -73,6 +73,53 @@ __device__ __forceinline__ uint4 RoundPiece(uint4 bits, RoundFactors factors) {
   return Piece<T, 8>::Pack(v);
 }
 
+// The e4m3 bytes of a piece that is multiplied by `factor`, and the sum of their numbers.
+template <typename T>
+__device__ __forceinline__ uint2 RoundBytes(uint4 bits, float factor, float* sum) {
+  float v[8];
+  Piece<T, 8>::Unpack(bits, v);
+  uint32_t pairs[4];
+  float sums[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    pairs[i] = __nv_cvt_float2_to_fp8x2(
+        make_float2(v[2 * i] * factor, v[2 * i + 1] * factor), __NV_SATFINITE, __NV_E4M3);
+    const float2 y = __half22float2(
+        __half2(__nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(pairs[i]), __NV_E4M3)));
+    sums[i] = y.x + y.y;
+  }
+  *sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+  return make_uint2(pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16);
+}
+
+// Puts the 16 bytes of a lane with an even number and the next in the order of RoundTokensParams::
+// codes: the lane's half of them. The whole warp calls it.
+__device__ __forceinline__ uint2 InOrderOfCodes(uint2 bytes) {
+  const bool odd = threadIdx.x % 2 != 0;
+  const uint32_t other = __shfl_xor_sync(0xffffffffu, odd ? bytes.x : bytes.y, 1);
+  const uint32_t first = odd ? other : bytes.x;    // of k 0 to 7 of the 16
+  const uint32_t second = odd ? bytes.y : other;   // of k 8 to 15
+  return make_uint2(__byte_perm(first, second, 0x5140), __byte_perm(first, second, 0x7362));
+}
+
+// Writes pieces of a row as bytes, and the sums behind them.
+__device__ __forceinline__ void StoreBytes(uint4* row,
+                                           unsigned row_pieces,
+                                           const uint2 (&bytes)[kQuantPieces],
+                                           const float (&sums)[kQuantPieces],
+                                           unsigned first,
+                                           unsigned end) {
+  uint2* const out = reinterpret_cast<uint2*>(row);
+  float* const behind = reinterpret_cast<float*>(out + row_pieces);
+#pragma unroll
+  for (int i = 0; i < kQuantPieces; ++i) {
+    const unsigned piece = first + i * blockDim.x;
+    if (piece >= end) continue;
+    out[piece] = bytes[i];
+    if (piece % 16 == 0) behind[piece / 16] = sums[i];
+  }
+}
+
 // Largest |x| of pairs of pieces, the first of a pair in the lower half of its word.
 template <typename T, bool kOnlyFinite>
 __device__ __forceinline__ void LargestOfPairs(const uint4 (&bits)[kQuantPieces],
@@ -202,7 +249,7 @@ __device__ __forceinline__ unsigned PlaceOf(const RoundTokensParams& p, unsigned
 }
 
 // Threads: x a multiple of 32, those of a row; y rows of the block. Grid: all rows.
-template <typename T, TokenRule kRule>
+template <typename T, TokenRule kRule, bool kCodes>
 __global__ void __launch_bounds__(kQuantMaxThreads)
     RoundTokensKernel(const __grid_constant__ RoundTokensParams p,
                       unsigned row_pieces,
@@ -251,12 +298,8 @@ __global__ void __launch_bounds__(kQuantMaxThreads)
     }
   }
 
-  uint4* numbers = static_cast<uint4*>(p.numbers);
-  while (true) {
-    RoundFactors factors[kQuantPieces];
-    FactorsOfPieces<T, kRule>(bits, scale, factors);
-#pragma unroll
-    for (int i = 0; i < kQuantPieces; ++i) bits[i] = RoundPiece<T, kRule>(bits[i], factors[i]);
+  // Calls write(the first piece of a row) for each place of this thread's row.
+  const auto for_each_place = [&](const auto& write) {
     for (unsigned k = 0; k < (p.scatters ? top_k : 1u); ++k) {
       unsigned to = row;
       if (p.scatters) {
@@ -265,16 +308,42 @@ __global__ void __launch_bounds__(kQuantMaxThreads)
         to = __shfl_sync(0xffffffffu, to, k % 32);
         if (to >= num_places) continue;
       }
-      uint4* out = numbers + static_cast<int64_t>(to) * row_pieces;
-#pragma unroll
-      for (int i = 0; i < kQuantPieces; ++i) {
-        const unsigned piece = first + i * blockDim.x;
-        if (piece < end) out[piece] = bits[i];
-      }
+      write(static_cast<uint4*>(p.numbers) + static_cast<int64_t>(to) * row_pieces);
     }
-    if (first < chunk_pieces) return;
-    first -= chunk_pieces;
-    LoadPieces(bits, x, first, blockDim.x, end);
+  };
+  if constexpr (kCodes) {  // there is one chunk
+    constexpr float kTooLarge = -8.0f * 0x1p-9f;
+    uint2 bytes[kQuantPieces];
+    float sums[kQuantPieces];
+    const float factor = __frcp_rn(scale);
+#pragma unroll
+    for (int i = 0; i < kQuantPieces; ++i) {
+      bytes[i] = InOrderOfCodes(RoundBytes<T>(bits[i], factor, &sums[i]));
+#pragma unroll
+      for (int offset = 1; offset < 16; offset *= 2) {
+        sums[i] += __shfl_xor_sync(0xffffffffu, sums[i], offset);
+      }
+      sums[i] *= kTooLarge;
+    }
+    __syncthreads();  // all of the row has been read, of which bytes take the place
+    for_each_place([&](uint4* to) { StoreBytes(to, row_pieces, bytes, sums, first, end); });
+  } else {
+    while (true) {
+      RoundFactors factors[kQuantPieces];
+      FactorsOfPieces<T, kRule>(bits, scale, factors);
+#pragma unroll
+      for (int i = 0; i < kQuantPieces; ++i) bits[i] = RoundPiece<T, kRule>(bits[i], factors[i]);
+      for_each_place([&](uint4* to) {
+#pragma unroll
+        for (int i = 0; i < kQuantPieces; ++i) {
+          const unsigned piece = first + i * blockDim.x;
+          if (piece < end) to[piece] = bits[i];
+        }
+      });
+      if (first < chunk_pieces) return;
+      first -= chunk_pieces;
+      LoadPieces(bits, x, first, blockDim.x, end);
+    }
   }
 }
 

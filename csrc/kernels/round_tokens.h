@@ -59,10 +59,18 @@ struct RoundTokensParams {
   int64_t top_k;
   int64_t num_out_rows;
   bool scatters;
+  // Of kE4M3 and cols of whole 128, at most kMaxCodedCols: rows of numbers begin with their e4m3
+  // bytes, of each 16 k in the order 0 8 1 9 2 10 .. 7 15, and then have -8 * 2^-9 of the sum of
+  // each 128 as float32.
+  bool codes;
   bool plans;  // scales go where `plan` of at most 32 slots says, which is made here
   PlanParams plan;
   bool pdl;
 };
+
+// What a block has in registers, as bytes may take the place of x.
+inline constexpr int64_t kMaxCodedCols = 8 * 4096;
+
 cudaError_t LaunchRoundTokens(const RoundTokensParams& params, cudaStream_t stream);
 
 }  // namespace jaxmoe

@@ -132,6 +132,11 @@ class Format:
         del absent
         return None if self.composed else Choice(0, "none")
 
+    def multiplies_codes(self, absent: tuple[str, ...]) -> bool:
+        """Whether kernels of that call may multiply codes as they are, by quantized tokens."""
+        del absent
+        return False
+
     @property
     def of_kernels(self) -> "Format":
         """The format of the weights that the kernels of that call multiply."""

@@ -21,10 +21,12 @@ class Int4(Packed):
     Attributes:
       zeros: whether groups have zero points.
       dtype: of the array and of the scales, None until an array is known.
+      coded: the format of tokens by which kernels multiply codes as they are, "" if there is none.
     """
 
     zeros: bool = False
     dtype: Any = None
+    coded: str = ""
 
     def of(self, dtype: Any) -> Format:
         """The format with scales in the dtype of the array."""
@@ -118,6 +120,7 @@ def _formats() -> tuple[Int4, ...]:
             superblock=superblock,
             strips=_strips(2 if name == "g32" else 1, zeros),
             zeros=zeros,
+            coded="e4m3" if name == "g128" and not zeros else "",
         )
         for name, (group, superblock) in sizes.items()
         for zeros in (False, True)

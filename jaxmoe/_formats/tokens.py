@@ -111,6 +111,10 @@ class QuantizedTokens(Format):
         """The rule, if kernels have it."""
         return Choice(self.rule.code, self.rule.name) if self.rule.in_call(absent) else None
 
+    def multiplies_codes(self, absent: tuple[str, ...]) -> bool:
+        """Whether there are kernels that round tokens and multiply codes of the weights by them."""
+        return self.rule.in_call(absent) and self.rule.name == getattr(self.weights, "coded", "")
+
     @property
     def of_kernels(self) -> Format:
         """The weights."""

@@ -49,6 +49,12 @@ PACKED: dict[tuple[int, int, int, int], int] = {
     (128, 160, 1, 1): 2,
 }
 
+# Those that multiply codes of four bits as they are, by tokens of e4m3.
+CODED: dict[tuple[int, int, int, int], int] = {
+    (256, 64, 1, 1): 1,
+    (256, 128, 1, 1): 1,
+}
+
 # Tiles of the kernels that compute both products of a gated layer, of weights as they are and of
 # packed ones.
 LAYER_TILES = {(128, 8, 1, 1), (128, 8, 1, 2), (128, 32, 1, 1)}
@@ -88,6 +94,12 @@ _MAX_SPLIT_TILES = 12 * _SMS
 # Usual rows of a group up to which packed weights take tiles of so many tokens. wgmma is faster
 # than mma.sync before 32 are full, and a second tile for some groups than a wider one for all.
 _PACKED_ROWS = {16: 16, 32: 23, 64: 72}
+
+# Usual rows of a group from which codes are multiplied as they are where tokens let them be, and up
+# to which in tiles of 64 tokens. And the longest rows that are rounded so.
+_MIN_CODED_ROWS = 24
+_CODED_ROWS = 72
+MAX_CODED_K = 32768
 
 # Elements of k that each CTA of a packed product needs. The loop is split while all parts run at
 # once.
@@ -147,8 +159,8 @@ class GemmConfig:
             given = getattr(self, name)
             if type(given) is not bool:
                 raise TypeError(_checks.message(op, f"{name} must be a bool", **{name: given}))
-        if self.tile not in TILES and self.tile not in PACKED:
-            allowed = ", ".join(map(str, {**TILES, **PACKED}))
+        if self.tile not in (tiles := {**TILES, **PACKED, **CODED}):
+            allowed = ", ".join(map(str, tiles))
             raise ValueError(
                 f"jaxmoe.GemmConfig: (weight_tile, token_tile, cluster, split_k)={self.tile} must "
                 f"be one of {allowed}."
@@ -156,7 +168,7 @@ class GemmConfig:
 
     @property
     def tile(self) -> tuple[int, int, int, int]:
-        """The key of this tile in `TILES` or `PACKED`."""
+        """The key of this tile in `TILES`, `PACKED` or `CODED`."""
         return self.weight_tile, self.token_tile, self.cluster, self.split_k
 
     def attrs(self) -> dict[str, int]:
@@ -232,6 +244,13 @@ def _packed_config(usual: float, k: int, tiles: float, raster: int) -> GemmConfi
     return GemmConfig(128, 160 if spares else 128, raster=raster)
 
 
+def _coded_config(config: GemmConfig, usual: float) -> GemmConfig:
+    """The tile for codes that may be multiplied as they are, in place of the one that decodes."""
+    if usual < _MIN_CODED_ROWS:
+        return config
+    return GemmConfig(256, 64 if usual <= _CODED_ROWS else 128, raster=config.raster)
+
+
 def with_adapters(config: GemmConfig, packed: bool) -> GemmConfig:
     """The narrowest tile for as many rows among those of kernels that add what adapters add."""
     tiles, tile = PACKED_ADAPTED_TILES if packed else ADAPTED_TILES, config.tile
@@ -266,12 +285,13 @@ def mlp_configs(
     odd_blocks: bool = False,
     packed: bool = False,
     one_kernel: bool = False,
+    coded: bool = False,
 ) -> tuple[GemmConfig, GemmConfig]:
     """Tiles of the gate-up and down GEMMs of the fused layer.
 
     `num_experts` is the number of experts that the rows are routed over, local or not. `promoted`
     as in `gmm_config`, for each product. `odd_blocks`: see `odd_blocks`. `packed`: see `PACKED`.
-    `one_kernel`: whether one kernel may run both products.
+    `one_kernel`: whether one kernel may run both products. `coded`: whether `CODED` may be chosen.
     """
     share = num_local_experts / max(num_experts, 1)
     weight_rows = intermediate * (2 if gated else 1)
@@ -280,6 +300,10 @@ def mlp_configs(
     if odd_blocks and gate_up.tile in WHOLE_BLOCKS:
         gate_up = GemmConfig(128, 192)
     down = gmm_config(num_rows, num_experts, intermediate, hidden, share, second, packed=packed)
+    if coded and max(hidden, intermediate) <= MAX_CODED_K:
+        known = _sizes.is_known(num_rows)
+        usual = _usual_rows(num_rows, num_experts) if known else math.inf
+        gate_up, down = (_coded_config(config, usual) for config in (gate_up, down))
     if packed:
         few = _sizes.is_known(num_rows) and (
             num_rows <= _MAX_PLANNED_ROWS

@@ -45,8 +45,9 @@ def is_call(a: Operands, layer: Layer, matrices: tuple[jax.Array, ...]) -> bool:
         if not format.packed or format.weight_scales != "e" or a.w_up is not None:
             return False
     a = jax.tree.map(jax.typeof, a)
-    absent = tuple(name for name, x in zip(a._fields, a, strict=True) if x is None)
-    return not op.is_composed(absent=absent, layer=layer) and op.call_reason(a, layer=layer) is None
+    return (
+        not op.is_composed(absent=a.absent, layer=layer) and op.call_reason(a, layer=layer) is None
+    )
 
 
 def layer_op(a: Operands, layer: Layer, matrices: tuple[jax.Array, ...], scale: float) -> jax.Array:

@@ -14,6 +14,7 @@ from jaxmoe._formats import checks as _formats_checks
 from jaxmoe._gemm.tiles import (
     BLOCK_ROWS,
     LAYER_TILES,
+    MAX_CODED_K,
     MAX_GATHER,
     PACKED_LAYER_TILES,
     WHOLE_BLOCKS,
@@ -186,6 +187,7 @@ def check_configs(
     promoted: tuple[bool, bool] | None,
     odd_blocks: bool,
     packed: bool,
+    coded: bool = False,
 ) -> None:
     """Checks the tiles against the products they are for."""
     if config is None:
@@ -201,6 +203,7 @@ def check_configs(
             k,
             promoted=None if promoted is None else promoted[i],
             packed=packed,
+            coded=coded and k <= MAX_CODED_K,
         )
     first = config[0]
     boxes = packed or (promoted is not None and promoted[0])

@@ -8,9 +8,13 @@ from jaxmoe._mlp.operands import Layer, Operands
 
 
 def of_shapes(
-    layer: Layer, num_rows: int, hidden: int, intermediate: int
+    layer: Layer, num_rows: int, hidden: int, intermediate: int, coded: bool = False
 ) -> tuple[GemmConfig, GemmConfig]:
-    """The tiles that the shapes choose; where one is asked for, of a kernel for each product."""
+    """The tiles that the shapes choose; where one is asked for, of a kernel for each product.
+
+    `coded`: those that multiply codes as they are may be among them, which not all numbers of rows
+    have.
+    """
     gated = layer.activation.gated
     return mlp_configs(
         num_rows=num_rows,
@@ -23,6 +27,7 @@ def of_shapes(
         packed=layer.format.packed,
         odd_blocks=odd_blocks(layer.format.block > 1, gated, layer.gate_up, intermediate),
         one_kernel=layer.config is None and no_layer_kernel(layer) is None,
+        coded=coded,
     )
 
 
@@ -43,7 +48,9 @@ def no_layer_kernel(layer: Layer) -> str | None:
 def rule_configs(a: Operands, layer: Layer) -> tuple[Any, Any]:
     """The tiles of the two products: the ones asked for, else chosen from the shapes."""
     first, second = layer.config or (None, None)
-    chosen = of_shapes(layer, a.expert_ids.size, a.x.shape[1], layer.intermediate(a.w_down))
+    coded = layer.activation.fused and layer.format.multiplies_codes(a.absent)
+    sizes = a.expert_ids.size, a.x.shape[1], layer.intermediate(a.w_down)
+    chosen = of_shapes(layer, *sizes, coded)
     return first or chosen[0], second or chosen[1]
 
 

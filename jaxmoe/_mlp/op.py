@@ -84,8 +84,7 @@ def is_composed(*, absent: tuple[str, ...], layer: Layer) -> bool:
 
 def _rounding(a: Operands, layer: Layer) -> Choice:
     """How the call rounds tokens; there is one."""
-    absent = tuple(name for name, x in zip(a._fields, a, strict=True) if x is None)
-    rounding = layer.format.rounding_in_call(absent)
+    rounding = layer.format.rounding_in_call(a.absent)
     assert rounding is not None
     return rounding
 

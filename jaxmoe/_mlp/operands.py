@@ -54,6 +54,11 @@ class Operands(NamedTuple):
     x_scale: Any = None
     h_scale: Any = None
 
+    @property
+    def absent(self) -> tuple[str, ...]:
+        """The names of those that are."""
+        return tuple(name for name, x in zip(self._fields, self, strict=True) if x is None)
+
 
 @dataclasses.dataclass(frozen=True)
 class Layer:

@@ -199,8 +199,7 @@ class Device:
 
     def _rounded_later(self, a: Operands) -> bool:
         """Whether this device's layer rounds the tokens that are here to numbers, all of each."""
-        absent = tuple(name for name, x in zip(a._fields, a, strict=True) if x is None)
-        rounding = self.layer.format.rounding_in_call(absent)
+        rounding = self.layer.format.rounding_in_call(a.absent)
         return bool(rounding) and not (self.d.gather or self.d.h_in)
 
     def _tokens(self, a: Operands) -> tuple[jax.Array, jax.Array | None]:

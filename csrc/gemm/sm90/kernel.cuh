@@ -201,7 +201,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
     ptx::PrefetchTensorMap(&args.x_map);
     constexpr int kWarpgroup = 128;
     const bool by_threads = args.gather && T::kGatherByThreads;
-    const bool step_scales = T::kPromoted && args.scales.by_step;
+    const bool step_scales = T::kTokenSums || (T::kPromoted && args.scales.by_step);
     const int full_arrivals = 1 + (by_threads ? kWarpgroup : 0) + (step_scales ? 32 : 0);
     // The weight thread, the warps that load X, its scales, the warp that counts stored tiles.
     const int warp3 = step_scales || kGoesOn<Args> ? 1 : 0;
@@ -236,8 +236,8 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
         // that, before its own wait, it may read everything written two launches back.
         GridDependencyWait();
         GridDependencyLaunch();
-        if constexpr (T::kPromoted) {
-          if (args.scales.by_step) RunScaleProducer<T>(args, smem, lane);
+        if constexpr (T::kPromoted || T::kTokenSums) {
+          if (T::kTokenSums || args.scales.by_step) RunScaleProducer<T>(args, smem, lane);
         }
         if constexpr (kGoesOn<Args>) RunStoredCounter<T>(kernel_args, smem, lane);
       }

@@ -1,8 +1,8 @@
 // K loop of one warpgroup: 128 weight rows by its tokens, accumulated in registers.
 #pragma once
 
+#include "csrc/gemm/sm90/coded.cuh"
 #include "csrc/gemm/sm90/packed.cuh"
-#include "csrc/gemm/sm90/promoted.cuh"
 
 namespace jaxmoe {
 
@@ -112,6 +112,8 @@ __device__ __forceinline__ void RunMainloop(const MoeGemmArgs& args,
   }
   if constexpr (T::kTokensOnM) {
     RunTokenMajorKSteps<T>(smem, num_k_steps, share, thread, stage, acc);
+  } else if constexpr (T::kTokenSums) {
+    RunCodedKSteps<T>(smem, num_k_steps, share, thread, args.scales.half, stage, acc);
   } else if constexpr (T::kPacked) {
     using Decoder = typename T::Decoder;
     if constexpr (kFasterIfSymmetric<T>) {

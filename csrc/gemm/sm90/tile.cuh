@@ -33,6 +33,12 @@ constexpr int BlockStripBytes() {
   return 0;
 }
 
+template <class Format>
+constexpr bool HasTokenSums() {
+  if constexpr (Format::kPacking != Packing::kNone) return Format::kTokenSums;
+  return false;
+}
+
 constexpr int Largest(int a, int b, int c, int d) {
   const int ab = a > b ? a : b, cd = c > d ? c : d;
   return ab > cd ? ab : cd;
@@ -90,6 +96,8 @@ struct Tile {
   static constexpr bool kTokenScaled = kScaled && Format::kScaling != Scaling::kWeight;
   static constexpr bool kPromoted = Format::kScaling == Scaling::kStep;
   static constexpr bool kQuantizesOut = Format::kQuantizesOut;
+  // Codes are multiplied as they are, and the sums of every step corrected: see coded.cuh.
+  static constexpr bool kTokenSums = HasTokenSums<Format>();
   static constexpr cute::SM90::GMMA::Major kMajor = kMajor_;
   static constexpr int kWeightTile = kWeightTile_;
   static constexpr int kTokenTile = kTokenTile_;
@@ -116,7 +124,7 @@ struct Tile {
 
   // Packed weights times few tokens are multiplied by the warps themselves: wgmma would make four
   // of them wait for each other.
-  static constexpr bool kWarpProducts = kPacked && kTokenTile_ <= 32;
+  static constexpr bool kWarpProducts = kPacked && kTokenTile_ <= 32 && !kTokenSums;
 
   // A consumer warpgroup always owns 128 weight rows: two wgmma M blocks, when gated one of gate
   // rows and one of the matching up rows.
@@ -139,7 +147,8 @@ struct Tile {
                 "rows of a step are as wide as the swizzle pattern");
   // Steps of k in a stage of the pipeline. Two save packed tiles half of what a stage costs beside
   // decoding, and a block of both is one copy. Wider tiles have no room for as many stages.
-  static constexpr int kStageSteps = kPacked && (kTokenTile == 32 || kTokenTile == 64) ? 2 : 1;
+  static constexpr int kStageSteps =
+      kPacked && !kTokenSums && (kTokenTile == 32 || kTokenTile == 64) ? 2 : 1;
   // Values of a 64-row weight block in a step; packed, scales follow those of a stage, or each.
   static constexpr int kValueBytes = BlockValueBytes<Format, 64 * kWeightStepBytes>();
   static constexpr int kBlockBytes = kStageSteps * (kValueBytes + BlockStripBytes<Format>());
@@ -160,17 +169,17 @@ struct Tile {
   // one N. Promoted sums: one N, as ptxas cannot keep several loops with two sets of accumulators
   // apart (C7511: wgmma serialized). Packed weights are so few bytes that those of X count beside
   // them.
-  static constexpr bool kOneN = kPacked ? false : kDecode || kPromoted;
+  static constexpr bool kOneN = kPacked ? kTokenSums : kDecode || kPromoted;
   static constexpr int kTokenStep = kOneN           ? kWarpgroupTokens  // of a warpgroup
                                     : kWarpProducts ? 8
                                     : kPacked && kTokenTile > 64 ? 32
                                                                  : 16;
   // Packed weights take as long to decode as products with some 32 tokens take, and each N is a
   // loop to compile: wide tiles begin with 64 tokens less than they have.
-  static constexpr int kFirstN = !kPacked || kWarpProducts ? kTokenStep
+  static constexpr int kFirstN = !kPacked || kOneN || kWarpProducts ? kTokenStep
                                  : kTokenTile <= 64        ? kTokenTile - 32
                                                            : kTokenTile - 64;
-  static constexpr int kBoxRows = kPacked ? kTokenStep : kDecode ? kTokenTile : 32;
+  static constexpr int kBoxRows = kPacked && !kTokenSums ? kTokenStep : kDecode ? kTokenTile : 32;
 
   // Gathered rows of X come in one-row boxes while a tile has few of them, else by a warpgroup of
   // 16-byte asynchronous copies: issuing a box takes 20-40 clocks whatever its size.
@@ -217,14 +226,16 @@ struct Tile {
 
   // Accumulators of 160 tokens leave too few registers for scales that are fetched before the k
   // loop. Promoted sums leave fewer still.
-  static constexpr bool kLateScales = kWarpgroupTokens > (kPromoted || kPacked ? 64 : 128);
+  static constexpr bool kLateScales =
+      kTokenSums || kWarpgroupTokens > (kPromoted || kPacked ? 64 : 128);
 
-  // Scales of X: one a token for the epilogue, one a token and step for the promotion.
+  // Scales of X: one a token for the epilogue, one (or a sum) a token and step for the promotion.
   static constexpr int kTokenScaleBytes =
       kTokenScaled ? kWarpgroupTokens * 4 : 0;                      // of one warpgroup
   static constexpr int kBlockScales = (kTokenTile + 15) / 16 * 16;  // see StepScaleAt
   // With tokens on M one for each 64-row block of weights follows.
-  static constexpr int kStepScaleBytes = kPromoted ? (kBlockScales + (kTokensOnM ? 4 : 0)) * 4 : 0;
+  static constexpr int kStepScaleBytes =
+      kPromoted || kTokenSums ? (kBlockScales + (kTokensOnM ? 4 : 0)) * 4 : 0;
   // Scale and bias of each weight row of a warpgroup, see TokenMajorEpilogue.
   static constexpr int kColumnBytes = kTokensOnM ? kWarpgroupRows * 8 : 0;
 

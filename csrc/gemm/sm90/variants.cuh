@@ -80,6 +80,12 @@ VariantTable MakeVariants() {
         JAXMOE_TILE(256, 128, 4, kWeights, 1, 1, 1),
     };
     return {rows, static_cast<int>(std::size(rows))};
+  } else if constexpr (HasTokenSums<Format>()) {
+    static const Variant rows[] = {
+        JAXMOE_TILE(256, 64, 7, kWeights, 1, 1, 1),
+        JAXMOE_TILE(256, 128, 5, kWeights, 1, 1, 1),
+    };
+    return {rows, static_cast<int>(std::size(rows))};
   } else if constexpr (Format::kPacking != Packing::kNone) {
     // Decoding takes time that hides behind that of other CTAs: none has an SM for itself.
     constexpr bool kNarrow = Format::kValueBytes == 2048;

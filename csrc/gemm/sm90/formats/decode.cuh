@@ -31,6 +31,7 @@ struct PackedWeights : Plain<Element> {
   static constexpr bool kRowScales =
       kPacking_ == Packing::kMxfp4 || kPacking_ == Packing::kNvfp4 || kPacking_ == Packing::kInt4;
   using Symmetric = void;  // a faster Decoder where there are no zero points
+  static constexpr bool kTokenSums = false;
 };
 
 template <class Element>

@@ -9,7 +9,9 @@
 //   kGathersByThreads  wide tiles fetch rows of X through row_index
 //   kQuantizesOut      the epilogue can quantize the output to e4m3
 //   kPacking           kNone: weights are in memory as they are multiplied. Else the trait is a
-//                      Decoder as well, see packed.cuh
+//                      Decoder as well, see packed.cuh, or has
+//   kTokenSums         codes are multiplied as they are, and sums of rows of X corrected, see
+//                      coded.cuh
 #pragma once
 
 #include <cuda_bf16.h>
