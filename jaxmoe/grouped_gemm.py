@@ -345,7 +345,7 @@ def check_config(
     if not packed and config.tile not in TILES:
         rule = f"{name}: the tile {config.tile} is for packed weights"
         raise ValueError(_checks.message(op, rule, **{name: config}))
-    if config.tile in ONLY_PROMOTED and not promoted:
+    if config.tile in ONLY_PROMOTED and not promoted and not packed:
         rule = (
             f"{name}: the tile {config.tile} is for FP8 sums that are promoted, as those of "
             f"{_always_promoted()}, with accum='promoted', and by default of more than 2048 "

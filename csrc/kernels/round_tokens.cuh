@@ -312,18 +312,18 @@ __global__ void __launch_bounds__(kQuantMaxThreads)
     }
   };
   if constexpr (kCodes) {  // there is one chunk
-    constexpr float kTooLarge = -8.0f * 0x1p-9f;
+    const float too_much = threadIdx.x % 2 == 0 ? -8.0f * 0x1p-9f : 7.0f * 0x1p-9f;
     uint2 bytes[kQuantPieces];
     float sums[kQuantPieces];
     const float factor = __frcp_rn(scale);
 #pragma unroll
     for (int i = 0; i < kQuantPieces; ++i) {
       bytes[i] = InOrderOfCodes(RoundBytes<T>(bits[i], factor, &sums[i]));
+      sums[i] *= too_much;
 #pragma unroll
       for (int offset = 1; offset < 16; offset *= 2) {
         sums[i] += __shfl_xor_sync(0xffffffffu, sums[i], offset);
       }
-      sums[i] *= kTooLarge;
     }
     __syncthreads();  // all of the row has been read, of which bytes take the place
     for_each_place([&](uint4* to) { StoreBytes(to, row_pieces, bytes, sums, first, end); });

@@ -10,18 +10,19 @@ namespace jaxmoe {
 inline constexpr int kCodedColumns = 64;
 
 // The operands of a thread for 128 of k of a block, 32 of k in each instruction. Rows 8 apart have
-// neighbouring codes of a word.
+// neighbouring codes of a word. Every second code c becomes c - 15, whose byte is a mask away.
 __device__ __forceinline__ void LoadCodes(const uint8_t* values,
                                           int thread,
                                           uint32_t (&codes)[4][4]) {
   constexpr uint32_t kCode = 0x0F0F0F0F;
+  constexpr uint32_t kMinus15 = 0x8F008F00;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const uint2 words = reinterpret_cast<const uint2*>(values)[i * 128 + thread];
-    codes[i][0] = words.x & kCode;
-    codes[i][1] = (words.x >> 4) & kCode;
-    codes[i][2] = words.y & kCode;
-    codes[i][3] = (words.y >> 4) & kCode;
+    codes[i][0] = (words.x & kCode) ^ kMinus15;
+    codes[i][1] = (words.x >> 4 & kCode) ^ kMinus15;
+    codes[i][2] = (words.y & kCode) ^ kMinus15;
+    codes[i][3] = (words.y >> 4 & kCode) ^ kMinus15;
   }
 #pragma unroll
   for (int i = 0; i < 4; ++i) ptx::FenceRegisters(codes[i]);
@@ -57,8 +58,8 @@ __device__ __forceinline__ void AddCoded(const float4* sums,
   }
 }
 
-// Sums of 128 of k leave the tensor cores, get what codes are too large by taken off, and are
-// scaled. Of 64 tokens one block is multiplied while the other's sums are; of more there are no
+// Sums of 128 of k leave the tensor cores, get what codes are too large or too small by taken off,
+// and are scaled. Of 64 tokens one block is multiplied while the other's sums are; of more there are no
 // registers for that, and one warpgroup multiplies while the other does so.
 template <class T>
 __device__ __forceinline__ void RunCodedKSteps(const SharedStorage<T>& smem,

@@ -1,9 +1,11 @@
 // Weights of four bits without zero points as tensor cores multiply them by tokens of e4m3.
 //
-// The byte of a code, 0 to 15, is the e4m3 number 2^-9 of the code: those below 8 are subnormal,
-// and the first exponent has the same step. So nothing is decoded, and nothing is rounded. The 8
-// that codes are too large by are taken off the sums: RoundTokens leaves -8 * 2^-9 of the sum of
-// each 128 numbers of a token beside them, in the order in which coded.cuh multiplies codes.
+// The byte of a code c, 0 to 15, is the e4m3 number 2^-9 c: those below 8 are subnormal, and the
+// first exponent has the same step. So nothing is decoded, and nothing is rounded. Weights are
+// c - 8; one half of them is multiplied as c, the other as c - 15, and what that is too much is
+// taken off the sums: RoundTokens leaves 2^-9 of the sum of -8 and 7 times the numbers beside each
+// 128 of a token. With c alone sums of tokens of one sign would be many times as large as what
+// stays of them, and tensor cores keep 13 bits of FP8 sums.
 #pragma once
 
 #include "csrc/gemm/sm90/formats/format.cuh"
