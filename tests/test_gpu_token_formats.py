@@ -100,7 +100,13 @@ def by_xla(monkeypatch, x, routing, experts, **kwargs):
         return jax.block_until_ready(jax.jit(layer)(x, routing, experts))
 
 
-def oracle(x, routing, experts, act, w_gate_up=None):
+def not_rounded(q):
+    """Weights of four bits as the kernels have them that multiply codes as they are."""
+    codes, scales = _formats.QUANTIZED[q.format].of(q.dtype).unpack(q.values, q.scales)
+    return (np.asarray(codes, np.float64) - 8) * np.asarray(scales, np.float64).repeat(128, axis=2)
+
+
+def oracle(x, routing, experts, act, w_gate_up=None, weights=dequantized):
     """The layer in float64, and with z and rows rounded; of this gate and up if they are apart."""
     f64 = lambda a: np.asarray(a, np.float64)  # noqa: E731
     e = experts
@@ -113,9 +119,9 @@ def oracle(x, routing, experts, act, w_gate_up=None):
         token_oracle.layer,
         *map(np.asarray, (x, routing.expert_ids, routing.weights)),
         *(
-            f64(dequantized(e.gate_up) if w_gate_up is None else w_gate_up),
+            f64(weights(e.gate_up) if w_gate_up is None else w_gate_up),
             biases[0],
-            f64(dequantized(e.down)),
+            f64(weights(e.down)),
             biases[1],
         ),
         name=e.token_format,
@@ -295,9 +301,11 @@ def test_codes_multiplied_as_they_are(dtype, tile, name):
         x = jnp.abs(x) if num_tokens == 300 else x  # what is taken off is larger than what stays
         run = functools.partial(compiled, x, routing, experts)
         first, second = config(tile)
-        wanted = oracle(x, routing, experts, act)
-        for configs in ((first, second), (first, decodes), (decodes, second)):
-            assert_close(run(config=configs), *wanted)
+        wanted = oracle(x, routing, experts, act, weights=not_rounded)
+        assert_close(run(config=(first, second)), *wanted)
+        if dtype == jnp.bfloat16:  # the others round weights
+            for configs in ((first, decodes), (decodes, second)):
+                assert_close(run(config=configs), *wanted)
 
 
 def test_codes_of_rows_that_are_too_long_are_decoded():

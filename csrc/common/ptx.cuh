@@ -315,8 +315,8 @@ template <class Element, int kN>
 struct WgmmaRegistersAtom;
 
 template <>
-struct WgmmaRegistersAtom<__nv_fp8_e4m3, 64> {  // k 4 (lane % 4) + 16 (j / 2) and the next three
-  using type = cute::SM90::GMMA::MMA_64x64x32_F32E4M3E4M3_RS_TN<>;
+struct WgmmaRegistersAtom<__nv_fp8_e4m3, 32> {  // k 4 (lane % 4) + 16 (j / 2) and the next three
+  using type = cute::SM90::GMMA::MMA_64x32x32_F32E4M3E4M3_RS_TN<>;
 };
 #define JAXMOE_CUTLASS_ATOM(N)                                                                 \
   template <>                                                                                  \

@@ -102,11 +102,24 @@ __device__ __forceinline__ uint2 InOrderOfCodes(uint2 bytes) {
   return make_uint2(__byte_perm(first, second, 0x5140), __byte_perm(first, second, 0x7362));
 }
 
-// Writes pieces of a row as bytes, and the sums behind them.
+// Sums over 16 lanes of each of a thread's numbers: of number i in lanes 4 i to 4 i + 3. The whole
+// warp calls it.
+__device__ __forceinline__ float SumsOfSixteen(const float (&v)[kQuantPieces]) {
+  static_assert(kQuantPieces == 4);
+  const auto halved = [](float low, float high, unsigned offset) {
+    const bool upper = (threadIdx.x & offset) != 0;
+    return (upper ? high : low) + __shfl_xor_sync(0xffffffffu, upper ? low : high, offset);
+  };
+  float sum = halved(halved(v[0], v[2], 8), halved(v[1], v[3], 8), 4);
+  sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+  return sum + __shfl_xor_sync(0xffffffffu, sum, 1);
+}
+
+// Writes pieces of a row as bytes, and the sums, as SumsOfSixteen has them, behind them.
 __device__ __forceinline__ void StoreBytes(uint4* row,
                                            unsigned row_pieces,
                                            const uint2 (&bytes)[kQuantPieces],
-                                           const float (&sums)[kQuantPieces],
+                                           float sum,
                                            unsigned first,
                                            unsigned end) {
   uint2* const out = reinterpret_cast<uint2*>(row);
@@ -114,10 +127,11 @@ __device__ __forceinline__ void StoreBytes(uint4* row,
 #pragma unroll
   for (int i = 0; i < kQuantPieces; ++i) {
     const unsigned piece = first + i * blockDim.x;
-    if (piece >= end) continue;
-    out[piece] = bytes[i];
-    if (piece % 16 == 0) behind[piece / 16] = sums[i];
+    if (piece < end) out[piece] = bytes[i];
   }
+  const unsigned lane = threadIdx.x % 16;
+  const unsigned piece = first - lane + lane / 4 * blockDim.x;
+  if (lane % 4 == 0 && piece < end) behind[piece / 16] = sum;
 }
 
 // Largest |x| of pairs of pieces, the first of a pair in the lower half of its word.
@@ -320,13 +334,10 @@ __global__ void __launch_bounds__(kQuantMaxThreads)
     for (int i = 0; i < kQuantPieces; ++i) {
       bytes[i] = InOrderOfCodes(RoundBytes<T>(bits[i], factor, &sums[i]));
       sums[i] *= too_much;
-#pragma unroll
-      for (int offset = 1; offset < 16; offset *= 2) {
-        sums[i] += __shfl_xor_sync(0xffffffffu, sums[i], offset);
-      }
     }
+    const float sum = SumsOfSixteen(sums);
     __syncthreads();  // all of the row has been read, of which bytes take the place
-    for_each_place([&](uint4* to) { StoreBytes(to, row_pieces, bytes, sums, first, end); });
+    for_each_place([&](uint4* to) { StoreBytes(to, row_pieces, bytes, sum, first, end); });
   } else {
     while (true) {
       RoundFactors factors[kQuantPieces];

@@ -6,8 +6,9 @@
 
 namespace jaxmoe {
 
-// Columns that are multiplied at once, so that their sums fit beside the accumulators.
-inline constexpr int kCodedColumns = 64;
+// Columns whose sums are in the tensor cores, or leave them, at once: two such parts fit beside the
+// accumulators.
+inline constexpr int kCodedColumns = 32;
 
 // The operands of a thread for 128 of k of a block, 32 of k in each instruction. Rows 8 apart have
 // neighbouring codes of a word. Every second code c becomes c - 15, whose byte is a mask away.
@@ -59,8 +60,7 @@ __device__ __forceinline__ void AddCoded(const float4* sums,
 }
 
 // Sums of 128 of k leave the tensor cores, get what codes are too large or too small by taken off,
-// and are scaled. Of 64 tokens one block is multiplied while the other's sums are; of more there are no
-// registers for that, and one warpgroup multiplies while the other does so.
+// and are scaled. A warpgroup does so with one part of the columns while the next is multiplied.
 template <class T>
 __device__ __forceinline__ void RunCodedKSteps(const SharedStorage<T>& smem,
                                                int num_k_steps,
@@ -70,9 +70,8 @@ __device__ __forceinline__ void RunCodedKSteps(const SharedStorage<T>& smem,
                                                PipelineState<T::kStages>& stage,
                                                Accumulators<T>& acc) {
   constexpr int kN = kCodedColumns;
-  constexpr bool kBoth = T::kWarpgroupTokens == kN;
-  static_assert(kBoth || T::kWarpgroupTokens == 2 * kN);
-  float part[kBoth ? 2 : 1][kN / 2];
+  static_assert(T::kWarpgroupTokens == 2 * kN || T::kWarpgroupTokens == 4 * kN);
+  float part[2][kN / 2];
 #pragma unroll
   for (int i = 0; i < T::kWarpgroupTokens / 2; ++i) acc[0][i] = acc[1][i] = 0.0f;
   const uint64_t tokens0 = ptx::Swizzle128Descriptor(ptx::SmemAddress(smem.tokens(0)));
@@ -83,57 +82,51 @@ __device__ __forceinline__ void RunCodedKSteps(const SharedStorage<T>& smem,
     const float4* const sums =
         reinterpret_cast<const float4*>(smem.step_scales(index)) + thread % 4;
     const uint64_t tokens = ptx::MoveDescriptor(tokens0, index * T::kTokenPitch);
-    const auto strip = [&](int block) {
-      return CodedScales(weights + block * T::kBlockBytes + T::kValueBytes, thread, half);
-    };
-    const auto multiply = [&](const uint32_t(&codes)[4][4], int column, float(&to)[kN / 2]) {
-      const uint64_t from = ptx::MoveDescriptor(tokens, column * T::kTokenStepBytes);
-      IssueStep(to, [&](int i, uint32_t k) {
-        ptx::WgmmaRegisters<typename T::Weight, kN>(
-            codes[i], ptx::MoveDescriptor(from, k), to, i > 0);
-      });
-    };
-    const auto keep = [](uint32_t(&codes)[4][4]) {  // until they have been read
 #pragma unroll
-      for (int i = 0; i < 4; ++i) ptx::FenceRegisters(codes[i]);
-    };
-    if constexpr (kBoth) {
-      uint32_t codes[2][4][4];
-      LoadCodes(weights, thread, codes[0]);
-      multiply(codes[0], 0, part[0]);
-      LoadCodes(weights + T::kBlockBytes, thread, codes[1]);
-      multiply(codes[1], 0, part[1]);
-      const float2 scales[2] = {strip(0), strip(1)};
-      const ScaleQueue<kN> queue(sums);
-      cute::warpgroup_wait<1>();
-      keep(codes[0]);
-      ptx::FenceAccumulator(part[0]);
-      AddCoded<0>(sums, queue, scales[0], part[0], acc[0]);
-      cute::warpgroup_wait<0>();
-      keep(codes[1]);
-      ptx::FenceAccumulator(part[1]);
-      AddCoded<0>(sums, ScaleQueue<kN>(sums), scales[1], part[1], acc[1]);
-    } else {
-#pragma unroll
-      for (int block = 0; block < 2; ++block) {
-        uint32_t codes[4][4];
-        LoadCodes(weights + block * T::kBlockBytes, thread, codes);
-        multiply(codes, 0, part[0]);
-        const float2 scales = strip(block);
-        const ScaleQueue<kN> first(sums);
-        cute::warpgroup_wait<0>();
-        keep(codes);
-        ptx::FenceAccumulator(part[0]);
-        AddCoded<0>(sums, first, scales, part[0], acc[block]);
-        if (share.rows > kN) {
-          multiply(codes, kN, part[0]);
-          const ScaleQueue<kN> second(sums + kN / 4);
-          cute::warpgroup_wait<0>();
-          keep(codes);
-          ptx::FenceAccumulator(part[0]);
-          AddCoded<kN>(sums + kN / 4, second, scales, part[0], acc[block]);
-        }
+    for (int block = 0; block < 2; ++block) {
+      const uint8_t* const of_block = weights + block * T::kBlockBytes;
+      uint32_t codes[4][4];
+      LoadCodes(of_block, thread, codes);
+      const auto multiply = [&](auto columns) {
+        constexpr int kFirst = columns;
+        const uint64_t from = ptx::MoveDescriptor(tokens, kFirst * T::kTokenStepBytes);
+        auto& to = part[kFirst / kN % 2];
+        IssueStep(to, [&](int i, uint32_t k) {
+          ptx::WgmmaRegisters<typename T::Weight, kN>(
+              codes[i], ptx::MoveDescriptor(from, k), to, i > 0);
+        });
+      };
+      const auto add = [&](auto columns, float2 scales) {
+        constexpr int kFirst = columns;
+        auto& from = part[kFirst / kN % 2];
+        ptx::FenceAccumulator(from);
+        AddCoded<kFirst>(sums + kFirst / 4, ScaleQueue<kN>(sums + kFirst / 4), scales, from, acc[block]);
+      };
+      constexpr std::integral_constant<int, 0> k0;
+      constexpr std::integral_constant<int, kN> k1;
+      float2 scales;
+      if (T::kWarpgroupTokens > 2 * kN && share.rows > 2 * kN) {
+        constexpr std::integral_constant<int, T::kWarpgroupTokens - 2 * kN> k2;
+        constexpr std::integral_constant<int, T::kWarpgroupTokens - kN> k3;
+        multiply(k2);
+        multiply(k3);
+        scales = CodedScales(of_block + T::kValueBytes, thread, half);
+        cute::warpgroup_wait<1>();
+        add(k2, scales);
+        multiply(k0);
+        cute::warpgroup_wait<1>();
+        add(k3, scales);
+      } else {
+        multiply(k0);
+        scales = CodedScales(of_block + T::kValueBytes, thread, half);
       }
+      multiply(k1);
+      cute::warpgroup_wait<1>();
+      add(k0, scales);
+      cute::warpgroup_wait<0>();
+#pragma unroll
+      for (int i = 0; i < 4; ++i) ptx::FenceRegisters(codes[i]);  // they have been read
+      add(k1, scales);
     }
     __syncwarp();  // every lane has read its codes, scales and sums
     ReleaseStage(smem, index, thread % 32);
