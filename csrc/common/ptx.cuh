@@ -22,6 +22,10 @@ __device__ __forceinline__ void NamedBarrierSync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+__device__ __forceinline__ void NamedBarrierArrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 // ---- bulk tensor copies ---------------------------------------------------------------------
 
 __device__ __forceinline__ void PrefetchTensorMap(const CUtensorMap* map) {
@@ -315,8 +319,8 @@ template <class Element, int kN>
 struct WgmmaRegistersAtom;
 
 template <>
-struct WgmmaRegistersAtom<__nv_fp8_e4m3, 32> {  // k 4 (lane % 4) + 16 (j / 2) and the next three
-  using type = cute::SM90::GMMA::MMA_64x32x32_F32E4M3E4M3_RS_TN<>;
+struct WgmmaRegistersAtom<__nv_fp8_e4m3, 64> {  // k 4 (lane % 4) + 16 (j / 2) and the next three
+  using type = cute::SM90::GMMA::MMA_64x64x32_F32E4M3E4M3_RS_TN<>;
 };
 #define JAXMOE_CUTLASS_ATOM(N)                                                                 \
   template <>                                                                                  \

@@ -6,9 +6,37 @@
 
 namespace jaxmoe {
 
-// Columns whose sums are in the tensor cores, or leave them, at once: two such parts fit beside the
-// accumulators.
-inline constexpr int kCodedColumns = 32;
+// Columns that are multiplied at once, so that their sums fit beside the accumulators.
+inline constexpr int kCodedColumns = 64;
+
+// Takes turns with the other consumer warpgroup of a tile: one multiplies while the other adds up.
+// Left to themselves both would multiply, then both add up, in half of the rate.
+class Turns {
+ public:
+  static constexpr int kThreads = 256;
+
+  // `both`: the other warpgroup has a part of the tile too.
+  __device__ __forceinline__ Turns(int consumer, bool both) : consumer_(consumer), both_(both) {}
+
+  // The first turn is that of warpgroup 0. Once a kernel.
+  static __device__ __forceinline__ void Begin(int consumer) {
+    if (consumer == 1) ptx::NamedBarrierArrive(kFirst, kThreads);
+  }
+
+  __device__ __forceinline__ void Wait() const {
+    if (both_) ptx::NamedBarrierSync(kFirst + consumer_, kThreads);
+  }
+
+  __device__ __forceinline__ void Pass() const {
+    if (both_) ptx::NamedBarrierArrive(kFirst + 1 - consumer_, kThreads);
+  }
+
+ private:
+  static constexpr int kFirst = 3;  // named barrier; the epilogue has those before it
+
+  int consumer_;
+  bool both_;
+};
 
 // The operands of a thread for 128 of k of a block, 32 of k in each instruction. Rows 8 apart have
 // neighbouring codes of a word. Every second code c becomes c - 15, whose byte is a mask away.
@@ -60,18 +88,19 @@ __device__ __forceinline__ void AddCoded(const float4* sums,
 }
 
 // Sums of 128 of k leave the tensor cores, get what codes are too large or too small by taken off,
-// and are scaled. A warpgroup does so with one part of the columns while the next is multiplied.
+// and are scaled.
 template <class T>
 __device__ __forceinline__ void RunCodedKSteps(const SharedStorage<T>& smem,
                                                int num_k_steps,
                                                const WarpgroupShare& share,
                                                int thread,
                                                bool half,
+                                               const Turns& turns,
                                                PipelineState<T::kStages>& stage,
                                                Accumulators<T>& acc) {
   constexpr int kN = kCodedColumns;
-  static_assert(T::kWarpgroupTokens == 2 * kN || T::kWarpgroupTokens == 4 * kN);
-  float part[2][kN / 2];
+  static_assert(T::kWarpgroupTokens == kN || T::kWarpgroupTokens == 2 * kN);
+  float part[kN / 2];
 #pragma unroll
   for (int i = 0; i < T::kWarpgroupTokens / 2; ++i) acc[0][i] = acc[1][i] = 0.0f;
   const uint64_t tokens0 = ptx::Swizzle128Descriptor(ptx::SmemAddress(smem.tokens(0)));
@@ -85,48 +114,28 @@ __device__ __forceinline__ void RunCodedKSteps(const SharedStorage<T>& smem,
 #pragma unroll
     for (int block = 0; block < 2; ++block) {
       const uint8_t* const of_block = weights + block * T::kBlockBytes;
+      const float2 scales = CodedScales(of_block + T::kValueBytes, thread, half);
       uint32_t codes[4][4];
       LoadCodes(of_block, thread, codes);
-      const auto multiply = [&](auto columns) {
-        constexpr int kFirst = columns;
-        const uint64_t from = ptx::MoveDescriptor(tokens, kFirst * T::kTokenStepBytes);
-        auto& to = part[kFirst / kN % 2];
-        IssueStep(to, [&](int i, uint32_t k) {
-          ptx::WgmmaRegisters<typename T::Weight, kN>(
-              codes[i], ptx::MoveDescriptor(from, k), to, i > 0);
-        });
-      };
-      const auto add = [&](auto columns, float2 scales) {
-        constexpr int kFirst = columns;
-        auto& from = part[kFirst / kN % 2];
-        ptx::FenceAccumulator(from);
-        AddCoded<kFirst>(sums + kFirst / 4, ScaleQueue<kN>(sums + kFirst / 4), scales, from, acc[block]);
-      };
-      constexpr std::integral_constant<int, 0> k0;
-      constexpr std::integral_constant<int, kN> k1;
-      float2 scales;
-      if (T::kWarpgroupTokens > 2 * kN && share.rows > 2 * kN) {
-        constexpr std::integral_constant<int, T::kWarpgroupTokens - 2 * kN> k2;
-        constexpr std::integral_constant<int, T::kWarpgroupTokens - kN> k3;
-        multiply(k2);
-        multiply(k3);
-        scales = CodedScales(of_block + T::kValueBytes, thread, half);
-        cute::warpgroup_wait<1>();
-        add(k2, scales);
-        multiply(k0);
-        cute::warpgroup_wait<1>();
-        add(k3, scales);
-      } else {
-        multiply(k0);
-        scales = CodedScales(of_block + T::kValueBytes, thread, half);
-      }
-      multiply(k1);
-      cute::warpgroup_wait<1>();
-      add(k0, scales);
-      cute::warpgroup_wait<0>();
 #pragma unroll
-      for (int i = 0; i < 4; ++i) ptx::FenceRegisters(codes[i]);  // they have been read
-      add(k1, scales);
+      for (int first = 0; first < T::kWarpgroupTokens; first += kN) {
+        if (first > 0 && share.rows <= first) break;
+        const uint64_t from = ptx::MoveDescriptor(tokens, first * T::kTokenStepBytes);
+        turns.Wait();
+        IssueStep(part, [&](int i, uint32_t k) {
+          ptx::WgmmaRegisters<typename T::Weight, kN>(
+              codes[i], ptx::MoveDescriptor(from, k), part, i > 0);
+        });
+        turns.Pass();
+        const ScaleQueue<kN> queue(sums + first / 4);
+        cute::warpgroup_wait<0>();
+#pragma unroll
+        for (int i = 0; i < 4; ++i) ptx::FenceRegisters(codes[i]);  // they have been read
+        ptx::FenceAccumulator(part);
+        first == 0 ? AddCoded<0>(sums, queue, scales, part, acc[block])
+                   : AddCoded<T::kWarpgroupTokens - kN>(
+                         sums + first / 4, queue, scales, part, acc[block]);
+      }
     }
     __syncwarp();  // every lane has read its codes, scales and sums
     ReleaseStage(smem, index, thread % 32);
