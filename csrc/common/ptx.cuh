@@ -22,10 +22,6 @@ __device__ __forceinline__ void NamedBarrierSync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-__device__ __forceinline__ void NamedBarrierArrive(int id, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
 // ---- bulk tensor copies ---------------------------------------------------------------------
 
 __device__ __forceinline__ void PrefetchTensorMap(const CUtensorMap* map) {

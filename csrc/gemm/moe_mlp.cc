@@ -44,7 +44,7 @@ struct Layer {
   // Whether the rows that a product reads are e4m3 bytes, by which it multiplies codes.
   bool codes(const MlpWeights& weights) const {
     return p.rule == TokenRule::kE4M3 && p.format == WeightFormat::kInt4G128 &&
-           weights.tile.weight_tile == kCodedWeightTile;
+           p.dtype == DType::kBFloat16 && weights.tile.weight_tile == kCodedWeightTile;
   }
   // Scales that are made of the intermediate.
   float* act_scales() const { return p.floats + floats.act_scales; }

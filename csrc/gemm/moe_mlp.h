@@ -66,8 +66,8 @@ struct MlpFloats {
   }
 };
 
-// Weight rows of the tiles that multiply codes of kInt4G128 as they are, by tokens of kE4M3: those
-// of other packed weights have fewer.
+// Weight rows of the tile that multiplies codes of kInt4G128 as they are, by tokens of kE4M3 in a
+// layer of bf16: those of other packed weights have fewer.
 inline constexpr int kCodedWeightTile = 256;
 
 // Weights of one product, and how it is computed.

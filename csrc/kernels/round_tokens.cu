@@ -44,10 +44,8 @@ cudaError_t LaunchRoundTokens(const RoundTokensParams& params, cudaStream_t stre
   if (!bf16 && p.dtype != DType::kFloat16) return cudaErrorInvalidValue;
   switch (p.rule) {
     case TokenRule::kE4M3:
-      if (p.codes) {
-        return bf16 ? LaunchRule<__nv_bfloat16, TokenRule::kE4M3, true>(p, stream)
-                    : LaunchRule<__half, TokenRule::kE4M3, true>(p, stream);
-      }
+      if (p.codes && bf16) return LaunchRule<__nv_bfloat16, TokenRule::kE4M3, true>(p, stream);
+      if (p.codes) return cudaErrorInvalidValue;
       return bf16 ? LaunchRule<__nv_bfloat16, TokenRule::kE4M3>(p, stream)
                   : LaunchRule<__half, TokenRule::kE4M3>(p, stream);
     case TokenRule::kNvfp4:

@@ -21,12 +21,16 @@ class Int4(Packed):
     Attributes:
       zeros: whether groups have zero points.
       dtype: of the array and of the scales, None until an array is known.
-      coded: the format of tokens by which kernels multiply codes as they are, "" if there is none.
     """
 
     zeros: bool = False
     dtype: Any = None
-    coded: str = ""
+
+    @property
+    def coded_by(self) -> str:
+        """The format of tokens by which kernels multiply codes as they are, "" if there is none."""
+        coded = self.group == 128 and not self.zeros and self.dtype == jnp.bfloat16
+        return "e4m3" if coded else ""
 
     def of(self, dtype: Any) -> Format:
         """The format with scales in the dtype of the array."""
@@ -120,7 +124,6 @@ def _formats() -> tuple[Int4, ...]:
             superblock=superblock,
             strips=_strips(2 if name == "g32" else 1, zeros),
             zeros=zeros,
-            coded="e4m3" if name == "g128" and not zeros else "",
         )
         for name, (group, superblock) in sizes.items()
         for zeros in (False, True)

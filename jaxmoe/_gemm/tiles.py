@@ -49,11 +49,8 @@ PACKED: dict[tuple[int, int, int, int], int] = {
     (128, 160, 1, 1): 2,
 }
 
-# Those that multiply codes of four bits as they are, by tokens of e4m3.
-CODED: dict[tuple[int, int, int, int], int] = {
-    (256, 64, 1, 1): 1,
-    (256, 128, 1, 1): 1,
-}
+# The one that multiplies codes of four bits as they are, by tokens of e4m3.
+CODED: dict[tuple[int, int, int, int], int] = {(256, 128, 1, 1): 1}
 
 # Tiles of the kernels that compute both products of a gated layer, of weights as they are and of
 # packed ones.
@@ -95,10 +92,9 @@ _MAX_SPLIT_TILES = 12 * _SMS
 # than mma.sync before 32 are full, and a second tile for some groups than a wider one for all.
 _PACKED_ROWS = {16: 16, 32: 23, 64: 72}
 
-# Usual rows of a group from which codes are multiplied as they are where tokens let them be, and up
-# to which in tiles of 64 tokens. And the longest rows that are rounded so.
-_MIN_CODED_ROWS = 24
-_CODED_ROWS = 72
+# Usual rows of a group up to which codes are decoded also where tokens let them be multiplied as
+# they are, and the longest rows of tokens that are rounded so.
+_MAX_DECODED_ROWS = 128
 MAX_CODED_K = 32768
 
 # Elements of k that each CTA of a packed product needs. The loop is split while all parts run at
@@ -246,9 +242,7 @@ def _packed_config(usual: float, k: int, tiles: float, raster: int) -> GemmConfi
 
 def _coded_config(config: GemmConfig, usual: float) -> GemmConfig:
     """The tile for codes that may be multiplied as they are, in place of the one that decodes."""
-    if usual < _MIN_CODED_ROWS:
-        return config
-    return GemmConfig(256, 64 if usual <= _CODED_ROWS else 128, raster=config.raster)
+    return config if usual <= _MAX_DECODED_ROWS else GemmConfig(256, 128, raster=config.raster)
 
 
 def with_adapters(config: GemmConfig, packed: bool) -> GemmConfig:

@@ -9,35 +9,6 @@ namespace jaxmoe {
 // Columns that are multiplied at once, so that their sums fit beside the accumulators.
 inline constexpr int kCodedColumns = 64;
 
-// Takes turns with the other consumer warpgroup of a tile: one multiplies while the other adds up.
-// Left to themselves both would multiply, then both add up, in half of the rate.
-class Turns {
- public:
-  static constexpr int kThreads = 256;
-
-  // `both`: the other warpgroup has a part of the tile too.
-  __device__ __forceinline__ Turns(int consumer, bool both) : consumer_(consumer), both_(both) {}
-
-  // The first turn is that of warpgroup 0. Once a kernel.
-  static __device__ __forceinline__ void Begin(int consumer) {
-    if (consumer == 1) ptx::NamedBarrierArrive(kFirst, kThreads);
-  }
-
-  __device__ __forceinline__ void Wait() const {
-    if (both_) ptx::NamedBarrierSync(kFirst + consumer_, kThreads);
-  }
-
-  __device__ __forceinline__ void Pass() const {
-    if (both_) ptx::NamedBarrierArrive(kFirst + 1 - consumer_, kThreads);
-  }
-
- private:
-  static constexpr int kFirst = 3;  // named barrier; the epilogue has those before it
-
-  int consumer_;
-  bool both_;
-};
-
 // The operands of a thread for 128 of k of a block, 32 of k in each instruction. Rows 8 apart have
 // neighbouring codes of a word. Every second code c becomes c - 15, whose byte is a mask away.
 __device__ __forceinline__ void LoadCodes(const uint8_t* values,
@@ -58,9 +29,8 @@ __device__ __forceinline__ void LoadCodes(const uint8_t* values,
 }
 
 // The scales of a thread's two rows, which lie side by side in a strip.
-__device__ __forceinline__ float2 CodedScales(const uint8_t* strip, int thread, bool half) {
+__device__ __forceinline__ float2 CodedScales(const uint8_t* strip, int thread) {
   const uint32_t bits = reinterpret_cast<const uint32_t*>(strip)[thread / 32 * 8 + thread % 32 / 4];
-  if (half) return __half22float2(reinterpret_cast<const __half2&>(bits));
   return make_float2(__uint_as_float(bits << 16), __uint_as_float(bits & 0xFFFF0000u));
 }
 
@@ -88,18 +58,17 @@ __device__ __forceinline__ void AddCoded(const float4* sums,
 }
 
 // Sums of 128 of k leave the tensor cores, get what codes are too large or too small by taken off,
-// and are scaled.
+// and are scaled, while the other warpgroup multiplies. Of FP8 operands in registers tensor cores
+// multiply no more a clock than of bf16 ones, so there is time.
 template <class T>
 __device__ __forceinline__ void RunCodedKSteps(const SharedStorage<T>& smem,
                                                int num_k_steps,
                                                const WarpgroupShare& share,
                                                int thread,
-                                               bool half,
-                                               const Turns& turns,
                                                PipelineState<T::kStages>& stage,
                                                Accumulators<T>& acc) {
   constexpr int kN = kCodedColumns;
-  static_assert(T::kWarpgroupTokens == kN || T::kWarpgroupTokens == 2 * kN);
+  static_assert(T::kWarpgroupTokens == 2 * kN);
   float part[kN / 2];
 #pragma unroll
   for (int i = 0; i < T::kWarpgroupTokens / 2; ++i) acc[0][i] = acc[1][i] = 0.0f;
@@ -114,28 +83,26 @@ __device__ __forceinline__ void RunCodedKSteps(const SharedStorage<T>& smem,
 #pragma unroll
     for (int block = 0; block < 2; ++block) {
       const uint8_t* const of_block = weights + block * T::kBlockBytes;
-      const float2 scales = CodedScales(of_block + T::kValueBytes, thread, half);
       uint32_t codes[4][4];
       LoadCodes(of_block, thread, codes);
-#pragma unroll
-      for (int first = 0; first < T::kWarpgroupTokens; first += kN) {
-        if (first > 0 && share.rows <= first) break;
-        const uint64_t from = ptx::MoveDescriptor(tokens, first * T::kTokenStepBytes);
-        turns.Wait();
+      float2 scales;
+      const auto run = [&](auto columns) {
+        constexpr int kFirst = columns;
+        const uint64_t from = ptx::MoveDescriptor(tokens, kFirst * T::kTokenStepBytes);
         IssueStep(part, [&](int i, uint32_t k) {
           ptx::WgmmaRegisters<typename T::Weight, kN>(
               codes[i], ptx::MoveDescriptor(from, k), part, i > 0);
         });
-        turns.Pass();
-        const ScaleQueue<kN> queue(sums + first / 4);
+        if (kFirst == 0) scales = CodedScales(of_block + T::kValueBytes, thread);
+        const ScaleQueue<kN> queue(sums + kFirst / 4);
         cute::warpgroup_wait<0>();
 #pragma unroll
         for (int i = 0; i < 4; ++i) ptx::FenceRegisters(codes[i]);  // they have been read
         ptx::FenceAccumulator(part);
-        first == 0 ? AddCoded<0>(sums, queue, scales, part, acc[block])
-                   : AddCoded<T::kWarpgroupTokens - kN>(
-                         sums + first / 4, queue, scales, part, acc[block]);
-      }
+        AddCoded<kFirst>(sums + kFirst / 4, queue, scales, part, acc[block]);
+      };
+      run(std::integral_constant<int, 0>());
+      if (share.rows > kN) run(std::integral_constant<int, kN>());
     }
     __syncwarp();  // every lane has read its codes, scales and sums
     ReleaseStage(smem, index, thread % 32);

@@ -84,7 +84,6 @@ __device__ __forceinline__ void RunConsumer(const Args& kernel_args,
   using Scales = std::conditional_t<T::kScaled,
                                     std::conditional_t<kRowScales, RowScales<T>, TileScales<T>>,
                                     NoScales>;
-  if constexpr (T::kTokenSums) Turns::Begin(consumer);
   PipelineState<T::kStages> stage;
   ForEachTile(smem, lane, [&](const TileInfo& tile, const auto& slot) {
     const MoeGemmArgs& args = ProductOf(kernel_args, tile);
@@ -95,8 +94,7 @@ __device__ __forceinline__ void RunConsumer(const Args& kernel_args,
       slot.Release();
       return;
     }
-    WarpgroupShare share = Share<T>(info.rows, consumer, first.gather);
-    if constexpr (T::kTokenSums) share.takes_turns = HasFeatures<T>(args, info.w_tile, 1);
+    const WarpgroupShare share = Share<T>(info.rows, consumer, first.gather);
     Accumulators<T> acc;
     [[maybe_unused]] Scales scales;
     StepScales step_scales{};

@@ -82,7 +82,6 @@ VariantTable MakeVariants() {
     return {rows, static_cast<int>(std::size(rows))};
   } else if constexpr (HasTokenSums<Format>()) {
     static const Variant rows[] = {
-        JAXMOE_TILE(256, 64, 7, kWeights, 1, 1, 1),
         JAXMOE_TILE(256, 128, 5, kWeights, 1, 1, 1),
     };
     return {rows, static_cast<int>(std::size(rows))};

@@ -18,7 +18,6 @@ struct WarpgroupShare {
   int rows;       // tokens that are stored
   int columns;    // tokens that wgmma's N must cover, at least
   bool gathered;  // threads wrote the rows of X, not the copy engine
-  bool takes_turns = false;  // with the other consumer warpgroup, see coded.cuh
 };
 
 // Place of a warpgroup's part of a tile in the output.
