@@ -214,7 +214,8 @@ const char* MakeArgs(const MoeGemmProblem& p,
   }
   const int x_box_rows = tile.gather ? 1 : variant->box_rows;
   const int64_t x_cols = IsCoded(p) ? 2 * p.k : p.k;
-  if (const char* error = EncodeMatrixMap(p.dtype, p.x, p.x_rows, x_cols, x_box_rows, &args.x_map)) {
+  if (const char* error =
+          EncodeMatrixMap(p.dtype, p.x, p.x_rows, x_cols, x_box_rows, &args.x_map)) {
     return error;
   }
   args.group_starts = p.group_starts;

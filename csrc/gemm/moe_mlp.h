@@ -96,8 +96,8 @@ struct MlpAdapters {
 
 // T tokens, K choices, R = T * K rows, H hidden, I intermediate, E experts of which E_l are local.
 // Where the format quantizes tokens, both products read them quantized, as e4m3. Beside packed
-// weights they read the numbers of `rule`, if there is one, or their bytes, and multiply sums by the
-// scales of rows.
+// weights they read the numbers of `rule`, if there is one, or their bytes, and multiply sums by
+// the scales of rows.
 struct MoeMlpParams {
   WeightFormat format = WeightFormat::kPlain;
   TokenRule rule = TokenRule::kNone;

@@ -84,8 +84,8 @@ __device__ __forceinline__ uint2 RoundBytes(uint4 bits, float factor, float* sum
   for (int i = 0; i < 4; ++i) {
     pairs[i] = __nv_cvt_float2_to_fp8x2(
         make_float2(v[2 * i] * factor, v[2 * i + 1] * factor), __NV_SATFINITE, __NV_E4M3);
-    const float2 y = __half22float2(
-        __half2(__nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(pairs[i]), __NV_E4M3)));
+    const float2 y = __half22float2(__half2(
+        __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(pairs[i]), __NV_E4M3)));
     sums[i] = y.x + y.y;
   }
   *sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
@@ -97,8 +97,8 @@ __device__ __forceinline__ uint2 RoundBytes(uint4 bits, float factor, float* sum
 __device__ __forceinline__ uint2 InOrderOfCodes(uint2 bytes) {
   const bool odd = threadIdx.x % 2 != 0;
   const uint32_t other = __shfl_xor_sync(0xffffffffu, odd ? bytes.x : bytes.y, 1);
-  const uint32_t first = odd ? other : bytes.x;    // of k 0 to 7 of the 16
-  const uint32_t second = odd ? bytes.y : other;   // of k 8 to 15
+  const uint32_t first = odd ? other : bytes.x;   // of k 0 to 7 of the 16
+  const uint32_t second = odd ? bytes.y : other;  // of k 8 to 15
   return make_uint2(__byte_perm(first, second, 0x5140), __byte_perm(first, second, 0x7362));
 }
 

@@ -59,10 +59,10 @@ struct RoundTokensParams {
   int64_t top_k;
   int64_t num_out_rows;
   bool scatters;
-  // Of bf16, kE4M3 and cols of whole 128, at most kMaxCodedCols: rows of numbers begin with their e4m3
-  // bytes, of each 16 k in the order 0 8 1 9 2 10 .. 7 15, and then have for each 128 the float32
-  // sum of what is too much where codes are multiplied by them: -8 * 2^-9 times those of the first
-  // 8 of each 16, 7 * 2^-9 times the others.
+  // Of bf16, kE4M3 and cols of whole 128, at most kMaxCodedCols: rows of numbers begin with their
+  // e4m3 bytes, of each 16 k in the order 0 8 1 9 2 10 .. 7 15, and then have for each 128 the
+  // float32 sum of what is too much where codes are multiplied by them: -8 * 2^-9 times those of
+  // the first 8 of each 16, 7 * 2^-9 times the others.
   bool codes;
   bool plans;  // scales go where `plan` of at most 32 slots says, which is made here
   PlanParams plan;

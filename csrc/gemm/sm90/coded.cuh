@@ -58,8 +58,7 @@ __device__ __forceinline__ void AddCoded(const float4* sums,
 }
 
 // Sums of 128 of k leave the tensor cores, get what codes are too large or too small by taken off,
-// and are scaled, while the other warpgroup multiplies. Of FP8 operands in registers tensor cores
-// multiply no more a clock than of bf16 ones, so there is time.
+// and are scaled, while the other warpgroup multiplies.
 template <class T>
 __device__ __forceinline__ void RunCodedKSteps(const SharedStorage<T>& smem,
                                                int num_k_steps,

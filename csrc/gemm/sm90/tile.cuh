@@ -177,8 +177,8 @@ struct Tile {
   // Packed weights take as long to decode as products with some 32 tokens take, and each N is a
   // loop to compile: wide tiles begin with 64 tokens less than they have.
   static constexpr int kFirstN = !kPacked || kOneN || kWarpProducts ? kTokenStep
-                                 : kTokenTile <= 64        ? kTokenTile - 32
-                                                           : kTokenTile - 64;
+                                 : kTokenTile <= 64                 ? kTokenTile - 32
+                                                                    : kTokenTile - 64;
   static constexpr int kBoxRows = kPacked && !kTokenSums ? kTokenStep : kDecode ? kTokenTile : 32;
 
   // Gathered rows of X come in one-row boxes while a tile has few of them, else by a warpgroup of
