@@ -1,23 +1,21 @@
 """Experts: the weights of one layer as a value, with everything that says how to read them."""
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
 
-from jaxmoe import _formats, _saved
+from jaxmoe import _saved
+from jaxmoe._experts_checks import WEIGHTS, check_parts, check_static
 from jaxmoe._jax import checks as _checks
-from jaxmoe.activation import GATE_UP_ORDERS, Activation, resolve
-from jaxmoe.quantize import WEIGHT_LAYOUTS, QuantizedArray
-from jaxmoe.quantize import format_of as format_of_array
+from jaxmoe.activation import Activation
+from jaxmoe.quantize import QuantizedArray, quantize
 
 _OP = "Experts"
 _STATIC = ("activation", "order", "layout", "dtype", "forward_format", "token_format", "accum")
-_WEIGHTS = ("gate_up", "gate", "up", "down")
-_BIASES = ("gate_up_bias", "gate_bias", "up_bias", "down_bias")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +108,7 @@ class Experts:
 
     def __post_init__(self) -> None:
         """Checks the static fields, and shapes where they are known."""
-        _check_static(self)
+        check_static(self)
         check_parts(_checks.as_arrays(self))
 
     @property
@@ -138,6 +136,53 @@ class Experts:
         """The array of the first weight, or its gate if there are two arrays."""
         return next((w for w in (self.gate_up, self.gate, self.up) if w is not None), None)
 
+    def quantized(
+        self, format: str, *, token_format: str | None = None, scale_format: str = "float32"
+    ) -> "Experts":
+        """The experts with every weight in a quantized format, as `jaxmoe.quantize` makes it.
+
+        Args:
+          format: see `jaxmoe.quantize`.
+          token_format: of the result.
+          scale_format: see `jaxmoe.quantize`.
+
+        Returns:
+          `Experts` with all else as it is, but for `dtype` and `forward_format`, which are None:
+          weights are rounded to `dtype` first, and are in the format of the value already.
+
+        Raises:
+          TypeError, ValueError, NotImplementedError: as `jaxmoe.quantize`; weights that are
+            quantized already; formats that do not go together.
+
+        Example:
+          >>> import jax.numpy as jnp, jaxmoe
+          >>> experts = jaxmoe.Experts(gate_up=jnp.ones((2, 4, 6)), down=jnp.ones((2, 3, 4)))
+          >>> experts.quantized("fp8_channel").down.scales.shape
+          (2, 4)
+        """
+        weights = {n: w for n in WEIGHTS if (w := getattr(self, n)) is not None}
+        quantized = {n: self._quantized(n, w, format, scale_format) for n, w in weights.items()}
+        return dataclasses.replace(
+            self, **quantized, dtype=None, forward_format=None, token_format=token_format
+        )
+
+    def _quantized(self, name: str, w: Any, format: str, scale_format: str) -> QuantizedArray:
+        op = f"{_OP}.quantized"
+        if isinstance(w, QuantizedArray):
+            rule = f"{name} is quantized already: make it an array by jaxmoe.dequantize first"
+            raise TypeError(_checks.message(op, rule, **{name: w}))
+        layout = self.layouts[1 if name == "down" else 0]
+        one = functools.partial(
+            quantize, format=format, weight_layout=layout, scale_format=scale_format
+        )
+        for _ in range(w.ndim - 3):
+            one = jax.vmap(one)
+        try:
+            return one(w if self.dtype is None else w.astype(self.dtype))
+        except (TypeError, ValueError, NotImplementedError) as error:
+            why = str(error).removeprefix("jaxmoe.quantize: ")
+            raise type(error)(f"jaxmoe.{op}: {name}: {why}") from error
+
 
 _LEAVES = tuple(f.name for f in dataclasses.fields(Experts) if f.name not in _STATIC)
 _KEYS = tuple(map(jax.tree_util.GetAttrKey, _LEAVES))
@@ -162,237 +207,3 @@ jax.tree_util.register_pytree_with_keys(
     Experts, _flatten_with_keys, _unflatten, lambda e: (_leaves_of(e), _static_of(e))
 )
 _saved.register(Experts)
-
-
-def format_of(experts: Experts) -> _formats.Format:
-    """The format of the experts' weights."""
-    if isinstance(experts.down, QuantizedArray):
-        return _formats.with_tokens(format_of_array(experts.down), experts.token_format)
-    if experts.forward_format is not None:
-        return _formats.FORWARD[experts.forward_format]
-    if experts.dtype is not None and experts.dtype != experts.down.dtype:
-        return _formats.MASTER
-    return _formats.PLAIN
-
-
-def _check_static(e: Experts) -> None:
-    resolve(e.activation, _OP)
-    _checks.check_choice(_OP, "order", e.order, GATE_UP_ORDERS)
-    layouts = e.layout if isinstance(e.layout, tuple) else (e.layout,)
-    if isinstance(e.layout, tuple) and len(layouts) != 2:
-        rule = f"layout={e.layout!r} must be one of {_names(WEIGHT_LAYOUTS)}, or a pair of these"
-        raise ValueError(_checks.message(_OP, rule))
-    for layout in layouts:
-        _checks.check_choice(_OP, "layout", layout, WEIGHT_LAYOUTS)
-    choices = tuple(_formats.FORWARD), _formats.TOKEN_FORMATS, _formats.ACCUMS
-    for name, allowed in zip(("forward_format", "token_format", "accum"), choices, strict=True):
-        if getattr(e, name) is not None:
-            _checks.check_choice(_OP, name, getattr(e, name), allowed)
-    if e.dtype is not None:
-        try:
-            dtype = np.dtype(e.dtype)
-        except TypeError:
-            dtype = None
-        if dtype is None or dtype.name not in _checks.FLOATS:
-            name = repr(e.dtype) if dtype is None else _checks.dtype_name(dtype)
-            raise TypeError(_checks.message(_OP, f"dtype={name} must be bf16 or f16 or f32"))
-        object.__setattr__(e, "dtype", dtype)
-
-
-def _names(choices: tuple[str, ...]) -> str:
-    return " or ".join(map(repr, choices))
-
-
-def check_parts(e: Experts) -> None:
-    """Checks which arrays are given, and these against each other."""
-    _check_which(e)
-    _check_token_format(e)
-    _check_shapes(e)
-
-
-def _check_which(e: Experts) -> None:
-    if e.down is None:
-        raise TypeError(_checks.message(_OP, "down must be given"))
-    gated = resolve(e.activation, _OP).gated
-    given = tuple(n for n in ("gate_up", "gate", "up") if getattr(e, n) is not None)
-    allowed = (("gate_up",), ("gate", "up")) if gated else (("gate_up",), ("up",))
-    if given not in allowed:
-        what = "'gate_up', or 'gate' and 'up'" if gated else "'gate_up' or 'up', one array"
-        kind = "gated" if gated else "not gated"
-        rule = (
-            f"the first weight must be {what}, because {resolve(e.activation, _OP).name} is {kind}"
-        )
-        raise TypeError(_checks.message(_OP, rule, **{n: getattr(e, n) for n in given}))
-    for bias in ("gate_up_bias", "gate_bias", "up_bias"):
-        weight = bias.removesuffix("_bias")
-        if getattr(e, bias) is not None and weight not in given:
-            rule = f"{bias} must be None, because there is no {weight}"
-            raise ValueError(_checks.message(_OP, rule, **{bias: getattr(e, bias)}))
-    if (e.gate_bias is None) != (e.up_bias is None) and gated:
-        rule = "gate_bias and up_bias must both be given, or neither"
-        raise ValueError(_checks.message(_OP, rule, gate_bias=e.gate_bias, up_bias=e.up_bias))
-    if "gate" in given and e.order != "gate_up":
-        rule = f"order={e.order!r} must be 'gate_up' if gate and up are two arrays"
-        raise ValueError(_checks.message(_OP, rule))
-
-
-def _check_token_format(e: Experts) -> None:
-    """Checks the format of tokens against that of the weights, which may be specs."""
-    if e.token_format is None:
-        return
-    quantized = isinstance(e.down, QuantizedArray)
-    allowed = _formats.token_formats(e.down.format) if quantized else ()
-    if e.token_format not in allowed:
-        weights = f"weights in {e.down.format}" if quantized else "weights that are not quantized"
-        those = " or ".join(("None", *map(repr, allowed)))
-        rule = f"token_format={e.token_format!r} must be {those} with {weights}"
-        raise ValueError(_checks.message(_OP, rule, down=e.down))
-
-
-def _is_array(value: Any) -> bool:
-    """Whether something has a shape and a dtype, as arrays have and specs have not."""
-    values = value.values if isinstance(value, QuantizedArray) else value
-    return hasattr(values, "shape") and hasattr(values, "dtype")
-
-
-def _in_place(value: Any) -> Any:
-    """Returns an array without memory in place of a `jax.ShapeDtypeStruct`, all else as it is."""
-    if not isinstance(value, jax.ShapeDtypeStruct):
-        return value
-    return np.broadcast_to(np.empty((), value.dtype), value.shape)
-
-
-def _check_shapes(e: Experts) -> None:
-    """Checks shapes and dtypes against each other, if every weight has both."""
-    weights = {n: getattr(e, n) for n in _WEIGHTS if getattr(e, n) is not None}
-    if not all(map(_is_array, weights.values())):
-        return
-    quantized = {n: isinstance(w, QuantizedArray) for n, w in weights.items()}
-    if any(quantized.values()) and not all(quantized.values()):
-        rule = f"{' and '.join(weights)} must all be jaxmoe.QuantizedArray, or none of them"
-        raise TypeError(_checks.message(_OP, rule, **weights))
-    _check_dtypes(e, weights)
-    for name, w in weights.items():
-        if len(w.shape) < 3:
-            rule = f"{name} must have 3 axes {_axes(e, name)}, not {len(w.shape)}"
-            raise ValueError(_checks.message(_OP, rule, **{name: w}))
-    lead = len(e.down.shape) - 3
-    for name, w in weights.items():
-        if len(w.shape) != lead + 3:
-            rule = f"{name} must have as many axes before {_axes(e, name)} as down has"
-            raise ValueError(_checks.message(_OP, rule, **{name: w, "down": e.down}))
-    for name, w in weights.items():
-        wanted = _wanted_shape(e, name)
-        if tuple(w.shape[lead:]) != wanted:
-            raise ValueError(_shape_message(e, name, weights, wanted))
-    for name in _BIASES:
-        _check_bias(e, name, lead)
-
-
-def _axes(e: Experts, name: str) -> str:
-    gated = resolve(e.activation, _OP).gated
-    width = "2I" if name == "gate_up" and gated else "I"
-    k, n = ("I", "H") if name == "down" else ("H", width)
-    layout = e.layouts[1 if name == "down" else 0]
-    return f"[E,{k},{n}]" if layout == "kn" else f"[E,{n},{k}]"
-
-
-def _wanted_shape(e: Experts, name: str) -> tuple[int, ...]:
-    gated = resolve(e.activation, _OP).gated
-    width = e.intermediate * (2 if name == "gate_up" and gated else 1)
-    k, n = (e.intermediate, e.hidden) if name == "down" else (e.hidden, width)
-    layout = e.layouts[1 if name == "down" else 0]
-    return (e.num_experts, k, n) if layout == "kn" else (e.num_experts, n, k)
-
-
-def _shape_message(e: Experts, name: str, weights: dict[str, Any], wanted: Any) -> str:
-    w = weights[name]
-    act = resolve(e.activation, _OP)
-    kind = "gated" if act.gated else "not gated"
-    rule = (
-        f"{name}.shape={list(w.shape)} must be {list(wanted)} = {_axes(e, name)} with the E, H and "
-        f"I of down {_axes(e, 'down')}, because {act.name} is {kind}"
-    )
-    for layout in ("kn", "nk", ("kn", "nk"), ("nk", "kn")):
-        if _fits(e, weights, layout):
-            rule += f"; these shapes fit layout={layout!r}"
-            break
-    return _checks.message(_OP, rule, **weights)
-
-
-def _fits(e: Experts, weights: dict[str, Any], layout: str | tuple[str, str]) -> bool:
-    """Whether the weights are those of one layer if they are read in `layout`."""
-    other = object.__new__(Experts)  # unchecked
-    for field in dataclasses.fields(Experts):
-        object.__setattr__(other, field.name, getattr(e, field.name))
-    object.__setattr__(other, "layout", layout)
-    return all(tuple(w.shape[-3:]) == _wanted_shape(other, n) for n, w in weights.items())
-
-
-def _check_dtypes(e: Experts, weights: dict[str, Any]) -> None:
-    down = weights["down"]
-    if refused := format_of(e).refused_accum(e.accum):
-        raise ValueError(_checks.message(_OP, refused))
-    if isinstance(down, QuantizedArray):
-        if e.forward_format is not None:
-            rule = "forward_format must be None with weights that are quantized already"
-            raise ValueError(_checks.message(_OP, rule, forward_format=e.forward_format))
-        if e.dtype is not None:
-            rule = (
-                f"dtype={_checks.dtype_name(e.dtype)} must be None with quantized weights: the "
-                "layer computes in the dtype of x"
-            )
-            raise ValueError(_checks.message(_OP, rule, **weights))
-        for name, w in weights.items():
-            _check_quantized(e, name, w, down)
-        return
-    for name, w in weights.items():
-        _checks.check_float(_OP, name, _in_place(w))
-    for name, w in weights.items():
-        _checks.check_same_dtype(_OP, name, w, "down", down)
-    if e.dtype is not None and e.dtype != down.dtype and down.dtype != "float32":
-        rule = (
-            f"down.dtype={_checks.dtype_name(down.dtype)} must be f32 or "
-            f"dtype={_checks.dtype_name(e.dtype)}: only float32 weights are rounded to another"
-        )
-        raise TypeError(_checks.message(_OP, rule, **weights))
-    if e.forward_format is not None and e.dtype is not None and e.dtype != down.dtype:
-        rule = "forward_format is not supported with float32 master weights (dtype)"
-        raise NotImplementedError(_checks.message(_OP, rule, **weights))
-
-
-def _check_quantized(e: Experts, name: str, w: QuantizedArray, down: QuantizedArray) -> None:
-    layout = e.layouts[1 if name == "down" else 0]
-    if w.layout != layout:
-        fix = (
-            f"give layout={w.layout!r}" if w.layout != "tokens" else "make it with jaxmoe.quantize"
-        )
-        rule = f"{name}.layout={w.layout!r} must equal layout={layout!r}: {fix}"
-        raise ValueError(_checks.message(_OP, rule, **{name: w}))
-    if w.format != down.format:
-        rule = f"{name}.format={w.format!r} must equal down.format={down.format!r}"
-        raise ValueError(_checks.message(_OP, rule, **{name: w, "down": down}))
-    if format_of_array(w) != format_of_array(down):
-        rule = (
-            f"{name}.dtype={_checks.dtype_name(w.dtype)} must equal "
-            f"down.dtype={_checks.dtype_name(down.dtype)}, the dtype of scales in {w.format}"
-        )
-        raise ValueError(_checks.message(_OP, rule, **{name: w, "down": down}))
-
-
-def _check_bias(e: Experts, name: str, lead: int) -> None:
-    bias = getattr(e, name)
-    if bias is None or not _is_array(bias):
-        return
-    gated = resolve(e.activation, _OP).gated
-    outputs = {
-        "gate_up_bias": e.intermediate * (2 if gated else 1),
-        "down_bias": e.hidden,
-    }.get(name, e.intermediate)
-    wanted = (e.num_experts, outputs)
-    _checks.check_float(_OP, name, _in_place(bias))
-    if not isinstance(e.down, QuantizedArray):
-        _checks.check_same_dtype(_OP, name, bias, "down", e.down)
-    if tuple(bias.shape[lead:]) != wanted or len(bias.shape) != lead + 2:
-        rule = f"{name}.shape={list(bias.shape)} must be {list(wanted)} = [E, its outputs]"
-        raise ValueError(_checks.message(_OP, rule, **{name: bias, "down": e.down}))

@@ -6,12 +6,13 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from jaxmoe._experts_checks import format_of
 from jaxmoe._jax import checks as _checks
 from jaxmoe._jax.mesh import axes_of
 from jaxmoe._jax.sharding import Call
 from jaxmoe._mlp.fetch import GatherChoice as GatherChoice
 from jaxmoe._mlp.fetch import choose as _choose
-from jaxmoe.experts import Experts, format_of
+from jaxmoe.experts import Experts
 from jaxmoe.mlp import operands_of, static_of
 from jaxmoe.quantize import QuantizedArray
 from jaxmoe.routing import Routing

@@ -7,12 +7,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxmoe import _saved
+from jaxmoe._experts_checks import format_of
 from jaxmoe._jax import checks as _checks
 from jaxmoe._mlp.adapted import composed, is_call, layer_op
 from jaxmoe._mlp.checks import check_experts
 from jaxmoe._mlp.operands import Layer, Operands, join
 from jaxmoe.activation import resolve
-from jaxmoe.experts import Experts, format_of
+from jaxmoe.experts import Experts
 from jaxmoe.mlp import operands_of, static_of
 from jaxmoe.quantize import QuantizedArray
 from jaxmoe.routing import Routing

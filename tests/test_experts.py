@@ -384,3 +384,93 @@ def test_the_constants_of_an_activation_are_named_where_they_belong():
         Experts(gate_up=w, down=w, limit=7.0)
     with pytest.raises(TypeError, match="unexpected keyword argument 'size'"):
         Experts(gate_up=w, down=w, size=7)
+
+
+FORMATS = ("fp8_tensor", "fp8_block", "mxfp4", "nvfp4", "int4_g128", "int8_channel")
+PARTS = {
+    "one, kn": (("gate_up", "down"), "kn"),
+    "one, nk": (("gate_up", "down"), "nk"),
+    "two, a layout each": (("gate", "up", "down"), ("nk", "kn")),
+}
+
+
+def normal(parts, layout, *lead, dtype=jnp.bfloat16):
+    """Experts of H = 128 and I = 256 with biases, after leading axes."""
+    layouts = (layout, layout) if isinstance(layout, str) else layout
+    rng = np.random.default_rng(0)
+    fields = {}
+    for name in parts:
+        k, n = {"gate_up": (128, 512), "down": (256, 128)}.get(name, (128, 256))
+        at = layouts[1 if name == "down" else 0]
+        shape = (*lead, E, k, n) if at == "kn" else (*lead, E, n, k)
+        fields[name] = jnp.asarray(rng.standard_normal(shape), dtype)
+        if name != "down" or lead:
+            fields[f"{name}_bias"] = jnp.asarray(rng.standard_normal((*lead, E, n)), dtype)
+    return Experts(**fields, layout=layout, activation="geglu")
+
+
+@pytest.mark.parametrize("parts", PARTS)
+@pytest.mark.parametrize("format", FORMATS)
+def test_quantized_weights_are_those_of_quantize(format, parts):
+    names, layout = PARTS[parts]
+    e = normal(names, layout)
+    q = e.quantized(format)
+    for name in names:
+        at = e.layouts[1 if name == "down" else 0]
+        jax.tree.map(
+            assert_equal, getattr(q, name), quantize(getattr(e, name), format, weight_layout=at)
+        )
+        if name != "down":
+            assert getattr(q, f"{name}_bias") is getattr(e, f"{name}_bias")
+    assert (q.activation, q.layout, q.token_format) == ("geglu", e.layout, None)
+
+
+def test_quantized_takes_layers_and_makes_what_a_scan_reads():
+    e = normal(("gate_up", "down"), "kn", 3)
+    q = jax.jit(lambda e: e.quantized("mxfp4", token_format="mxfp8"))(e)
+    assert q.token_format == "mxfp8" and (q.hidden, q.intermediate) == (128, 256)
+    for i in range(3):
+        one = jax.tree.map(lambda a: a[i], e)  # noqa: B023
+        want = one.quantized("mxfp4", token_format="mxfp8")
+        jax.tree.map(assert_equal, jax.tree.map(lambda a: a[i], q), want)  # noqa: B023
+
+
+def test_master_weights_are_rounded_before_they_are_quantized():
+    e = normal(("gate_up", "down"), "nk", dtype=jnp.float32)
+    master = dataclasses.replace(e, gate_up_bias=None, dtype="bfloat16")
+    q = master.quantized("int4_g128")
+    assert q.dtype is None and q.down.dtype == BF16
+    rounded = e.down.astype(jnp.bfloat16)
+    jax.tree.map(assert_equal, q.down, quantize(rounded, "int4_g128", weight_layout="nk"))
+    value = dataclasses.replace(e, forward_format="fp8_block").quantized("fp8_block")
+    assert value.forward_format is None and value.down.format == "fp8_block"
+
+
+def test_quantized_names_the_weight_that_it_refuses():
+    e = normal(("gate_up", "down"), "kn")
+
+    def refuses(error, message, *args, of=e, **options):
+        with pytest.raises(error, match=re.escape(message)) as caught:
+            of.quantized(*args, **options)
+        assert str(caught.value).count("jaxmoe.") == 1
+
+    refuses(ValueError, "jaxmoe.Experts.quantized: gate_up: format='fp4' must be", "fp4")
+    refuses(ValueError, "gate_up: scale_format=", "fp8_block", scale_format="int8")
+    odd = Experts(gate_up=zeros(E, 128, 128), down=zeros(E, 64, 128))
+    refuses(
+        ValueError,
+        "down: w.shape[1]=64 (K) must be",
+        "int4_g128",
+        of=jax.tree.map(lambda a: jnp.asarray(a, jnp.bfloat16), odd),
+    )
+    refuses(ValueError, "token_format='nvfp4' must be None", "fp8_block", token_format="nvfp4")
+    with pytest.raises(TypeError, match=r"quantized: gate_up is quantized already: make it an"):
+        e.quantized("mxfp4").quantized("mxfp4")
+
+
+def test_an_activation_without_gate_names_the_one_with():
+    for name, gated in (("silu", "swiglu"), ("gelu", "geglu"), ("gelu_tanh", "geglu_tanh")):
+        with pytest.raises(ValueError, match=rf"{name} is not gated \(with a gate it is '{gated}'"):
+            Experts(gate_up=GATE_UP, down=DOWN, activation=name)
+        with pytest.raises(TypeError, match=rf"{name} is not gated \(with a gate it is '{gated}'"):
+            Experts(gate=HALF, up=HALF, down=DOWN, activation=name)

@@ -644,7 +644,10 @@ def test_what_cannot_be_read_is_refused(tmp_path):
     refuses(NotImplementedError, "model_type='bert' must be one of .*qwen3_moe", model_type="bert")
     refuses(ValueError, "config.json has no num_experts_per_tok", num_experts_per_tok=None)
     refuses(ValueError, "num_experts_per_tok=5, which must be at most 4", num_experts_per_tok=5)
-    refuses(ValueError, "hidden_act='relu' must be one of", hidden_act="relu")
+    once = r"^jaxmoe.load: (?!.*jaxmoe.load).*hidden_act='relu' must be one of"
+    refuses(ValueError, once, hidden_act="relu")
+    of_other_name = {"num_experts_per_tok": None, "moe_topk": 5}
+    refuses(ValueError, "moe_topk=5, which must be at most 4", **of_other_name)
     refuses(LookupError, "no layer with tensors layers.N.mlp.experts", {"x": tensors.popitem()[1]})
     stem = "model.layers.0.mlp.experts.{e}.up_proj"
     of_words = {f"{stem.format(e=e)}.weight": np.zeros((I, H), np.int32) for e in range(E)}

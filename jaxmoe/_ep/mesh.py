@@ -9,9 +9,10 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxmoe._experts_checks import format_of
 from jaxmoe._jax import checks as _checks
 from jaxmoe.activation import resolve
-from jaxmoe.experts import Experts, format_of
+from jaxmoe.experts import Experts
 from jaxmoe.quantize import QuantizedArray
 from jaxmoe.routing import Routing
 

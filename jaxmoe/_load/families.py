@@ -50,11 +50,13 @@ def section(config: Config, name: str) -> dict[str, Any]:
 
 
 def top_k(config: Config) -> int:
-    k, most = count(config, "num_experts_per_tok", "moe_topk"), num_experts(config)
+    names = "num_experts_per_tok", "moe_topk"
+    k, most = count(config, *names), num_experts(config)
     if k > most:
+        name = next(name for name in names if config.get(name) is not None)
         raise ValueError(
-            f"jaxmoe.{OP}: config.json has num_experts_per_tok={k}, which must be at most {most}, "
-            "the number of experts"
+            f"jaxmoe.{OP}: config.json has {name}={k}, which must be at most {most}, the number "
+            "of experts"
         )
     return k
 

@@ -39,7 +39,8 @@ def naming(what: str) -> Generator[None]:
     try:
         yield
     except (TypeError, ValueError, NotImplementedError) as error:
-        raise type(error)(f"jaxmoe.{OP}: {what}: {error}") from error
+        why = str(error).removeprefix(f"jaxmoe.{OP}: ")
+        raise type(error)(f"jaxmoe.{OP}: {what}: {why}") from error
 
 
 def mapping(what: str, value: Any) -> dict[str, Any]:

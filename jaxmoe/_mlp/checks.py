@@ -9,6 +9,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AxisType
 
+from jaxmoe._experts_checks import check_parts, format_of
 from jaxmoe._formats import Format, static_scales
 from jaxmoe._formats import checks as _formats_checks
 from jaxmoe._gemm.tiles import (
@@ -25,7 +26,7 @@ from jaxmoe._mlp import fetch as _fetch
 from jaxmoe._mlp.configs import no_layer_kernel
 from jaxmoe._mlp.operands import Layer
 from jaxmoe.activation import Activation, Custom
-from jaxmoe.experts import Experts, check_parts, format_of
+from jaxmoe.experts import Experts
 from jaxmoe.grouped_gemm import check_config
 from jaxmoe.quantize import QuantizedArray, check_quantized
 from jaxmoe.routing import Routing
