@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 import operator
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -97,7 +98,7 @@ def load(
     layers: Sequence[int] | None = None,
     dtype: Any = "bfloat16",
     mesh: Mesh | None = None,
-    axis: str | None = None,
+    axis: str | tuple[str, ...] | None = None,
     progress: Progress | None = None,
 ) -> dict[int, LoadedLayer]:
     """Reads the layers of experts of a model, as the files store them.
@@ -118,7 +119,8 @@ def load(
         refuse float32. Plain weights stay in the dtype of the files.
       mesh: None: weights lie on JAX's default device. Else they lie on the mesh, split over
         `axis` by experts, and each process reads those of its own devices alone.
-      axis: name of the axis of `mesh` that experts are split over; None: every device has all.
+      axis: name of the axis of `mesh` that experts are split over, or a tuple of names, the first
+        of which splits them into the largest parts; None: every device has all.
       progress: called with bytes read, bytes to read and the name of the weight, after each.
 
     Returns:
@@ -291,20 +293,25 @@ class Model:
 class _Spread:
     """Puts arrays of experts where they are to lie."""
 
-    def __init__(self, mesh: Mesh | None, axis: str | None, num_experts: int) -> None:
+    def __init__(
+        self, mesh: Mesh | None, axis: str | tuple[str, ...] | None, num_experts: int
+    ) -> None:
         given: Any = mesh
         if given is not None and not isinstance(given, Mesh):
             rule = "mesh must be a jax.sharding.Mesh, whose devices weights are put on"
             raise TypeError(_checks.message(OP, rule, mesh=mesh))
-        if axis is not None and (mesh is None or axis not in mesh.axis_names):
-            names = None if mesh is None else mesh.axis_names
+        axes = axis if isinstance(axis, tuple) else () if axis is None else (axis,)
+        names = None if mesh is None else mesh.axis_names
+        if any(name not in (names or ()) for name in axes) or len(set(axes)) < len(axes):
+            what = "different axes" if isinstance(axis, tuple) else "an axis"
             raise ValueError(
-                f"jaxmoe.{OP}: axis={axis!r} must be an axis of mesh, which has {names}"
+                f"jaxmoe.{OP}: axis={axis!r} must be {what} of mesh, which has {names}"
             )
-        if mesh is not None and axis is not None and num_experts % mesh.shape[axis]:
+        devices = 1 if mesh is None else math.prod(mesh.shape[name] for name in axes)
+        if num_experts % devices:
             raise ValueError(
-                f"jaxmoe.{OP}: {num_experts} experts must be a multiple of the {mesh.shape[axis]} "
-                f"devices of axis={axis!r}"
+                f"jaxmoe.{OP}: {num_experts} experts must be a multiple of the {devices} devices "
+                f"of axis={axis!r}"
             )
         self._mesh, self._axis, self._num_experts = mesh, axis, num_experts
 

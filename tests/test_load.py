@@ -494,6 +494,24 @@ def test_experts_over_a_mesh_are_read_by_their_devices(name, tmp_path, monkeypat
         jaxmoe.load(path, mesh=mesh, axis="x")
 
 
+@pytest.mark.parametrize("axis", (("hosts", "experts"), ("experts", "hosts"), ("hosts",)), ids=str)
+def test_experts_over_two_axes(axis, tmp_path):
+    """As a layer divides them whose exchange takes an axis at a time."""
+    path, tensors = folder(tmp_path, FILES["qwen3"])
+    mesh = jax.make_mesh((2, 2), ("hosts", "experts"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    (layer,) = jaxmoe.load(path, mesh=mesh, axis=axis).values()
+    assert_same(layer.experts, wanted(tensors, FILES["qwen3"]))
+    for leaf in jax.tree.leaves(layer.experts):
+        where = jax.NamedSharding(mesh, jax.P(axis))
+        assert leaf.sharding.is_equivalent_to(where, leaf.ndim)
+    for wrong in (("hosts", "x"), ("hosts", "hosts"), ["hosts"]):
+        with pytest.raises(ValueError, match=r"axis=.* must be .* of mesh, which has \('hosts'"):
+            jaxmoe.load(path, mesh=mesh, axis=wrong)
+    wide = jax.make_mesh((2, 4), ("hosts", "experts"))
+    with pytest.raises(ValueError, match="4 experts must be a multiple of the 8 devices of axis="):
+        jaxmoe.load(path, mesh=wide, axis=("hosts", "experts"))
+
+
 def test_experts_are_stacked_some_at_a_time(tmp_path, monkeypatch):
     files = FILES["kimi"]
     path, tensors = folder(tmp_path, files)
