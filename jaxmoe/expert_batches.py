@@ -86,7 +86,7 @@ def expert_batches(
         _checks.check_choice(_OP, "recompute", recompute, ("z",))
     flat = jax.ShapeDtypeStruct((num_rows, x.shape[-1]), x.dtype)
     local = (num_experts, 0, num_experts)
-    layer = static_of(_OP, flat, experts, format, local, config, False)
+    layer = static_of(_OP, flat, experts, format, local, config, False, one_call=False)
     refuse_one_kernel(_OP, "config[0]", (layer.config or (None,))[0])
     scales = checks.check_scales(_OP, x, format, experts, num_experts)
     if batch_invariant:

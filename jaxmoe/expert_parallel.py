@@ -14,11 +14,14 @@ from jaxmoe._ep import mesh as _ep_mesh
 from jaxmoe._ep.cost import DispatchChoice as DispatchChoice
 from jaxmoe._ep.cost import Links as Links
 from jaxmoe._ep.cost import choose_dispatch as choose_dispatch
+from jaxmoe._ep.direct import OP as _OP
 from jaxmoe._ep.peers import PeerMemory as PeerMemory
 from jaxmoe._ep.peers import open_peer_memory as open_peer_memory
 from jaxmoe._ep.peers import peer_memory_bytes as peer_memory_bytes
 from jaxmoe._jax import checks as _checks
+from jaxmoe._jax import leading as _leading
 from jaxmoe.experts import Experts
+from jaxmoe.mlp import flat_routing as _flat_routing
 from jaxmoe.quantize import QuantizedArray
 from jaxmoe.routing import Routing
 
@@ -62,7 +65,8 @@ def moe_mlp(
         estimates to be fastest.
 
     Args:
-      x: [T, H] the tokens of this device, bfloat16, float16, float32, or quantized.
+      x: [T, H], or [..., H] as all arrays of tokens then, the tokens of this device, bfloat16,
+        float16, float32, or quantized [T, H].
       routing: of these tokens, with global expert ids.
       experts: the E_local experts of this device, see `jaxmoe.Experts`.
       axis_name: the mesh axis, or axes, over which experts are spread: n devices.
@@ -99,7 +103,7 @@ def moe_mlp(
       **options: of `jaxmoe.moe_mlp`: apply_weight_on_input, batch_invariant, config, recompute.
 
     Returns:
-      [T, H] in the dtype of `x`. With a `capacity_factor` (y, lost): lost is a [] int32, how many
+      As `x`, in its dtype. With a `capacity_factor` (y, lost): lost is a [] int32, how many
       choices of this device's tokens found no room, or no device with their expert, and are left
       out of y; `jax.lax.psum` it. In all_to_all a device's first C tokens for another one are sent.
       In "ragged" the devices share n * C places, and those of the first devices are filled first.
@@ -139,6 +143,10 @@ def moe_mlp(
       >>> jax.jit(split)(jnp.ones((1, 2)), ids, weights, experts).tolist()
       [[3.0, 3.0]]
     """
+    lead = _leading.of_tokens(_OP, x)
+    if lead is not None:
+        x, routing = lead.flat("x", x), _flat_routing(lead, routing)
+        residual = lead.flat("residual", residual)
     setup = _ep_checks.check_all(
         x,
         routing,
@@ -167,6 +175,7 @@ def moe_mlp(
         num_chunks=num_chunks,
         options=options,
     )
+    y = y if lead is None else lead.unflat(y)
     return y if capacity_factor is None else (y, lost)
 
 
@@ -189,7 +198,9 @@ def sharded_moe_mlp(
     """Runs `moe_mlp` of this module on whole arrays: the same with its `jax.shard_map` around it.
 
     Args:
-      x: [T, H] all tokens, split over `data_axis` and, if tokens="sharded", over `axis_name`.
+      x: [T, H] all tokens, split over `data_axis` and, if tokens="sharded", over `axis_name`; or
+        [..., H], as all arrays of tokens then. On Explicit axes the tokens of a device stay there,
+        whichever axes of x are split, in the order of the axes named here.
       routing: of all tokens, split in the same way.
       experts: all n * E_local experts in the order of the devices, split over `axis_name`, and I
         over `tensor_axis`.
@@ -205,7 +216,7 @@ def sharded_moe_mlp(
       **options: of `moe_mlp` of this module and of `jaxmoe.moe_mlp`.
 
     Returns:
-      [T, H] in the dtype of `x`, split as `x`. With a `capacity_factor` (y, lost): lost is a []
+      As `x`, in its dtype and split as it is. With a `capacity_factor` (y, lost): lost is a []
       int32 for all devices together.
 
     Raises:
@@ -231,6 +242,10 @@ def sharded_moe_mlp(
       [[3.0, 3.0]]
     """
     _checks.check_choice(_ep_mesh.OP, "tokens", tokens, ("sharded", "replicated"))
+    lead = _leading.of_tokens(_ep_mesh.OP, x)
+    if lead is not None:
+        x, routing = lead.flat("x", x), _flat_routing(lead, routing)
+        residual = lead.flat("residual", residual)
     expert_axes, data, tensor = map(_ep_mesh.names_of, (axis_name, data_axis, tensor_axis))
     axes = {"axis_name": expert_axes, "data_axis": data, "tensor_axis": tensor}
     _ep_mesh.check_mesh(mesh, axes)
@@ -273,7 +288,10 @@ def sharded_moe_mlp(
     args = (x, routing, experts, residual, expert_map)
     args = tuple(_ep_mesh.placed(mesh, *pair) for pair in zip(args, specs, strict=True))
     out_specs = per_token if capacity_factor is None else (per_token, everywhere)
-    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out_specs)(*args)
+    out = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out_specs)(*args)
+    if lead is None:
+        return out
+    return lead.unflat(out) if capacity_factor is None else (lead.unflat(out[0]), out[1])
 
 
 def expert_placement(

@@ -204,7 +204,7 @@ def _layer(
     """Checks the arguments of the public functions and computes y, or rows, weights and slots."""
     lead = _leading.of_tokens(op, x)
     if lead is not None:
-        x, routing = lead.flat("x", x), _flat_routing(lead, routing)
+        x, routing = lead.flat("x", x), flat_routing(lead, routing)
         residual = lead.flat("residual", residual)
     shared: dict[str, Any] = {"finalize": finalize, "residual": residual, "recompute": recompute}
     a, layer = prepared(op, x, routing, experts, **shared, **options)
@@ -273,7 +273,7 @@ def bound(bind: Any, a: Operands, layer: Layer, recompute: str | None) -> tuple[
     return run(a)
 
 
-def _flat_routing(lead: Any, routing: Any) -> Any:
+def flat_routing(lead: Any, routing: Any) -> Any:
     """The routing of flat tokens; what is no routing is refused later."""
     if not isinstance(routing, Routing):
         return routing
@@ -310,16 +310,18 @@ def static_of(
     local: tuple[int, int, int],
     config: Any,
     finalize: bool,
+    *,
+    one_call: bool = True,
 ) -> Layer:
-    """The static parameters of a layer, its tiles checked."""
+    """The static parameters of a layer, which may be one call on CUDA, its tiles checked."""
     act = resolve(experts.activation, op)
     checks.check_known(op, act)
     hidden, intermediate = x.shape[1], experts.intermediate
     sums = tuple(format.sums(experts.accum, k) for k in (hidden, intermediate))
     promoted = None if sums[0] is None else sums
     odd = odd_blocks(format.block > 1, act.gated, experts.order, intermediate)
-    given = isinstance(x, QuantizedArray)
-    coded = act.fused and format.multiplies_codes(() if given else ("x_scales",))
+    absent = () if isinstance(x, QuantizedArray) else ("x_scales",)
+    coded = one_call and act.fused and format.multiplies_codes(absent)
     checks.check_configs(op, config, hidden, intermediate, promoted, odd, format.packed, coded)
     layer = Layer(
         format=format,

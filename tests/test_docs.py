@@ -76,6 +76,7 @@ def python_blocks(page: str) -> list[tuple[int, str]]:
 @pytest.mark.parametrize("page", REFERENCES[1:])  # README's runs below
 def test_code_of_the_page_runs(page, monkeypatch) -> None:
     """The blocks of a page run one after the other in one namespace, as a reader would."""
+    importlib.import_module("jaxmoe.lora")  # whose op would be lost with the copy
     monkeypatch.setattr(_primitive, "OPS", dict(_primitive.OPS))  # a page may define an op
     blocks = python_blocks(page)
     assert blocks

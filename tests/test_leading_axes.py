@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmoe
+from jaxmoe import expert_parallel
 from tests.sharding_programs import AUTO, EXPLICIT, check_spec, close, entered
 
 B, S, H, WIDTH, E, K = 4, 6, 16, 8, 4, 2
@@ -157,3 +158,68 @@ def test_a_mask_has_the_axes_of_tokens():
 def test_padding_has_one_axis():
     with pytest.raises(ValueError, match="num_valid_tokens must be None with several axes"):
         jaxmoe.route(ARRAYS["logits"], top_k=K, num_valid_tokens=3)
+
+
+def spread(a, mesh, **options):
+    """The layer with its experts over `e`, tokens over `b` and `e`."""
+    routing = jaxmoe.route(a["logits"], top_k=K)
+    experts = jaxmoe.Experts(gate_up=a["gate_up"], down=a["down"])
+    axes = {"mesh": mesh, "axis_name": "e", "data_axis": "b"}
+    call = functools.partial(expert_parallel.sharded_moe_mlp, a["x"], routing, experts)
+    return call(residual=a["residual"], **axes, **options)
+
+
+@pytest.mark.parametrize("dispatch", ("all_gather", "all_to_all"))
+@pytest.mark.parametrize("split", (P("b", "e"), P(("b", "e")), P(None, "e"), P()), ids=str)
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+def test_experts_over_devices(kind, split, dispatch):
+    mesh = jax.make_mesh((2, 2), ("b", "e"), axis_types=(kind,) * 2)
+    specs = {n: split if n in TOKENS else P("e") for n in ARRAYS}
+
+    def run(a):
+        def loss(a):
+            y = spread(a, mesh, dispatch=dispatch)
+            return jnp.sum(jnp.sin(y)), y
+
+        (_, y), grads = jax.value_and_grad(loss, has_aux=True)(a)
+        return y, grads
+
+    with entered(mesh):
+        put = {n: jax.device_put(a, NamedSharding(mesh, specs[n])) for n, a in ARRAYS.items()}
+        y, grads = jax.jit(run)(put)
+    want_y, want = on_one_device()
+    close(y, want_y.reshape(B, S, H))
+    close(grads, {n: a.reshape(ARRAYS[n].shape) for n, a in want.items()})
+    if kind == EXPLICIT:
+        check_spec(y, split if split != P() else P(("b", "e")))  # as the flat call leaves it
+        check_spec(grads["x"], split)
+
+
+def test_experts_over_devices_in_a_shard_map():
+    mesh = jax.make_mesh((2, 2), ("b", "e"), axis_types=(AUTO,) * 2)
+
+    def local(a):
+        routing = jaxmoe.route(a["logits"], top_k=K)
+        experts = jaxmoe.Experts(gate_up=a["gate_up"], down=a["down"])
+        call = functools.partial(expert_parallel.moe_mlp, a["x"], routing, experts)
+        y, lost = call(
+            axis_name="e", residual=a["residual"], dispatch="all_to_all", capacity_factor=2.0
+        )
+        return y, jax.lax.psum(lost, ("b", "e"))
+
+    specs = {n: P("b", "e") if n in TOKENS else P("e") for n in ARRAYS}
+    call = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=(P("b", "e"), P()))
+    y, lost = jax.jit(call)(ARRAYS)
+    close(y, on_one_device()[0].reshape(B, S, H))
+    assert int(lost) == 0
+    whole = jax.jit(lambda a: spread(a, mesh, dispatch="all_to_all", capacity_factor=2.0))
+    y, lost = whole(ARRAYS)
+    close(y, on_one_device()[0].reshape(B, S, H))
+    assert y.shape == (B, S, H) and lost.shape == ()
+
+
+def test_experts_over_devices_name_what_disagrees():
+    mesh = jax.make_mesh((2, 2), ("b", "e"), axis_types=(AUTO,) * 2)
+    wrong = dict(ARRAYS, residual=ARRAYS["residual"].reshape(B * S, H))
+    with pytest.raises(ValueError, match=r"sharded_moe_mlp: residual.shape\[:-1\]=\[24\] must be"):
+        spread(wrong, mesh)

@@ -75,7 +75,7 @@ def _value(
             format=format,
             precision=None,
             promoted=(layer.promoted or (None, None))[0],
-            config=(layer.config or (None, None))[0],
+            config=layer.configs_apart[0],
             activation=layer.activation,
             gate_up=layer.gate_up,
             keeps_z=keeps_z,
@@ -169,7 +169,7 @@ def _second(h: jax.Array, a: Operands, sizes: jax.Array, layer: Layer) -> jax.Ar
 def _params(layer: Layer, which: int, out_dtype: Any) -> dict[str, Any]:
     """The parameters of one of the two products."""
     promoted: Any = (layer.promoted or (None, None))[which]
-    config: Any = (layer.config or (None, None))[which]
+    config = layer.configs_apart[which]
     layout = layer.layouts[which]
     return {
         "weight_layout": layout,

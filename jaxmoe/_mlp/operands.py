@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmoe._formats import Format
+from jaxmoe._gemm.tiles import CODED
 from jaxmoe.activation import Activation
 
 
@@ -95,6 +96,14 @@ class Layer:
     def replace(self, **changes: Any) -> "Layer":
         """The layer with other values."""
         return dataclasses.replace(self, **changes)
+
+    @property
+    def configs_apart(self) -> tuple[Any, Any]:
+        """The tiles asked for, where each product is a call, of which none multiplies codes."""
+        first, second = self.config or (None, None)
+        gone = tuple(CODED) if self.format.packed else ()
+        decodes = lambda c: None if c is None or c.tile in gone else c  # noqa: E731
+        return decodes(first), decodes(second)
 
     @property
     def weight_names(self) -> dict[str, str]:

@@ -85,7 +85,7 @@ def rows_of(
 ) -> tuple[jax.Array, Plan]:
     """Computes the layer up to finalize; its operands are joined."""
     format, order = layer.format, order_of(a, layer)
-    configs = layer.config or (None, None)
+    configs = layer.configs_apart
     promoted = layer.promoted or (None, None)
     in_order = functools.partial(
         product, expert_offsets=order.expert_offsets, dtype=layer.dtype, own=exchange.own
