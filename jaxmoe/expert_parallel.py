@@ -260,18 +260,19 @@ def sharded_moe_mlp(
     _ep_mesh.check_tensor_axis(mesh, tensor, experts)
 
     def local(x: Any, routing: Any, experts: Any, residual: Any, table: Any) -> Any:
-        out = moe_mlp(
-            x,
-            routing,
-            experts,
-            axis_name=axis_name,
-            tensor_axis=tensor_axis,
-            tokens=tokens,
-            capacity_factor=capacity_factor,
-            expert_map=table,
-            residual=residual,
-            **options,
-        )
+        with _ep_mesh.of_one_device(max(token_devices, num_devices)):
+            out = moe_mlp(
+                x,
+                routing,
+                experts,
+                axis_name=axis_name,
+                tensor_axis=tensor_axis,
+                tokens=tokens,
+                capacity_factor=capacity_factor,
+                expert_map=table,
+                residual=residual,
+                **options,
+            )
         if capacity_factor is None:
             return out
         y, lost = out

@@ -260,3 +260,14 @@ def test_quantized_weights_refuse_what_a_single_device_refuses():
     text = "dispatch_format='fp8_channel' must be None for gradients of x"
     with pytest.raises(NotImplementedError, match=text):
         jax.eval_shape(jax.grad(loss), x)
+
+
+def test_errors_about_a_devices_arrays_say_so():
+    said = r"must be a multiple of num_chunks=3. Got x: f32\[2,8\]. These are on one of 4 devices\."
+    with pytest.raises(ValueError, match=said):
+        around(arrays(), num_chunks=3)
+    with pytest.raises(TypeError, match=r"must be a bool. Got batch_invariant: 1\.\s"):
+        around(arrays(), batch_invariant=1)
+    one = jax.make_mesh((1,), ("expert",), devices=jax.devices()[:1])
+    with pytest.raises(ValueError, match=r"num_chunks=3. Got x: f32\[8,8\]\.\s"):
+        around(arrays(), num_chunks=3, mesh=one)

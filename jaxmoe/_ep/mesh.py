@@ -1,7 +1,10 @@
 """How the arguments of the expert-parallel layer lie on a mesh."""
 
+import contextlib
 import dataclasses
 import math
+import re
+from collections.abc import Generator
 from typing import Any
 
 import jax
@@ -24,6 +27,17 @@ def names_of(axis: Any) -> tuple[str, ...]:
     if axis is None:
         return ()
     return tuple(axis) if isinstance(axis, tuple | list) else (axis,)
+
+
+@contextlib.contextmanager
+def of_one_device(devices: int) -> Generator[None]:
+    """Says of errors that name arrays that these are a device's parts of what the caller gave."""
+    try:
+        yield
+    except (TypeError, ValueError, NotImplementedError) as error:
+        if devices == 1 or not re.search(r" Got .*: \w+\[", str(error)):
+            raise
+        raise type(error)(f"{error} These are on one of {devices} devices.") from error
 
 
 def check_mesh(mesh: Any, axes: dict[str, tuple[str, ...]]) -> None:
