@@ -25,6 +25,7 @@ from jaxmoe._mlp.timer import Timer
 from jaxmoe._mlp.tuned import Pair, Problem
 
 _OP = "autotune"
+_ABSENT = ("x_scales",)  # x is made for the measurement
 _RESULT = "AutotuningResult"
 _RASTERS = (0, 1, 8)
 _FINALISTS = 4
@@ -257,11 +258,7 @@ class _Asked:
 def _tiles(layer: Layer) -> Iterable[tuple[int, int, int, int]]:
     if not layer.format.packed:
         return TILES
-    return PACKED | CODED if _multiplies_codes(layer) else PACKED
-
-
-def _multiplies_codes(layer: Layer) -> bool:
-    return layer.activation.fused and layer.format.multiplies_codes(("x_scales",))
+    return PACKED | CODED if layer.multiplies_codes(_ABSENT) else PACKED
 
 
 def _first_tiles(layer: Layer, best: Pair) -> Iterator[Pair]:
@@ -291,11 +288,12 @@ def _one_kernel(layer: Layer, best: Pair) -> Iterator[Pair]:
 def _legal(a: Operands, layer: Layer, pairs: Iterable[Pair]) -> Iterator[Pair]:
     """Those that a caller may ask for."""
     size = layer.intermediate(a.w_down)
+    coded = layer.multiplies_codes(_ABSENT)
     odd = odd_blocks(layer.format.block > 1, layer.activation.gated, layer.gate_up, size)
-    sizes = a.x.shape[1], size, layer.promoted, odd, layer.format.packed, _multiplies_codes(layer)
+    sizes = a.x.shape[1], size, layer.promoted, odd, layer.format.packed
     for pair in pairs:
         try:
-            checks.check_configs(_OP, pair, *sizes)
+            checks.check_configs(_OP, pair, *sizes, coded)
             checks.check_one_kernel(_OP, layer.replace(config=pair))
         except ValueError:
             continue

@@ -320,9 +320,6 @@ def static_of(
     sums = tuple(format.sums(experts.accum, k) for k in (hidden, intermediate))
     promoted = None if sums[0] is None else sums
     odd = odd_blocks(format.block > 1, act.gated, experts.order, intermediate)
-    absent = () if isinstance(x, QuantizedArray) else ("x_scales",)
-    coded = one_call and act.fused and format.multiplies_codes(absent)
-    checks.check_configs(op, config, hidden, intermediate, promoted, odd, format.packed, coded)
     layer = Layer(
         format=format,
         dtype=jnp.dtype(x.dtype),
@@ -337,6 +334,9 @@ def static_of(
         finalize=finalize,
         first=next(n for n in ("gate_up", "gate", "up") if getattr(experts, n) is not None),
     )
+    absent = () if isinstance(x, QuantizedArray) else ("x_scales",)
+    coded = one_call and layer.multiplies_codes(absent)
+    checks.check_configs(op, config, hidden, intermediate, promoted, odd, format.packed, coded)
     checks.check_one_kernel(op, layer)
     return layer
 

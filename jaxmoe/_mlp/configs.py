@@ -48,9 +48,8 @@ def no_layer_kernel(layer: Layer) -> str | None:
 def rule_configs(a: Operands, layer: Layer) -> tuple[Any, Any]:
     """The tiles of the two products: the ones asked for, else chosen from the shapes."""
     first, second = layer.config or (None, None)
-    coded = layer.activation.fused and layer.format.multiplies_codes(a.absent)
     sizes = a.expert_ids.size, a.x.shape[1], layer.intermediate(a.w_down)
-    chosen = of_shapes(layer, *sizes, coded)
+    chosen = of_shapes(layer, *sizes, coded=layer.multiplies_codes(a.absent))
     return first or chosen[0], second or chosen[1]
 
 

@@ -97,6 +97,10 @@ class Layer:
         """The layer with other values."""
         return dataclasses.replace(self, **changes)
 
+    def multiplies_codes(self, absent: tuple[str, ...]) -> bool:
+        """Whether it may do so, if it is one call, without the operands `absent`."""
+        return self.activation.fused and self.format.multiplies_codes(absent)
+
     @property
     def configs_apart(self) -> tuple[Any, Any]:
         """The tiles asked for, where each product is a call, of which none multiplies codes."""
