@@ -373,3 +373,17 @@ def test_lora_suite_checks_the_adapted_layer(tmp_path: Path) -> None:
     assert plain.check() < 0.01 and adapted.check() < 0.01
     sets = functools.partial(lora._with_adapters, case.model, lambda: case.sets.nk)
     assert lora._error(case, sets, y) > 0.1
+
+
+def test_a_stack_in_other_formats() -> None:
+    """Of models that the formats divide, with some distinct layers, and results that are right."""
+    odd = Case(MODELS["odd"], 2, "uniform", 0, WeightSets(weight_sets(MODELS["odd"], 0)[:1]))
+    assert "jaxmoe[int4_g128]" not in {e.impl for e in SUITES["stack"](odd)}
+    model = dataclasses.replace(MODELS["odd"], hidden=256, intermediate=128, bias=False)
+    case = Case(model, 2, "uniform", 0, WeightSets(weight_sets(model, 0)[:1]))
+    others = [e for e in SUITES["stack"](case) if e.impl in stack.FORMATS]
+    assert [e.impl for e in others] == list(stack.FORMATS)
+    for entry in others:
+        assert entry.layers == stack.LAYERS and entry.weight_sets == stack.OTHERS
+        assert entry.check is not None and entry.check() < 2e-2
+        entry.make(2).launch(1)
