@@ -36,7 +36,7 @@ def layer(a):
     return jaxmoe.moe_mlp(a["x"], routing, experts, residual=a["residual"])
 
 
-def with_gradients(a):
+def with_gradients(a, layer=layer):
     def loss(a):
         y = layer(a)
         return jnp.sum(jnp.sin(y)), y
@@ -175,18 +175,10 @@ def spread(a, mesh, **options):
 def test_experts_over_devices(kind, split, dispatch):
     mesh = jax.make_mesh((2, 2), ("b", "e"), axis_types=(kind,) * 2)
     specs = {n: split if n in TOKENS else P("e") for n in ARRAYS}
-
-    def run(a):
-        def loss(a):
-            y = spread(a, mesh, dispatch=dispatch)
-            return jnp.sum(jnp.sin(y)), y
-
-        (_, y), grads = jax.value_and_grad(loss, has_aux=True)(a)
-        return y, grads
-
+    spreads = functools.partial(spread, mesh=mesh, dispatch=dispatch)
     with entered(mesh):
         put = {n: jax.device_put(a, NamedSharding(mesh, specs[n])) for n, a in ARRAYS.items()}
-        y, grads = jax.jit(run)(put)
+        y, grads = jax.jit(functools.partial(with_gradients, layer=spreads))(put)
     want_y, want = on_one_device()
     close(y, want_y.reshape(B, S, H))
     close(grads, {n: a.reshape(ARRAYS[n].shape) for n, a in want.items()})

@@ -132,6 +132,11 @@ class Format:
         del absent
         return None if self.composed else Choice(0, "none")
 
+    @property
+    def coded_by(self) -> str:
+        """The format of tokens by which kernels multiply codes as they are, "" if there is none."""
+        return ""
+
     def multiplies_codes(self, absent: tuple[str, ...]) -> bool:
         """Whether kernels of that call may multiply codes as they are, by quantized tokens."""
         del absent

@@ -28,7 +28,7 @@ class Int4(Packed):
 
     @property
     def coded_by(self) -> str:
-        """The format of tokens by which kernels multiply codes as they are, "" if there is none."""
+        """Codes from 0 to 15 are e4m3 numbers, where 128 of them share a scale in bf16."""
         coded = self.group == 128 and not self.zeros and self.dtype == jnp.bfloat16
         return "e4m3" if coded else ""
 

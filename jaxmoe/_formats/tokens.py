@@ -113,7 +113,7 @@ class QuantizedTokens(Format):
 
     def multiplies_codes(self, absent: tuple[str, ...]) -> bool:
         """Whether there are kernels that round tokens and multiply codes of the weights by them."""
-        return self.rule.in_call(absent) and self.rule.name == getattr(self.weights, "coded_by", "")
+        return self.rule.in_call(absent) and self.rule.name == self.weights.coded_by
 
     @property
     def of_kernels(self) -> Format:

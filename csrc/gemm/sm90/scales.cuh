@@ -243,19 +243,14 @@ __device__ __forceinline__ void CopyTokenSums(const MoeGemmArgs& args,
 // The whole life of the warp that brings the scales, or the sums, of X of every k step.
 template <class T>
 __device__ void RunScaleProducer(const MoeGemmArgs& args, const SharedStorage<T>& smem, int lane) {
-  if constexpr (T::kTokenSums) {
-    PipelineState<T::kStages> stage;
-    ForEachTile(smem, lane, [&](const TileInfo& info, const auto& slot) {
-      CopyTokenSums<T>(args, smem, info, lane, stage);
-      slot.Release();
-    });
-    ptx::CopyAsyncWaitAll();  // no copy outlives its thread
-    return;
-  }
-  const int token_of_row = TileScales<T>::TokenOfRow(args, lane);
+  const int token_of_row = T::kTokenSums ? -1 : TileScales<T>::TokenOfRow(args, lane);
   PipelineState<T::kStages> stage;
   ForEachTile(smem, lane, [&](const TileInfo& info, const auto& slot) {
-    CopyStepScales<T>(args, smem, info, token_of_row, lane, stage);
+    if constexpr (T::kTokenSums) {
+      CopyTokenSums<T>(args, smem, info, lane, stage);
+    } else {
+      CopyStepScales<T>(args, smem, info, token_of_row, lane, stage);
+    }
     slot.Release();
   });
   ptx::CopyAsyncWaitAll();  // no copy outlives its thread
