@@ -5,7 +5,7 @@
 // with ring(), ring_full(slot), ring_empty(slot) and empty(stage).
 #pragma once
 
-#include "csrc/common/mbarrier.cuh"
+#include "csrc/common/ptx.cuh"
 
 namespace jaxmoe {
 
@@ -114,6 +114,14 @@ __device__ __forceinline__ void ForEachTile(const Storage<T>& smem, const Work& 
     work(info, RingSlot<Storage, T>(smem, at, true));
     at.Advance();
   }
+}
+
+// What the lanes of a warp have read of a stage is at hand, before the stage is released. Bulk
+// copies, which fill it next, wait for reads at a fence alone: an arrival may overtake them where
+// loads queue for long.
+__device__ __forceinline__ void FinishReads() {
+  ptx::FenceProxyAsync();
+  __syncwarp();
 }
 
 // Tells every producer that writes this stage that the calling warp has read it.

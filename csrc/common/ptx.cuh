@@ -122,12 +122,16 @@ __device__ __forceinline__ void BulkLoad(
 
 // ---- asynchronous copies by threads ----------------------------------------------------------
 
+// Copies the first `bytes` of 16, and writes zeros behind them.
+__device__ __forceinline__ void CopyAsyncUpTo16(uint32_t dst, const void* src, int bytes) {
+  // NOTE: no "memory" clobber: it would keep later index loads behind every copy.
+  asm volatile(
+      "cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes));
+}
+
 // Copies 16 bytes, or writes zeros when `valid` is false.
 __device__ __forceinline__ void CopyAsync16(uint32_t dst, const void* src, bool valid) {
-  // NOTE: no "memory" clobber: it would keep later index loads behind every copy.
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst),
-               "l"(src),
-               "r"(valid ? 16 : 0));
+  CopyAsyncUpTo16(dst, src, valid ? 16 : 0);
 }
 
 // Copies four bytes.
@@ -156,7 +160,8 @@ __device__ __forceinline__ void CopyAsyncWaitGroups() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
 }
 
-// Makes shared memory written by threads visible to wgmma.
+// Makes shared memory written by threads visible to wgmma, and keeps bulk copies that overwrite it
+// behind what threads have read.
 __device__ __forceinline__ void FenceProxyAsync() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -315,8 +320,8 @@ template <class Element, int kN>
 struct WgmmaRegistersAtom;
 
 template <>
-struct WgmmaRegistersAtom<__nv_fp8_e4m3, 64> {  // k 4 (lane % 4) + 16 (j / 2) and the next three
-  using type = cute::SM90::GMMA::MMA_64x64x32_F32E4M3E4M3_RS_TN<>;
+struct WgmmaRegistersAtom<__nv_fp8_e4m3, 128> {  // k 4 (lane % 4) + 16 (j / 2) and the next three
+  using type = cute::SM90::GMMA::MMA_64x128x32_F32E4M3E4M3_RS_TN<>;
 };
 #define JAXMOE_CUTLASS_ATOM(N)                                                                 \
   template <>                                                                                  \

@@ -115,7 +115,8 @@ __device__ __forceinline__ float SumsOfSixteen(const float (&v)[kQuantPieces]) {
   return sum + __shfl_xor_sync(0xffffffffu, sum, 1);
 }
 
-// Writes pieces of a row as bytes, and the sums, as SumsOfSixteen has them, behind them.
+// Writes pieces of a row as bytes, and the sums, as SumsOfSixteen has them, behind them: in two
+// parts of bf16, as TokenSums says.
 __device__ __forceinline__ void StoreBytes(uint4* row,
                                            unsigned row_pieces,
                                            const uint2 (&bytes)[kQuantPieces],
@@ -123,7 +124,7 @@ __device__ __forceinline__ void StoreBytes(uint4* row,
                                            unsigned first,
                                            unsigned end) {
   uint2* const out = reinterpret_cast<uint2*>(row);
-  float* const behind = reinterpret_cast<float*>(out + row_pieces);
+  auto* const behind = reinterpret_cast<__nv_bfloat16*>(out + row_pieces);
 #pragma unroll
   for (int i = 0; i < kQuantPieces; ++i) {
     const unsigned piece = first + i * blockDim.x;
@@ -131,7 +132,14 @@ __device__ __forceinline__ void StoreBytes(uint4* row,
   }
   const unsigned lane = threadIdx.x % 16;
   const unsigned piece = first - lane + lane / 4 * blockDim.x;
-  if (lane % 4 == 0 && piece < end) behind[piece / 16] = sum;
+  if (lane % 4 != 0 || piece >= end) return;
+  const unsigned step = piece / 16;
+#pragma unroll
+  for (int part = 0; part < 2; ++part) {
+    const __nv_bfloat16 rounded = __float2bfloat16(sum);
+    behind[step / 16 * 32 + part * 16 + step % 16] = rounded;
+    sum -= __bfloat162float(rounded);
+  }
 }
 
 // Largest |x| of pairs of pieces, the first of a pair in the lower half of its word.

@@ -92,9 +92,7 @@ _MAX_SPLIT_TILES = 12 * _SMS
 # than mma.sync before 32 are full, and a second tile for some groups than a wider one for all.
 _PACKED_ROWS = {16: 16, 32: 23, 64: 72}
 
-# Usual rows of a group up to which codes are decoded also where tokens let them be multiplied as
-# they are, and the longest rows of tokens that are rounded so.
-_MAX_DECODED_ROWS = 128
+# The longest rows of tokens that are rounded so that codes are multiplied as they are.
 MAX_CODED_K = 32768
 
 # Elements of k that each CTA of a packed product needs. The loop is split while all parts run at
@@ -240,9 +238,9 @@ def _packed_config(usual: float, k: int, tiles: float, raster: int) -> GemmConfi
     return GemmConfig(128, 160 if spares else 128, raster=raster)
 
 
-def _coded_config(config: GemmConfig, usual: float) -> GemmConfig:
-    """The tile for codes that may be multiplied as they are, in place of the one that decodes."""
-    return config if usual <= _MAX_DECODED_ROWS else GemmConfig(256, 128, raster=config.raster)
+def _coded_config(config: GemmConfig) -> GemmConfig:
+    """The tile for codes that may be multiplied as they are, in place of a wide one that decodes."""
+    return config if config.token_tile <= 64 else GemmConfig(256, 128, raster=config.raster)
 
 
 def with_adapters(config: GemmConfig, packed: bool) -> GemmConfig:
@@ -295,9 +293,7 @@ def mlp_configs(
         gate_up = GemmConfig(128, 192)
     down = gmm_config(num_rows, num_experts, intermediate, hidden, share, second, packed=packed)
     if coded and max(hidden, intermediate) <= MAX_CODED_K:
-        known = _sizes.is_known(num_rows)
-        usual = _usual_rows(num_rows, num_experts) if known else math.inf
-        gate_up, down = (_coded_config(config, usual) for config in (gate_up, down))
+        gate_up, down = _coded_config(gate_up), _coded_config(down)
     if packed:
         few = _sizes.is_known(num_rows) and (
             num_rows <= _MAX_PLANNED_ROWS

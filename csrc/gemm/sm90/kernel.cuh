@@ -80,7 +80,7 @@ __device__ __forceinline__ void RunConsumer(const Args& kernel_args,
   }
   constexpr bool kRowScales = TakesRowScales<T>();
   if (kRowScales && first.scales.x != nullptr) GridDependencyWait();
-  if (T::kAddsLowRank) GridDependencyWait();  // its rows are the previous kernel's output
+  if (T::kAddsLowRank || T::kTokenSums) GridDependencyWait();  // the previous kernel's output
   using Scales = std::conditional_t<T::kScaled,
                                     std::conditional_t<kRowScales, RowScales<T>, TileScales<T>>,
                                     NoScales>;
@@ -108,7 +108,10 @@ __device__ __forceinline__ void RunConsumer(const Args& kernel_args,
     // How weights are packed is the same in both products.
     const int num_k_steps = steps.last - steps.first;
     const auto site_of = [&] { return SiteOf<T>(args, info, share, consumer, thread); };
-    if constexpr (!T::kAddsLowRank) {
+    if constexpr (T::kTokenSums) {
+      const TokenSums<T> sums(args, smem, info, consumer, thread);
+      RunMainloop<T>(args, smem, num_k_steps, share, thread, step_scales, stage, acc, sums);
+    } else if constexpr (!T::kAddsLowRank) {
       RunMainloop<T>(
           first, smem, num_k_steps, share, thread, step_scales, stage, acc, NothingLast());
     } else {
@@ -201,7 +204,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
     ptx::PrefetchTensorMap(&args.x_map);
     constexpr int kWarpgroup = 128;
     const bool by_threads = args.gather && T::kGatherByThreads;
-    const bool step_scales = T::kTokenSums || (T::kPromoted && args.scales.by_step);
+    const bool step_scales = T::kPromoted && args.scales.by_step;
     const int full_arrivals = 1 + (by_threads ? kWarpgroup : 0) + (step_scales ? 32 : 0);
     // The weight thread, the warps that load X, its scales, the warp that counts stored tiles.
     const int warp3 = step_scales || kGoesOn<Args> ? 1 : 0;
@@ -236,8 +239,8 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
         // that, before its own wait, it may read everything written two launches back.
         GridDependencyWait();
         GridDependencyLaunch();
-        if constexpr (T::kPromoted || T::kTokenSums) {
-          if (T::kTokenSums || args.scales.by_step) RunScaleProducer<T>(args, smem, lane);
+        if constexpr (T::kPromoted) {
+          if (args.scales.by_step) RunScaleProducer<T>(args, smem, lane);
         }
         if constexpr (kGoesOn<Args>) RunStoredCounter<T>(kernel_args, smem, lane);
       }

@@ -159,7 +159,7 @@ __device__ __forceinline__ void RunPackedWarpKSteps(const PackedArgs& packed,
         load(current, kPart + 1, half);
       } else {
         if (half == 1) {
-          __syncwarp();  // every lane has read its tokens
+          FinishReads();
           ReleaseStage(smem, current, lane);
         }
         if (more) {
@@ -272,7 +272,7 @@ __device__ __forceinline__ void RunPackedKSteps(const PackedArgs& packed,
         ptx::FenceRegisters(other[j][0]);
         ptx::FenceRegisters(other[j][1]);
       }
-      if (kPart == 0 && i == 0) __syncwarp();  // every lane has read its weights
+      if (kPart == 0 && i == 0) FinishReads();
       if (kPart == 0 && i == 0 && previous >= 0) ReleaseStage(smem, previous, lane);
     }
     if constexpr (ends) previous = current;
@@ -281,7 +281,7 @@ __device__ __forceinline__ void RunPackedKSteps(const PackedArgs& packed,
   cute::warpgroup_wait<0>();
   ptx::FenceAccumulator(acc[0]);
   ptx::FenceAccumulator(acc[1]);
-  __syncwarp();
+  FinishReads();
   ReleaseStage(smem, previous, lane);
 }
 

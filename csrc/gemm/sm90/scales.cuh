@@ -215,42 +215,13 @@ __device__ __forceinline__ void CopyStepScales(const MoeGemmArgs& args,
   }
 }
 
-// Copies the sums of a tile's rows of X, step by step, from behind the rows' bytes.
-template <class T>
-__device__ __forceinline__ void CopyTokenSums(const MoeGemmArgs& args,
-                                              const SharedStorage<T>& smem,
-                                              const TileInfo& info,
-                                              int lane,
-                                              PipelineState<T::kStages>& stage) {
-  constexpr int kRowsPerLane = T::kTokenTile / 32;
-  const auto* const x = static_cast<const uint8_t*>(args.x);
-  const StepRange steps = StepsOf<T>(args.num_k_steps);
-  for (int step = steps.first; step < steps.last; ++step) {
-    ptx::BarrierWait(smem.empty(stage.index), stage.parity ^ 1);
-    const uint32_t dst = ptx::SmemAddress(smem.step_scales(stage.index));
-#pragma unroll
-    for (int i = 0; i < kRowsPerLane; ++i) {
-      const int r = lane + 32 * i;
-      if (r >= info.rows) break;
-      const uint8_t* sums = x + 2 * static_cast<int64_t>(info.row + r) * args.k + args.k;
-      ptx::CopyAsync4(dst + 4 * StepScaleAt<T>(r), reinterpret_cast<const float*>(sums) + step);
-    }
-    ptx::CopyAsyncArrive(smem.full(stage.index));
-    stage.Advance();
-  }
-}
-
-// The whole life of the warp that brings the scales, or the sums, of X of every k step.
+// The whole life of the warp that brings the scales of X of every k step.
 template <class T>
 __device__ void RunScaleProducer(const MoeGemmArgs& args, const SharedStorage<T>& smem, int lane) {
-  const int token_of_row = T::kTokenSums ? -1 : TileScales<T>::TokenOfRow(args, lane);
+  const int token_of_row = TileScales<T>::TokenOfRow(args, lane);
   PipelineState<T::kStages> stage;
   ForEachTile(smem, lane, [&](const TileInfo& info, const auto& slot) {
-    if constexpr (T::kTokenSums) {
-      CopyTokenSums<T>(args, smem, info, lane, stage);
-    } else {
-      CopyStepScales<T>(args, smem, info, token_of_row, lane, stage);
-    }
+    CopyStepScales<T>(args, smem, info, token_of_row, lane, stage);
     slot.Release();
   });
   ptx::CopyAsyncWaitAll();  // no copy outlives its thread

@@ -196,11 +196,16 @@ struct Tile {
   static constexpr bool kAddsLowRank = kAddsLowRank_;
   static constexpr int kLowRank = 16;
   static constexpr int kLowRankBytes = 2 * kLowRank * (kWarpgroupRows + kWarpgroupTokens);
+  // And so do the scales and sums of 16 steps: see TokenSums.
+  static constexpr int kSumSteps = 16;
+  static constexpr int kTokenSumBytes = kSumSteps * (2 * kWarpgroupRows + 4 * kWarpgroupTokens);
   static constexpr int kStagingAlignment = kAddsLowRank ? 1024 : 128;  // of a swizzle pattern
   static constexpr int kStagingBytes = RoundUp(Largest(Staging<true>::kBytes,
                                                        Staging<false>::kBytes,
                                                        kTokensOnM ? 0 : 8 * kSumPitch,
-                                                       kAddsLowRank ? kLowRankBytes : 0),
+                                                       kAddsLowRank ? kLowRankBytes
+                                                       : kTokenSums ? kTokenSumBytes
+                                                                    : 0),
                                                kStagingAlignment);
 
   // There is one kernel for both products of a layer. Wider tiles of packed weights lose more to
@@ -229,13 +234,12 @@ struct Tile {
   static constexpr bool kLateScales =
       kTokenSums || kWarpgroupTokens > (kPromoted || kPacked ? 64 : 128);
 
-  // Scales of X: one a token for the epilogue, one (or a sum) a token and step for the promotion.
+  // Scales of X: one a token for the epilogue, one a token and step for the promotion.
   static constexpr int kTokenScaleBytes =
       kTokenScaled ? kWarpgroupTokens * 4 : 0;                      // of one warpgroup
   static constexpr int kBlockScales = (kTokenTile + 15) / 16 * 16;  // see StepScaleAt
   // With tokens on M one for each 64-row block of weights follows.
-  static constexpr int kStepScaleBytes =
-      kPromoted || kTokenSums ? (kBlockScales + (kTokensOnM ? 4 : 0)) * 4 : 0;
+  static constexpr int kStepScaleBytes = kPromoted ? (kBlockScales + (kTokensOnM ? 4 : 0)) * 4 : 0;
   // Scale and bias of each weight row of a warpgroup, see TokenMajorEpilogue.
   static constexpr int kColumnBytes = kTokensOnM ? kWarpgroupRows * 8 : 0;
 
@@ -257,14 +261,17 @@ struct Tile {
                 "tile does not fit the shared memory of an SM");
 
   // setmaxnreg budgets: only where the launch bound leaves fewer registers than the accumulators
-  // need (65536 at 512 threads: 48 * 256 + 208 * 256; 64512 at 384: 56 * 128 + 224 * 256; of two
-  // CTAs of 256 threads 31744 of 32768: 40 * 128 + 208 * 128; of three 20480 of 21845: 40 * 128 +
-  // 120 * 128).
+  // need (65536 at 512 threads: 48 * 256 + 208 * 256; 64512 at 384: 56 * 128 + 224 * 256, or 40 *
+  // 128 + 232 * 256; of two CTAs of 256 threads 31744 of 32768: 40 * 128 + 208 * 128; of three
+  // 20480 of 21845: 40 * 128 + 120 * 128).
   static constexpr bool kReconfigureRegisters =
       kConsumers == 2 || (kPacked && (kTokenTile >= 32 || kAddsLowRank));
-  static constexpr int kProducerRegisters = kConsumers == 1 ? 40 : kProducers == 2 ? 48 : 56;
+  static constexpr int kProducerRegisters = kConsumers == 1 || kTokenSums ? 40
+                                            : kProducers == 2             ? 48
+                                                                          : 56;
   static constexpr int kConsumerRegisters = kCtasPerSm == 3                      ? 120
                                             : kCtasPerSm == 2 || kProducers == 2 ? 208
+                                            : kTokenSums                         ? 232
                                                                                  : 224;
 };
 
