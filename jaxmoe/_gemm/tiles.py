@@ -239,7 +239,7 @@ def _packed_config(usual: float, k: int, tiles: float, raster: int) -> GemmConfi
 
 
 def _coded_config(config: GemmConfig) -> GemmConfig:
-    """The tile for codes that may be multiplied as they are, in place of a wide one that decodes."""
+    """The tile for codes that may be multiplied as they are, in place of wide ones that decode."""
     return config if config.token_tile <= 64 else GemmConfig(256, 128, raster=config.raster)
 
 
