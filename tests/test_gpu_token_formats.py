@@ -307,6 +307,17 @@ def test_codes_multiplied_as_they_are(name):
             assert_close(run(config=configs), *wanted)
 
 
+@pytest.mark.parametrize(("hidden", "intermediate"), ((2176, 1664), (4224, 1152), (5120, 2048)))
+def test_codes_of_many_steps(hidden, intermediate):
+    """17 and 13, 33 and 9, 40 and 16: sums come 16 at a time, whole and in part."""
+    layer = Layer("", "", hidden, intermediate, 3, 2, bias=True)
+    for num_tokens, positive in ((9, False), (250, True)):
+        x, routing, experts = case(*CODED_PAIR, layer, num_tokens)
+        x = jnp.abs(x) if positive else x
+        out = compiled(x, routing, experts, config=config(CODED))
+        assert_close(out, *oracle(x, routing, experts, "swiglu", weights=not_rounded))
+
+
 def test_codes_of_rows_that_are_too_long_are_decoded():
     layer = Layer("", "", 128, 33280, 1, 1)
     x, routing, experts = case(*CODED_PAIR, layer, 200)

@@ -5,9 +5,13 @@ cd "$(dirname "$0")/.." || exit 1
 python=${1:-.venv/bin/python}
 [ $# -gt 0 ] && shift
 [ $# -gt 0 ] || set -- $(grep -lE 'mark\.sanitizer' tests/test_*.py)
-PATH="$PATH:${CUDA_HOME:-/usr/local/cuda}/bin"
+# The tool of the Python package nvidia-cuda-sanitizer-api, if it is installed there, else the CUDA
+# toolkit's. That of 13.0 knows nothing of proxy fences, and dies of the int4 kernels.
+packaged=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia/cu13/bin
+PATH="$packaged:$PATH:${CUDA_HOME:-/usr/local/cuda}/bin"
 if ! command -v compute-sanitizer >/dev/null; then
-  echo "make sanitize needs compute-sanitizer: install the CUDA toolkit and put it on PATH" >&2
+  echo "make sanitize needs compute-sanitizer: \`pip install nvidia-cuda-sanitizer-api\`, or the CUDA" \
+    "toolkit on PATH" >&2
   exit 1
 fi
 # One cudaMalloc for each buffer, so that a step past its end is seen; no CUDA graphs; no autotuning,

@@ -116,9 +116,8 @@ __device__ __forceinline__ void ForEachTile(const Storage<T>& smem, const Work& 
   }
 }
 
-// What the lanes of a warp have read of a stage is at hand, before the stage is released. Bulk
-// copies, which fill it next, wait for reads at a fence alone: an arrival may overtake them where
-// loads queue for long.
+// Ends what the lanes of a warp read of a stage, before the stage is released. Loads may be under
+// way at an arrival, and bulk copies, which fill the stage next, wait for them at a fence alone.
 __device__ __forceinline__ void FinishReads() {
   ptx::FenceProxyAsync();
   __syncwarp();

@@ -115,8 +115,8 @@ __device__ __forceinline__ float SumsOfSixteen(const float (&v)[kQuantPieces]) {
   return sum + __shfl_xor_sync(0xffffffffu, sum, 1);
 }
 
-// Writes pieces of a row as bytes, and the sums, as SumsOfSixteen has them, behind them: in two
-// parts of bf16, as TokenSums says.
+// Writes pieces of a row as bytes, and the sums, as SumsOfSixteen has them, behind them: see
+// RoundTokensParams::codes.
 __device__ __forceinline__ void StoreBytes(uint4* row,
                                            unsigned row_pieces,
                                            const uint2 (&bytes)[kQuantPieces],
@@ -137,7 +137,7 @@ __device__ __forceinline__ void StoreBytes(uint4* row,
 #pragma unroll
   for (int part = 0; part < 2; ++part) {
     const __nv_bfloat16 rounded = __float2bfloat16(sum);
-    behind[step / 16 * 32 + part * 16 + step % 16] = rounded;
+    behind[(step / kCodedSums * 2 + part) * kCodedSums + step % kCodedSums] = rounded;
     sum -= __bfloat162float(rounded);
   }
 }

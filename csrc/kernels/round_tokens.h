@@ -60,9 +60,10 @@ struct RoundTokensParams {
   int64_t num_out_rows;
   bool scatters;
   // Of bf16, kE4M3 and cols of whole 128, at most kMaxCodedCols: rows of numbers begin with their
-  // e4m3 bytes, of each 16 k in the order 0 8 1 9 2 10 .. 7 15, and then have for each 128 the
-  // float32 sum of what is too much where codes are multiplied by them: -8 * 2^-9 times those of
-  // the first 8 of each 16, 7 * 2^-9 times the others.
+  // e4m3 bytes, of each 16 k in the order 0 8 1 9 2 10 .. 7 15, and then have for each 128 the sum
+  // of what is too much where codes are multiplied by them: -8 * 2^-9 times those of the first 8 of
+  // each 16, 7 * 2^-9 times the others. Sums are in two parts of bf16, the first parts of
+  // kCodedSums of them before their second parts.
   bool codes;
   bool plans;  // scales go where `plan` of at most 32 slots says, which is made here
   PlanParams plan;
@@ -71,6 +72,9 @@ struct RoundTokensParams {
 
 // What a block has in registers, as bytes may take the place of x.
 inline constexpr int64_t kMaxCodedCols = 8 * 4096;
+
+// Sums whose parts lie side by side: see RoundTokensParams::codes.
+inline constexpr int kCodedSums = 16;
 
 cudaError_t LaunchRoundTokens(const RoundTokensParams& params, cudaStream_t stream);
 

@@ -12,14 +12,16 @@ __device__ __forceinline__ int WordOfRows(int thread) { return thread / 32 * 8 +
 
 // What codes are too large or too small by: scales of weight rows times sums of tokens, of each
 // step one. So it is a product of its own, of few k, and not an addition to all sums of a step.
-// RoundTokens leaves the sums in two parts of bf16, 17 bits, where products have 13: for 16 steps,
-// and then for the next, the first parts of all and then the second. Factors of 16 steps are
-// fetched into the warpgroup's staging buffer while those steps are multiplied; then warps multiply
-// them, as wgmma would need their accumulators in places that ptxas does not find.
+// RoundTokens leaves the sums in two parts of bf16, 17 bits, where products have 13. Factors of 16
+// steps are fetched into the warpgroup's staging buffer while those steps are multiplied; then
+// warps multiply them, as wgmma would need their accumulators in places that ptxas does not find.
 template <class T>
 class TokenSums {
+  static_assert(T::kSplitK == 1 && T::kSplit == Split::kWeights);
+
  public:
-  static constexpr int kSteps = T::kSumSteps;
+  static constexpr int kSteps = kCodedSums;
+  static_assert(kSteps == 16, "the k of a warp's product");
 
   __device__ __forceinline__ TokenSums(const MoeGemmArgs& args,
                                        const SharedStorage<T>& smem,

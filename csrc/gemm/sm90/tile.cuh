@@ -7,6 +7,7 @@
 #include "csrc/common/ptx.cuh"
 #include "csrc/gemm/args.h"
 #include "csrc/gemm/sm90/formats/format.cuh"
+#include "csrc/kernels/round_tokens.h"
 
 namespace jaxmoe {
 
@@ -196,9 +197,8 @@ struct Tile {
   static constexpr bool kAddsLowRank = kAddsLowRank_;
   static constexpr int kLowRank = 16;
   static constexpr int kLowRankBytes = 2 * kLowRank * (kWarpgroupRows + kWarpgroupTokens);
-  // And so do the scales and sums of 16 steps: see TokenSums.
-  static constexpr int kSumSteps = 16;
-  static constexpr int kTokenSumBytes = kSumSteps * (2 * kWarpgroupRows + 4 * kWarpgroupTokens);
+  // And so do the scales and sums of some steps: see TokenSums.
+  static constexpr int kTokenSumBytes = kCodedSums * (2 * kWarpgroupRows + 4 * kWarpgroupTokens);
   static constexpr int kStagingAlignment = kAddsLowRank ? 1024 : 128;  // of a swizzle pattern
   static constexpr int kStagingBytes = RoundUp(Largest(Staging<true>::kBytes,
                                                        Staging<false>::kBytes,
