@@ -107,6 +107,7 @@ class TokenSums {
  private:
   static constexpr int kStripBytes = 128;       // bf16 of 64 rows
   static constexpr int kRowBytes = 2 * kSteps;  // bf16 of a part of a token's sums
+  static_assert(T::kBlockBytes == T::kValueBytes + kStripBytes, "each step has a strip");
 
   __device__ __forceinline__ uint8_t* ScaleAt(int block, int step) const {
     return staging_ + (block * kSteps + step) * kStripBytes;
