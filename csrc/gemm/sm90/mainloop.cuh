@@ -91,7 +91,7 @@ __device__ __forceinline__ void RunPacked(Args&&... args) {
 
 // Runs the k loop with the smallest wgmma N that covers the share. Columns past that N stay
 // undefined. With tokens on M there is one N, and blocks of tokens past the share are zeros.
-// `last` issues products behind those of the loop, of plain weights: see LowRank.
+// `last` adds products to those of the loop: see LowRank, of plain weights, and TokenSums.
 template <class T, int kN = T::kFirstN, class Last>
 __device__ __forceinline__ void RunMainloop(const MoeGemmArgs& args,
                                             const SharedStorage<T>& smem,
