@@ -282,10 +282,16 @@ __device__ __forceinline__ void WgmmaTokensOnM(uint64_t tokens,
 template <class Element, int kN>
 struct WgmmaRegistersAtom;
 
-template <>
-struct WgmmaRegistersAtom<__nv_fp8_e4m3, 128> {  // k 4 (lane % 4) + 16 (j / 2) and the next three
-  using type = cute::SM90::GMMA::MMA_64x128x32_F32E4M3E4M3_RS_TN<>;
-};
+// Of e4m3 k 4 (lane % 4) + 16 (j / 2) and the next three.
+#define JAXMOE_CUTLASS_ATOM(N)                                          \
+  template <>                                                           \
+  struct WgmmaRegistersAtom<__nv_fp8_e4m3, N> {                         \
+    using type = cute::SM90::GMMA::MMA_64x##N##x32_F32E4M3E4M3_RS_TN<>; \
+  };
+JAXMOE_CUTLASS_ATOM(64)
+JAXMOE_CUTLASS_ATOM(96)
+JAXMOE_CUTLASS_ATOM(128)
+#undef JAXMOE_CUTLASS_ATOM
 #define JAXMOE_CUTLASS_ATOM(N)                                                                 \
   template <>                                                                                  \
   struct WgmmaRegistersAtom<__nv_bfloat16, N> {                                                \

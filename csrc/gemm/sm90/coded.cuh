@@ -163,7 +163,7 @@ __device__ __forceinline__ float2 CodedScales(const uint8_t* strip, int thread) 
 
 // Sums of 128 of k leave the tensor cores and are scaled while the other warpgroup multiplies. The
 // next words are read meanwhile, as shared memory answers slowly while wgmma reads it.
-template <class T>
+template <class T, int kN>
 __device__ __forceinline__ void RunCodedKSteps(const SharedStorage<T>& smem,
                                                int num_k_steps,
                                                const WarpgroupShare& share,
@@ -171,7 +171,7 @@ __device__ __forceinline__ void RunCodedKSteps(const SharedStorage<T>& smem,
                                                const TokenSums<T>& sums,
                                                PipelineState<T::kStages>& stage,
                                                Accumulators<T>& acc) {
-  float part[T::kWarpgroupTokens / 2];
+  float part[kN / 2];
 #pragma unroll
   for (int i = 0; i < T::kWarpgroupTokens / 2; ++i) acc[0][i] = acc[1][i] = 0.0f;
   const uint64_t tokens0 = ptx::Swizzle128Descriptor(ptx::SmemAddress(smem.tokens(0)));
@@ -193,7 +193,7 @@ __device__ __forceinline__ void RunCodedKSteps(const SharedStorage<T>& smem,
         uint32_t codes[4][4];
         words.Operands(codes);
         IssueStep(part, [&](int i, uint32_t k) {
-          ptx::WgmmaRegisters<typename T::Weight, T::kWarpgroupTokens>(
+          ptx::WgmmaRegisters<typename T::Weight, kN>(
               codes[i], ptx::MoveDescriptor(tokens, k), part, i > 0);
         });
         const float2 scales = CodedScales(values_of(index, block) + T::kValueBytes, thread);
@@ -208,7 +208,7 @@ __device__ __forceinline__ void RunCodedKSteps(const SharedStorage<T>& smem,
         for (int i = 0; i < 4; ++i) ptx::FenceRegisters(codes[i]);  // they have been read
         ptx::FenceAccumulator(part);
 #pragma unroll
-        for (int i = 0; i < T::kWarpgroupTokens / 2; ++i) {
+        for (int i = 0; i < kN / 2; ++i) {
           acc[block][i] = fmaf(part[i], i / 2 % 2 == 0 ? scales.x : scales.y, acc[block][i]);
         }
       }

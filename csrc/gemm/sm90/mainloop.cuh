@@ -113,7 +113,7 @@ __device__ __forceinline__ void RunMainloop(const MoeGemmArgs& args,
   if constexpr (T::kTokensOnM) {
     RunTokenMajorKSteps<T>(smem, num_k_steps, share, thread, stage, acc);
   } else if constexpr (T::kTokenSums) {
-    RunCodedKSteps<T>(smem, num_k_steps, share, thread, last, stage, acc);
+    RunCodedKSteps<T, kN>(smem, num_k_steps, share, thread, last, stage, acc);
   } else if constexpr (T::kPacked) {
     using Decoder = typename T::Decoder;
     if constexpr (kFasterIfSymmetric<T>) {

@@ -170,7 +170,7 @@ struct Tile {
   // one N. Promoted sums: one N, as ptxas cannot keep several loops with two sets of accumulators
   // apart (C7511: wgmma serialized). Packed weights are so few bytes that those of X count beside
   // them.
-  static constexpr bool kOneN = kPacked ? kTokenSums : kDecode || kPromoted;
+  static constexpr bool kOneN = !kPacked && (kDecode || kPromoted);
   static constexpr int kTokenStep = kOneN           ? kWarpgroupTokens  // of a warpgroup
                                     : kWarpProducts ? 8
                                     : kPacked && kTokenTile > 64 ? 32
