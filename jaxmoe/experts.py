@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from jaxmoe import _saved
-from jaxmoe._experts_checks import WEIGHTS, check_parts, check_static
+from jaxmoe._experts_checks import BIASES, WEIGHTS, check_parts, check_static
 from jaxmoe._jax import checks as _checks
 from jaxmoe.activation import Activation
 from jaxmoe.quantize import QuantizedArray, quantize
@@ -148,7 +148,8 @@ class Experts:
 
         Returns:
           `Experts` with all else as it is, but for `dtype` and `forward_format`, which are None:
-          weights are rounded to `dtype` first, and are in the format of the value already.
+          weights and biases are rounded to `dtype` first, and weights are in the format of the
+          value already.
 
         Raises:
           TypeError, ValueError, NotImplementedError: as `jaxmoe.quantize`; weights that are
@@ -162,9 +163,11 @@ class Experts:
         """
         weights = {n: w for n in WEIGHTS if (w := getattr(self, n)) is not None}
         quantized = {n: self._quantized(n, w, format, scale_format) for n, w in weights.items()}
-        return dataclasses.replace(
-            self, **quantized, dtype=None, forward_format=None, token_format=token_format
-        )
+        biases = {n: b for n in BIASES if (b := getattr(self, n)) is not None}
+        if self.dtype is not None:
+            biases = {n: b.astype(self.dtype) for n, b in biases.items()}
+        rest = {"dtype": None, "forward_format": None, "token_format": token_format}
+        return dataclasses.replace(self, **quantized, **biases, **rest)
 
     def _quantized(self, name: str, w: Any, format: str, scale_format: str) -> QuantizedArray:
         op = f"{_OP}.quantized"

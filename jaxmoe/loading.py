@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import math
 import operator
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -197,6 +198,7 @@ class Model:
             with contextlib.suppress(TypeError):  # what is no dtype is refused as what it is
                 dtype = np.dtype(dtype).name
         _checks.check_choice(OP, "dtype", dtype, _checks.FLOATS)
+        _checks.check_type(OP, "directory", directory, str | os.PathLike, "a path")
         path = Path(directory) / "config.json"
         if not path.exists():
             raise FileNotFoundError(f"jaxmoe.{OP}: {directory} has no config.json")

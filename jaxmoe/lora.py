@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxmoe import _saved
 from jaxmoe._experts_checks import format_of
@@ -80,6 +81,7 @@ def init(
       (2, 8, 6)
     """
     op = "lora.init"
+    _checks.check_type(op, "key", key, jax.Array | np.ndarray, "that of jax.random.key")
     _checks.check_int(op, "rank", rank, 1)
     _checks.check_type(op, "experts", experts, Experts, "a jaxmoe.Experts")
     _checks.check_number(op, "scale", scale)

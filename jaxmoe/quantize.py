@@ -14,6 +14,7 @@ from jaxmoe._jax import checks as _checks
 from jaxmoe._jax.frozen import frozen
 
 FORMATS = tuple(_formats.QUANTIZED)
+TOKEN_FORMATS = tuple(n for n, f in _formats.QUANTIZED.items() if f.token_arrays)
 WEIGHT_LAYOUTS = CODES["layout"]
 LAYOUTS = (*WEIGHT_LAYOUTS, "tokens")
 SCALE_FORMATS = ("float32", "e8m0")
@@ -306,7 +307,8 @@ def _check_options(
     tokens: bool = False,
 ) -> str:
     """Checks the options. Returns the element type, by default the usual one of the format."""
-    _checks.check_choice(op, "format", format, FORMATS)
+    known = TOKEN_FORMATS if tokens and format not in FORMATS else FORMATS
+    _checks.check_choice(op, "format", format, known)
     allowed = _formats.QUANTIZED[format].element_types
     _checks.check_dtype(op, name, x, _checks.FLOATS)
     if element_type is None:

@@ -9,7 +9,6 @@ from jaxmoe._formats import PLAIN
 from jaxmoe._gemm.dtypes import check_precision, element_type
 from jaxmoe._gemm.op import tgmm
 from jaxmoe._jax import checks as _checks
-from jaxmoe._jax.checks import check_float
 from jaxmoe.grouped_gemm import check_group_sizes, check_num_rows, window
 from jaxmoe.quantize import WEIGHT_LAYOUTS
 
@@ -80,7 +79,7 @@ def grouped_gemm_weight_grad(
     check_precision(_OP, precision, lhs.dtype, PLAIN)
     dtype = lhs.dtype
     if accumulate_into is not None:
-        check_float(_OP, "accumulate_into", accumulate_into)
+        _checks.check_dtype(_OP, "accumulate_into", accumulate_into, _checks.FLOATS)
         dtype = accumulate_into.dtype
     if preferred_element_type is not None:
         dtype = element_type(_OP, preferred_element_type)
@@ -104,7 +103,7 @@ def _check_factors(lhs: Any, dy: Any, group_sizes: Any, weight_layout: str) -> N
     _checks.check_choice(_OP, "weight_layout", weight_layout, WEIGHT_LAYOUTS)
     _checks.check_rank(_OP, "lhs", lhs, "R,K")
     _checks.check_rank(_OP, "dy", dy, "R,N")
-    check_float(_OP, "lhs", lhs)
+    _checks.check_dtype(_OP, "lhs", lhs, _checks.FLOATS)
     _checks.check_same_dtype(_OP, "dy", dy, "lhs", lhs)
     _checks.check_same_dim(_OP, "dy", dy, 0, "lhs", lhs, 0, "R, the rows")
     check_num_rows(_OP, lhs.shape[0], lhs=lhs)

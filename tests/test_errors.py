@@ -70,12 +70,14 @@ GEMM_ERRORS = (
     (
         {"rhs": zeros(E, K, N, dtype=bool)},
         TypeError,
-        "jaxmoe.grouped_gemm: rhs.dtype=bool must be bf16 or f16 or f32. Got rhs: bool[3,8,16].",
+        "jaxmoe.grouped_gemm: rhs.dtype=bool must be bf16 or f16 or f32 or i8 or u8 or i4 or "
+        "u4. Got rhs: bool[3,8,16].",
     ),
     (
         {"lhs": zeros(R, K, dtype=I32)},
         TypeError,
-        "jaxmoe.grouped_gemm: lhs.dtype=i32 must be bf16 or f16 or f32. Got lhs: i32[6,8].",
+        "jaxmoe.grouped_gemm: lhs.dtype=i32 must be bf16 or f16 or f32 or i8 or u8 or i4 or "
+        "u4. Got lhs: i32[6,8].",
     ),
     (
         {
@@ -99,8 +101,8 @@ GEMM_ERRORS = (
     (
         {"rhs": np.zeros((E, K, N), ml_dtypes.float8_e4m3fn)},
         NotImplementedError,
-        "jaxmoe.grouped_gemm: rhs.dtype=f8_e4m3fn must be bf16 or f16 or f32; quantized weights "
-        "and tokens come with their scales as a jaxmoe.QuantizedArray. "
+        "jaxmoe.grouped_gemm: rhs.dtype=f8_e4m3fn must be bf16 or f16 or f32 or i8 or u8 or i4 "
+        "or u4; quantized weights and tokens come with their scales as a jaxmoe.QuantizedArray. "
         "Got rhs: f8_e4m3fn[3,8,16].",
     ),
     (

@@ -442,6 +442,11 @@ def test_master_weights_are_rounded_before_they_are_quantized():
     assert q.dtype is None and q.down.dtype == BF16
     rounded = e.down.astype(jnp.bfloat16)
     jax.tree.map(assert_equal, q.down, quantize(rounded, "int4_g128", weight_layout="nk"))
+    biased = dataclasses.replace(e, dtype="bfloat16").quantized("mxfp4")
+    assert_equal(biased.gate_up_bias, e.gate_up_bias.astype(jnp.bfloat16))
+    ids, weights = jnp.zeros((3, 1), jnp.int32), jnp.ones((3, 1))
+    x = jnp.ones((3, e.hidden), jnp.bfloat16)
+    moe_mlp(x, Routing(ids, weights, e.num_experts), biased)  # tokens in the dtype of the layer
     value = dataclasses.replace(e, forward_format="fp8_block").quantized("fp8_block")
     assert value.forward_format is None and value.down.format == "fp8_block"
 

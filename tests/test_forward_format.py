@@ -99,13 +99,18 @@ def test_cuda_runs_both_passes_on_the_kernels():
             "expert_rows is not supported with experts",
         ),
         ({"batch_invariant": True}, NotImplementedError, "batch_invariant=True is not supported"),
+        (
+            {"forward_format": "int4_g128", "dtype": jnp.float32},
+            NotImplementedError,
+            "x.dtype=float32 must be bf16 or f16 in int4_g128: scales have it .experts.forward_fo",
+        ),
     ),
 )
 def test_errors(change, kind, message):
+    given = {"forward_format": FORMAT, **change}
+    structs = layer_structs(dtype=given.pop("dtype", jnp.bfloat16))
     with pytest.raises(kind, match=message):
-        jax.eval_shape(
-            lambda *a: moe_mlp(*a, **{"forward_format": FORMAT, **change}), *layer_structs()
-        )
+        jax.eval_shape(lambda *a: moe_mlp(*a, **given), *structs)
 
 
 def test_quantized_weights_have_their_own_format():

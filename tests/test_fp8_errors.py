@@ -376,7 +376,7 @@ def test_the_layer_has_no_derivative_of_weights(name):
 
     with pytest.raises(NotImplementedError) as error:
         jax.eval_shape(jax.grad(loss), ones(E))
-    scales = {"w_gate_up": "gate_up_scales", "w_down": "down_scales"}[name]
+    scales = {"w_gate_up": "experts.gate_up.scales", "w_down": "experts.down.scales"}[name]
     assert str(error.value) == (
         f"jaxmoe.moe_mlp: {NO_DERIVATIVE.format('weights', scales)}. Got x: bf16[5,16]."
     )

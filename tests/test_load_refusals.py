@@ -303,6 +303,8 @@ def test_arguments_of_another_kind_are_refused(qwen, capsys):
     for layers in (3, ["0"]):
         with pytest.raises(TypeError, match=r"layers=.* must be a sequence of integers or None"):
             jaxmoe.load(path, layers=layers)
+    with pytest.raises(TypeError, match="jaxmoe.load: directory must be a path. Got directory: 3"):
+        jaxmoe.load(3)
     assert inspect.main([str(path), "--tokens", "-5"]) == 1
     assert "jaxmoe.inspect: --tokens=-5 must be at least 1" in capsys.readouterr().err
 

@@ -252,6 +252,7 @@ def test_refused_fields_of_adapters(change, message):
         ({"dtype": None}, "dtype=None must be bfloat16"),
         ({"scale": "a"}, "scale must be a number, which is static. Got scale: 'a'"),
         ({"scale": np.ones((), np.float32)}, "scale must be a number"),
+        ({"key": 0}, "key must be that of jax.random.key. Got key: 0"),
         (
             {"experts": np.ones((2, 2))},
             r"experts must be a jaxmoe.Experts. Got experts: f64\[2,2\]",

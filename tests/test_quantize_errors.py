@@ -18,17 +18,16 @@ W, X = zeros((E, N, K), BF16), zeros((R, K), BF16)
 WEIGHTS = {"w": W, "format": "fp8_block", "weight_layout": "nk"}
 TOKENS = {"x": X, "format": "fp8_block"}
 
+
+def unknown(*names: str) -> tuple:
+    there = ", ".join(names)
+    return (
+        ({"format": "e4m3"}, ValueError, f"format='e4m3' must be one of {there}."),
+        ({"format": None}, TypeError, f"format must be one of {there}. Got format: None."),
+    )
+
+
 SHARED = (
-    (
-        {"format": "fp8"},
-        ValueError,
-        f"format='fp8' must be one of {', '.join(QUANTIZED)}.",
-    ),
-    (
-        {"format": None},
-        TypeError,
-        f"format must be one of {', '.join(QUANTIZED)}. Got format: None.",
-    ),
     (
         {"element_type": "e3m4"},
         ValueError,
@@ -68,6 +67,7 @@ SHARED = (
 )
 
 WEIGHT_ERRORS = (
+    *unknown(*QUANTIZED),
     (
         {"w": [[[1.0]]]},
         TypeError,
@@ -132,6 +132,7 @@ WEIGHT_ERRORS = (
 )
 
 TOKEN_ERRORS = (
+    *unknown("fp8_tensor", "fp8_channel", "fp8_block", "mxfp4", "mxfp8", "nvfp4"),
     (
         {"x": X[0]},
         ValueError,

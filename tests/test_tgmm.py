@@ -153,6 +153,7 @@ WRONG = (
     ({"group_sizes": (0,)}, "group_sizes.shape[0]=0 must be at least 1 (num_groups)"),
     ({"accumulate_into": (E, 16, 8)}, "accumulate_into.shape=[4,16,8] must be [4,8,16] ([E,K,N])"),
     ({"weight_layout": "ke"}, "weight_layout='ke' must be one of kn, nk"),
+    ({"lhs": np.zeros((T, 8), np.int8)}, "lhs.dtype=i8 must be bf16 or f16 or f32"),
     (
         {"accumulate_into": (E, 8, 16), "preferred_element_type": jnp.bfloat16},
         "accumulate_into.dtype=f32 must equal preferred_element_type=bf16",

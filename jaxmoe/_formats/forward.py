@@ -5,6 +5,7 @@ straight-through estimator, https://arxiv.org/abs/1308.3432).
 """
 
 import dataclasses
+from typing import Any
 
 from jaxmoe._formats.base import Format, Gradient
 
@@ -18,6 +19,11 @@ class Forward(Format):
     """
 
     inner: Format = Format("plain")
+
+    def refused_input(self, dtype: Any) -> str | None:
+        """Weights are quantized in the dtype of the tokens."""
+        refused = self.inner.refused_dtype(dtype)
+        return None if refused is None else f"{refused} (experts.forward_format)"
 
 
 def forward(inner: Format) -> Forward:

@@ -22,7 +22,7 @@ def factors(op: str, lhs: Any, rhs: Any) -> tuple[Any, Any]:
     for name, x in (("lhs", lhs), ("rhs", rhs)):
         _checks.check_array(op, name, x)
         if np.dtype(x.dtype).name not in INTEGERS:
-            _checks.check_float(op, name, x)
+            _checks.check_float(op, name, x, besides=INTEGERS)
     common = _common(np.dtype(lhs.dtype), np.dtype(rhs.dtype))
     turned = lambda a: a if a.dtype == common else jnp.asarray(a).astype(common)  # noqa: E731
     return turned(lhs), turned(rhs)

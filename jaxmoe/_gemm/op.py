@@ -21,6 +21,7 @@ two groups is written by one of them. Bilinear without bias and init.
 """
 
 import functools
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -103,14 +104,20 @@ def refuse_derivative(op: str, format: Format, **arrays: Any) -> Any:
     raise NotImplementedError(_checks.message(op, format.gradient.refused or "", **arrays))
 
 
-def refuse_moving(op: str, x: Any, tangents: Any, names: tuple[str, ...]) -> None:
-    """Raises if a derivative is taken with respect to what is quantized."""
+def refuse_moving(
+    op: str, x: Any, tangents: Any, names: tuple[str, ...], called: Mapping[str, str] | None = None
+) -> None:
+    """Raises if a derivative is taken with respect to what is quantized.
+
+    `called`: what the caller calls the operands.
+    """
     for name in names:
         if getattr(tangents, name) is not None:
             what = {"x": "x", "x_scales": "x"} | dict.fromkeys(("x_scale", "h_scale"), "tokens")
+            here = (called or {}).get(name, name)
             rule = (
                 f"no derivative is defined with respect to quantized {what.get(name, 'weights')} "
-                f"(here: {name}); take jax.lax.stop_gradient of these, or jaxmoe.dequantize them"
+                f"(here: {here}); take jax.lax.stop_gradient of these, or jaxmoe.dequantize them"
             )
             raise NotImplementedError(_checks.message(op, rule, x=x))
 

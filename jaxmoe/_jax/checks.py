@@ -108,17 +108,17 @@ def check_array(op: str, name: str, x: Any) -> None:
         raise TypeError(message(op, f"{name} must be an array of numbers", **{name: x}))
 
 
-def check_float(op: str, name: str, x: Any) -> None:
-    """Refuses arrays that are not of a floating type we multiply in."""
+def check_float(op: str, name: str, x: Any, besides: Sequence[str] = ()) -> None:
+    """Refuses arrays that are not of a floating type we multiply in, nor `besides`."""
     check_array(op, name, x)
-    dtype = np.dtype(x.dtype)
-    if dtype.name not in FLOATS and dtype.itemsize == 1 and dtype.kind != "b":
+    dtype, allowed = np.dtype(x.dtype), (*FLOATS, *besides)
+    if dtype.name not in allowed and dtype.itemsize == 1 and dtype.kind != "b":
         rule = (
-            f"{name}.dtype={dtype_name(dtype)} must be bf16 or f16 or f32; quantized "
-            "weights and tokens come with their scales as a jaxmoe.QuantizedArray"
+            f"{name}.dtype={dtype_name(dtype)} must be {' or '.join(map(dtype_name, allowed))}; "
+            "quantized weights and tokens come with their scales as a jaxmoe.QuantizedArray"
         )
         raise NotImplementedError(message(op, rule, **{name: x}))
-    check_dtype(op, name, x, FLOATS)
+    check_dtype(op, name, x, allowed)
 
 
 def check_rank(op: str, name: str, x: Any, axes: str) -> None:

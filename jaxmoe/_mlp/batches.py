@@ -45,7 +45,7 @@ def batches(a: Operands, sizes: jax.Array, layer: Layer) -> jax.Array:
             y, z = _value(a, sizes, layer, keeps_z=True)
             return y, _tangent(a, moved, z, sizes, layer)
         names = NEVER_MOVING if a.x_scales is None else ("x", *NEVER_MOVING)
-        refuse_moving("expert_batches", a.x, moved, names)
+        refuse_moving("expert_batches", a.x, moved, names, layer.called)
         y = rows(*primals)
         given, plain = without_tokens(a, layer)
         given = given._replace(x=given.x.reshape(y.shape))

@@ -170,7 +170,7 @@ def _jvp(primals: Operands, tangents: Operands, *, layer: Layer) -> Any:
         return moe_mlp_p(*primals, layer=layer), moved
     if gradient.frozen:
         names = NEVER_MOVING if primals.x_scales is None else ("x", *NEVER_MOVING)
-        refuse_moving(_OP, primals.x, tangents, names)
+        refuse_moving(_OP, primals.x, tangents, names, layer.called)
         if not layer.format.dequantizes:
             given, plain = without_tokens(primals, layer)
             _, moved = _jvp(given, tangents, layer=plain)

@@ -117,6 +117,14 @@ class Layer:
         return {name: f"experts.{field}{values}" for name, field in fields.items()}
 
     @property
+    def called(self) -> dict[str, str]:
+        """What the caller calls everything that is quantized, and its scales."""
+        fields = {"gate_up": self.first, "up": "up", "down": "down"}
+        scales = {f"{name}_scales": f"experts.{field}.scales" for name, field in fields.items()}
+        static = {name: f"experts.{name}" for name in ("x_scale", "h_scale")}
+        return {"x": "x.values", "x_scales": "x.scales", **self.weight_names, **scales, **static}
+
+    @property
     def window(self) -> dict[str, int]:
         """Which experts are local."""
         return {
