@@ -9,7 +9,7 @@ import pytest
 
 import jaxmoe
 from jaxmoe import inspect
-from jaxmoe._load import shards
+from jaxmoe._load import families, shards
 from tests.test_load import (
     BF16,
     FILES,
@@ -255,12 +255,40 @@ def test_a_broken_file_is_named(what, qwen, capsys):
         {"quantization_config": 3},
         {"text_config": []},
         {"hidden_act": []},
+        {"norm_topk_prob": "false"},
+        {"norm_topk_prob": 0},
     ),
 )
 def test_a_value_of_the_configuration_is_named(change, qwen):
     path, tensors = qwen
     (key,) = change
     refuses(path, tensors, ValueError, key, {**config_of(path), **change})
+
+
+def test_a_rule_of_another_family_is_named():
+    other = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "norm_topk_prob": True}
+    base = {"num_experts": 4, "num_experts_per_tok": 2} | other
+    right = families.of(base | {"model_type": "deepseek_v3", "scoring_func": "sigmoid"})
+    assert right[0].route(right[1])["method"] == "deepseek_v3"
+    for kind, change in (
+        ("deepseek_v3", {"scoring_func": "softmax"}),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}),
+        ("qwen3_moe", {"scoring_func": "sigmoid"}),
+        ("olmoe", {"scoring_func": "sigmoid"}),
+    ):
+        family, config = families.of(base | {"model_type": kind} | change)
+        ((name, value),) = change.items()
+        with pytest.raises(NotImplementedError, match=f"{name}='{value}', which must be .*{kind}"):
+            family.route(config)
+
+
+def test_experts_past_the_last_are_named(qwen):
+    path, tensors = qwen
+    for part in ("gate", "up", "down"):
+        tensors[f"{AT}experts.{E + 3}.{part}_proj.weight"] = tensors[
+            f"{AT}experts.0.{part}_proj.weight"
+        ]
+    refuses(path, tensors, ValueError, f"the files have more: {AT}experts.{E + 3}.gate_proj.we")
 
 
 def test_a_tensor_of_an_unknown_dtype_may_be_of_no_use(qwen):

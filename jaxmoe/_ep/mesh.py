@@ -52,7 +52,9 @@ def check_mesh(mesh: Any, axes: dict[str, tuple[str, ...]]) -> None:
                 rule = f"{argument}={name!r} must be an axis of the mesh ({known})"
                 raise ValueError(_checks.message(OP, rule))
             if name in used:
-                rule = f"{argument}={name!r} must be another axis than {used[name]}"
+                twice = used[name] == argument
+                other = "named once" if twice else f"another axis than {used[name]}"
+                rule = f"{argument}={name!r} must be {other}"
                 raise ValueError(_checks.message(OP, rule))
             used[name] = argument
 

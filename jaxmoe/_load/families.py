@@ -43,6 +43,24 @@ def _number(config: Config, names: tuple[str, ...], kinds: Any, least: int, defa
     return needed(config, *names) if default is None else default
 
 
+def _flag(config: Config, name: str, default: bool | None = None) -> bool:
+    value = config.get(name)
+    if value is None:
+        return bool(needed(config, name) if default is None else default)
+    if not isinstance(value, bool):
+        raise ValueError(f"jaxmoe.{OP}: config.json has {name}={value!r}, which must be a boolean")
+    return value
+
+
+def _one_of(config: Config, name: str, *allowed: str) -> None:
+    """Refuses another rule than those by which the layer is computed; it need not be there."""
+    if (value := config.get(name)) is not None and value not in allowed:
+        raise NotImplementedError(
+            f"jaxmoe.{OP}: config.json has {name}={value!r}, which must be {' or '.join(allowed)} "
+            f"for model_type={config.get('model_type')!r}"
+        )
+
+
 def section(config: Config, name: str) -> dict[str, Any]:
     """An object in the configuration, empty where there is none."""
     value = config.get(name)
@@ -66,16 +84,18 @@ def num_experts(config: Config) -> int:
 
 
 def _renormalize(config: Config) -> dict[str, Any]:
+    _one_of(config, "scoring_func", "softmax")
     return {"top_k": top_k(config)}
 
 
 def _softmax(config: Config) -> dict[str, Any]:
-    norm = bool(config.get("norm_topk_prob", False))
+    _one_of(config, "scoring_func", "softmax")
+    norm = _flag(config, "norm_topk_prob", default=False)
     return {"top_k": top_k(config), "method": "softmax", "norm_topk_prob": norm}
 
 
 def _qwen3(config: Config) -> dict[str, Any]:
-    return _renormalize(config) if config.get("norm_topk_prob") else _softmax(config)
+    return (_renormalize if _flag(config, "norm_topk_prob", default=False) else _softmax)(config)
 
 
 def _qwen3_next(config: Config) -> dict[str, Any]:
@@ -84,6 +104,7 @@ def _qwen3_next(config: Config) -> dict[str, Any]:
 
 def _deepseek_v2(config: Config) -> dict[str, Any]:
     scale = {"scale": _real(config, "routed_scaling_factor", 1.0)}
+    _one_of(config, "topk_method", "greedy", "group_limited_greedy")
     if needed(config, "topk_method") == "greedy":
         return _softmax(config) | scale
     groups = {"num_groups": count(config, "n_group"), "top_groups": count(config, "topk_group")}
@@ -91,13 +112,15 @@ def _deepseek_v2(config: Config) -> dict[str, Any]:
 
 
 def _deepseek_v3(config: Config) -> dict[str, Any]:
+    if config.get("scoring_func") == "softmax":  # models name other things than "sigmoid", too
+        _one_of(config, "scoring_func", "sigmoid")
     return {
         "top_k": top_k(config),
         "method": "deepseek_v3",
         "num_groups": count(config, "n_group"),
         "top_groups": count(config, "topk_group"),
         "scale": _real(config, "routed_scaling_factor"),
-        "norm_topk_prob": bool(needed(config, "norm_topk_prob")),
+        "norm_topk_prob": _flag(config, "norm_topk_prob"),
     }
 
 

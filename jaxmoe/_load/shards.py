@@ -1,7 +1,7 @@
 """The tensors of a folder of safetensors files, mapped into memory."""
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,6 +48,16 @@ class Shards:
         last = bisect.bisect_left(self._sorted, stem + "`", first)  # behind "_" and before "a"
         ends = (name[len(stem) :] for name in self._sorted[first:last])
         return {end for end in ends if end[:1] in (".", "_")}
+
+    def numbers(self, before: str, after: str) -> Iterator[str]:
+        """The digits between the two in the names that are no more than that."""
+        names = self.names
+        for at in range(bisect.bisect_left(names, before), len(names)):
+            if not names[at].startswith(before):
+                return
+            digits = names[at][len(before) :].removesuffix(after)
+            if digits.isdigit() and names[at].endswith(after):
+                yield digits
 
     def __contains__(self, name: str) -> bool:
         return name in self._places or name in self._index

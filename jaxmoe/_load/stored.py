@@ -92,9 +92,11 @@ class Stored:
     def _check_count(self, shards: Shards, num_experts: int) -> None:
         says = f"jaxmoe.{OP}: config.json says {num_experts} experts, "
         if not self.stacked:
-            after = self.stem.format(e=num_experts) + self.parts[0]
-            if after in shards:
-                raise ValueError(f"{says}the files have more: {after}")
+            before, after = self.stem.split("{e}")
+            for number in shards.numbers(before, after + self.parts[0]):
+                if int(number) >= num_experts:
+                    more = f"{before}{number}{after}{self.parts[0]}"
+                    raise ValueError(f"{says}the files have more: {more}")
             return
         for part in self.parts:
             shape = shards.shape(self.stem + part)
