@@ -307,7 +307,8 @@ def _check_options(
     tokens: bool = False,
 ) -> str:
     """Checks the options. Returns the element type, by default the usual one of the format."""
-    known = TOKEN_FORMATS if tokens and format not in FORMATS else FORMATS
+    of_weights = isinstance(format, str) and format in FORMATS  # which says why it is refused
+    known = TOKEN_FORMATS if tokens and not of_weights else FORMATS
     _checks.check_choice(op, "format", format, known)
     allowed = _formats.QUANTIZED[format].element_types
     _checks.check_dtype(op, name, x, _checks.FLOATS)

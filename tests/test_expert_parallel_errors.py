@@ -150,6 +150,10 @@ AROUND = [
     (arrays(e=6), {}, ValueError, "place_experts pads the weights"),
     (arrays(), {"axis_name": "ep"}, ValueError, "axis_name='ep' must be an axis of the mesh ('dat"),
     (arrays(), {"data_axis": "expert"}, ValueError, "data_axis='expert' must be another axis than"),
+    (
+        *(arrays(), {"axis_name": ("expert", "expert")}, ValueError),
+        "axis_name='expert' must be named once",
+    ),
     (arrays(), {"mesh": 4}, TypeError, "mesh must be a jax.sharding.Mesh"),
     (arrays(), {"tokens": "all"}, ValueError, "tokens='all' must be one of sharded, replicated"),
     (

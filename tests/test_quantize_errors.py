@@ -24,6 +24,7 @@ def unknown(*names: str) -> tuple:
     return (
         ({"format": "e4m3"}, ValueError, f"format='e4m3' must be one of {there}."),
         ({"format": None}, TypeError, f"format must be one of {there}. Got format: None."),
+        ({"format": X}, TypeError, f"format must be one of {there}. Got format: bf16[5,257]."),
     )
 
 

@@ -112,7 +112,7 @@ def _deepseek_v2(config: Config) -> dict[str, Any]:
 
 
 def _deepseek_v3(config: Config) -> dict[str, Any]:
-    if config.get("scoring_func") == "softmax":  # models name other things than "sigmoid", too
+    if config.get("scoring_func") == "softmax":  # other names are taken for the family's
         _one_of(config, "scoring_func", "sigmoid")
     return {
         "top_k": top_k(config),
