@@ -60,7 +60,8 @@ def moe_mlp(
         has none, by an all_gather that gives the same result.
       direct: each device pushes its tokens into the memory of the devices that they have a choice
         on, and these the rows of their experts back, or their sums under differentiation: kernels
-        over NVLink, in what `open_peer_memory` opened. Elsewhere than on GPUs XLA's collectives.
+        over NVLink, in what `open_peer_memory` opened. With many tokens and small I copy engines do
+        it, beside the products. Elsewhere than on GPUs XLA's collectives.
       auto: all_gather, all_to_all, or direct where memory is open, whichever `choose_dispatch`
         estimates to be fastest.
 

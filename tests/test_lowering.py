@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxmoe
+import jaxmoe.lora
 from jaxmoe import GemmConfig, Plan, Routing, _gemm, grouped_gemm
 from jaxmoe._ep import direct
 from jaxmoe._jax import primitive as _primitive
@@ -393,7 +394,8 @@ def test_call_of(name):
 
 def test_every_op_with_a_kernel_has_a_test_here():
     tested = {target for _, _, (target, _), _, _ in OTHER_OPS.values()}
-    tested |= {"jaxmoe_moe_mlp_v1", "jaxmoe_peer_moe_mlp_v1"}  # that in tests/test_pushed.py
+    # in tests/test_pushed.py and tests/test_beside.py
+    tested |= {"jaxmoe_moe_mlp_v1", "jaxmoe_peer_moe_mlp_v1", "jaxmoe_peer_beside_moe_mlp_v1"}
     # in tests/test_lora.py and tests/test_frozen_experts.py
     tested |= {"jaxmoe_adapted_moe_mlp_v1", "jaxmoe_dequantize_v1"}
     targets = {op.cuda.target for op in _primitive.OPS.values() if op.cuda and op.cuda.target}

@@ -44,6 +44,12 @@ def test_steps_of_any_kind_and_size_in_a_row(program, devices, steps, seed):
     assert run(program, devices, steps, seed) == (True, [(NONE, 0, 0)] * devices)
 
 
+@pytest.mark.parametrize("devices, steps, seed", [(1, 9, 1), (2, 30, 2), (3, 24, 3), (4, 18, 4)])
+def test_exchanges_beside_products_among_them(program, devices, steps, seed):
+    """Steps of tokens are odd ones whatever was before; copies are late at times."""
+    assert run(program, devices, steps, seed, "beside") == (True, [(NONE, 0, 0)] * devices)
+
+
 def test_a_device_that_leaves_stops_the_others(program):
     """Each gives nothing but NaN from there on, and knows of a device that left or gave up."""
     right, failures = run(program, 4, 8, 3, "leaves", 4)
@@ -72,8 +78,15 @@ def test_a_program_with_another_mesh_is_seen(program):
         ("step", "(came) != step && !failed", "(came) + 2 < step && !failed"),
         ("step", "(came >> 32) != tag", "(came >> 32) + tag == 0"),
         ("few", "for (int tries = 1; pair.y != step || pair.w != step;", "for (int tries = 1; 0;"),
+        ("beside", "NextStep(peers) | 1", "NextStep(peers)"),
+        ("beside", "meeting = NextStep(peers);", "meeting = step;"),
+        ("beside", "WaitForStep(peers, meeting, params.size.tag);\n", "\n"),
+        ("beside", "WaitForStep(peers, step, params.size.tag) || !begins", "!begins"),
     ],
-    ids=("one half", "one half of few", "a step early", "no tags", "no flags of rows"),
+    ids=(
+        *("one half", "one half of few", "a step early", "no tags", "no flags of rows"),
+        *("tokens in any half", "a number left out", "tokens too early", "sums too early"),
+    ),
 )
 def test_a_mistake_is_noticed(file, what, wrong, tmp_path):
     name = Path(f"csrc/peers/{file}.cuh")
@@ -82,7 +95,10 @@ def test_a_mistake_is_noticed(file, what, wrong, tmp_path):
     (tmp_path / name).parent.mkdir(parents=True)
     (tmp_path / name).write_text(text.replace(what, wrong), encoding="utf-8")
     broken = compiled(tmp_path / "peers", tmp_path)
-    if "tag" in what:
+    if "!= tag" in what:
         assert not run(broken, 2, 6, 5, "differs", 2)[0]
         return
-    assert not all(run(broken, 3, 30, seed, "none", 99)[0] for seed in (1, 2, 3))
+    if file == "beside":  # seeds with an odd number of steps before, a CTA late in the last of them
+        assert not all(run(broken, 3, 30, seed, "beside")[0] for seed in (5, 2, 7, 5, 2))
+    else:
+        assert not all(run(broken, 3, 30, seed, "none", 99)[0] for seed in (1, 2, 3))

@@ -41,6 +41,7 @@ class PeersOfCall {
   // Where there is memory.
   const Peers& known() const { return *in_use_.get(); }
   const Peers* on_device() const { return in_use_.on_device(); }
+  const PeerStreams& streams() const { return in_use_.streams(); }
 
  private:
   const std::string name_;

@@ -58,12 +58,13 @@ struct Target {
 };
 
 // Registers `fn` when the module is loaded. XLA may record its launches in a CUDA graph, where
-// calls that depend on nothing of each other may run at the same time.
-template <auto fn>
+// calls that depend on nothing of each other may run at the same time; not with kInGraphs false,
+// for one that needs more than the addresses of its operands when it runs again.
+template <auto fn, bool kInGraphs = true>
 struct Registered;
 
-template <class... Params, ffi::Error (*fn)(Params...)>
-struct Registered<fn> : Target {
+template <class... Params, ffi::Error (*fn)(Params...), bool kInGraphs>
+struct Registered<fn, kInGraphs> : Target {
   explicit Registered(const char* name, XLA_FFI_Handler* check = nullptr)
       : Target(name, &Handle, check, &executions) {}
 
@@ -77,7 +78,9 @@ struct Registered<fn> : Target {
   }
 
   static XLA_FFI_Error* Handle(XLA_FFI_CallFrame* frame) {
-    static auto* handler = ffi::Ffi::BindTo(&Count, {ffi::Traits::kCmdBufferCompatible}).release();
+    static auto* handler =
+        kInGraphs ? ffi::Ffi::BindTo(&Count, {ffi::Traits::kCmdBufferCompatible}).release()
+                  : ffi::Ffi::BindTo(&Count).release();
     return handler->Call(frame);
   }
 };

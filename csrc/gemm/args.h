@@ -60,6 +60,8 @@ struct MoeGemmArgs {
   const void* bias;
   void* out;
   const uint64_t* out_rows;  // addresses of rows that are stored elsewhere than in `out`, or null
+  const uint32_t* sources_came;  // or null, see MoeGemmProblem
+  int groups_per_source;
   int num_groups;
   int groups_per_batch;
   int rows_per_batch;

@@ -227,6 +227,8 @@ const char* MakeArgs(const MoeGemmProblem& p,
   args.bias = p.bias;
   args.out = p.out;
   args.out_rows = p.out_rows;
+  args.sources_came = p.sources_came;
+  args.groups_per_source = p.groups_per_source;
   args.num_groups = p.num_groups;
   args.groups_per_batch = p.groups_per_batch;
   args.rows_per_batch = p.rows_per_batch;
@@ -242,6 +244,9 @@ const char* MakeArgs(const MoeGemmProblem& p,
   if (p.plan != nullptr && (p.plan->num_tokens * p.plan->top_k > kMaxPlannedSlots ||
                             (tile.gather && tile.token_tile > 32))) {
     return "too many slots or rows a tile to plan inside the product";
+  }
+  if (p.sources_came != nullptr && (variant->ctas_per_sm > 1 || p.plan != nullptr)) {
+    return "tiles of few rows do not wait for sources";
   }
   args.num_w_tiles = static_cast<int>(CeilDiv(p.n, tile.weight_tile));
   args.raster = tile.raster <= 0 ? args.num_w_tiles : std::min(tile.raster, args.num_w_tiles);

@@ -141,6 +141,10 @@ struct MoeGemmProblem {
   LowRankProduct low;
   bool pdl = false;           // programmatic dependent launch
   bool early_groups = false;  // groups were written before the previous launch began
+  // Rows that are copied while the kernel runs: those of groups [s g, s g + g), g
+  // groups_per_source, are there when sources_came[s] is not 0. Or null.
+  const uint32_t* sources_came = nullptr;
+  int groups_per_source = 0;
   // Instead of group_starts, group_sizes, row_index and tile_counter: at most kMaxPlannedSlots
   // slots whose plan the kernel makes. Gathers rows with tiles of up to 32 tokens only.
   const PlanParams* plan = nullptr;

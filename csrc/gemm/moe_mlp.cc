@@ -311,6 +311,71 @@ const char* Reason(cudaError_t status) {
   return status == cudaSuccess ? nullptr : cudaGetErrorString(status);
 }
 
+// A product of the groups of one source; `counter` is its place among theirs.
+MoeGemmProblem OfSource(const MoeGemmProblem& all,
+                        const MlpSources& sources,
+                        int source,
+                        int counter) {
+  MoeGemmProblem gemm = all;
+  gemm.num_groups = gemm.groups_per_batch = all.num_groups / sources.count;
+  gemm.group_starts += source * gemm.num_groups;
+  gemm.tile_counter = sources.counters + counter;
+  gemm.pdl = gemm.early_groups = false;
+  return gemm;
+}
+
+// The gate-up GEMM of tokens that come meanwhile: it waits for those whose rows it fetches. Where
+// rows are copied into the order of experts first, a GEMM for each source.
+const char* LaunchGateUpOfSources(const Layer& layer,
+                                  MoeGemmProblem gate_up,
+                                  const TileConfig& tile,
+                                  cudaStream_t stream) {
+  const MoeMlpParams& p = layer.p;
+  const MlpSources& sources = *p.sources;
+  if (layer.gathers) {
+    gate_up.sources_came = sources.came;
+    gate_up.groups_per_source = gate_up.num_groups / sources.count;
+    gate_up.pdl = gate_up.early_groups = false;
+    return LaunchMoeGemm(gate_up, tile, stream);
+  }
+  const int64_t tokens = p.num_tokens / sources.count;
+  for (int source = 0; source < sources.count; ++source) {
+    if (const char* error = sources.arrive(source)) return error;
+    PermuteSlotsParams permute = PermuteX(layer);
+    permute.num_tokens = tokens;
+    permute.x = static_cast<const char*>(p.x) + source * tokens * permute.row_bytes;
+    permute.slot_to_row += source * tokens * p.top_k;
+    permute.pdl = false;
+    if (const char* error = Reason(LaunchPermuteSlots(permute, stream))) return error;
+    const MoeGemmProblem gemm = OfSource(gate_up, sources, source, sources.count + source);
+    if (const char* error = LaunchMoeGemm(gemm, tile, stream)) return error;
+  }
+  return nullptr;
+}
+
+// The down GEMM and finalize of each source by itself, so that its results can leave.
+const char* LaunchDownOfSources(const Layer& layer,
+                                const MoeGemmProblem& all,
+                                const TileConfig& tile,
+                                cudaStream_t stream) {
+  const MoeMlpParams& p = layer.p;
+  const MlpSources& sources = *p.sources;
+  const int64_t tokens = p.num_tokens / sources.count;
+  for (int turn = 1; turn <= sources.count; ++turn) {
+    const int source = turn % sources.count;
+    const MoeGemmProblem down = OfSource(all, sources, source, source);
+    if (const char* error = LaunchMoeGemm(down, tile, stream)) return error;
+    FinalizeParams finalize = MakeFinalize(layer);
+    finalize.num_tokens = tokens;
+    finalize.slot_to_row += source * tokens * p.top_k;
+    finalize.weights += source * tokens * p.top_k;
+    finalize.y = static_cast<char*>(p.y) + source * tokens * p.hidden * ElementSize(p.dtype);
+    if (const char* error = Reason(LaunchFinalize(finalize, stream))) return error;
+    if (const char* error = sources.summed(source)) return error;
+  }
+  return nullptr;
+}
+
 }  // namespace
 
 const char* LaunchMoeMlp(const MoeMlpParams& p, cudaStream_t stream) {
@@ -327,6 +392,10 @@ const char* LaunchMoeMlp(const MoeMlpParams& p, cudaStream_t stream) {
     return "adapters beside packed weights are for those with one scale each";
   }
   const bool asks_for_one = p.gate_up.tile.one_kernel;
+  if (p.sources != nullptr && (layer.quantizes_x || layer.rounds || adapters != nullptr ||
+                               p.peers != nullptr || p.y == nullptr)) {
+    return "tokens that come meanwhile are multiplied as they are, without adapters";
+  }
   if (asks_for_one && (adapters != nullptr || layer.quantized || layer.rounds || !p.gated)) {
     return "one kernel for both products is for gated layers, neither quantized tokens nor "
            "adapters";
@@ -335,14 +404,15 @@ const char* LaunchMoeMlp(const MoeMlpParams& p, cudaStream_t stream) {
   MoeGemmProblem gate_up = GateUpProblem(layer);
   MoeGemmProblem down = DownProblem(layer);
   // Programs and tunings may be older than this library: two kernels compute the same bits.
-  const bool one_kernel =
-      asks_for_one && !(packed && p.peers != nullptr) && HasLayerKernel(gate_up, p.gate_up.tile);
+  const bool one_kernel = asks_for_one && p.sources == nullptr && !(packed && p.peers != nullptr) &&
+                          HasLayerKernel(gate_up, p.gate_up.tile);
   // Decoding a token or two: the GEMMs plan for themselves, which saves a launch. They write no
   // expert_offsets, which zero_rows reads, and a rounding by static scales of each expert; and
   // where rows go is known before they run.
   const bool reads_offsets =
       p.y == nullptr || adapters != nullptr || (layer.rounds && p.num_static_act > 1);
-  const bool planned_inside = !reads_offsets && layer.rows <= kMaxPlannedSlots && layer.gathers &&
+  const bool planned_inside = !reads_offsets && p.sources == nullptr &&
+                              layer.rows <= kMaxPlannedSlots && layer.gathers &&
                               p.gate_up.tile.token_tile <= 32;
   if (planned_inside) {
     gate_up.plan = &plan;
@@ -364,7 +434,7 @@ const char* LaunchMoeMlp(const MoeMlpParams& p, cudaStream_t stream) {
   } else if (layer.rounds) {
     const RoundTokensParams round = RoundX(layer, planned_inside ? &plan : nullptr);
     if (const char* error = Reason(LaunchRoundTokens(round, stream))) return error;
-  } else if (!layer.gathers) {
+  } else if (!layer.gathers && p.sources == nullptr) {
     if (const char* error = Reason(LaunchPermuteSlots(PermuteX(layer), stream))) return error;
   }
   if (adapters != nullptr) {
@@ -389,7 +459,10 @@ const char* LaunchMoeMlp(const MoeMlpParams& p, cudaStream_t stream) {
     const char* error = LaunchMoeLayer(gate_up, p.gate_up.tile, down, down_tile, stored, stream);
     if (error != nullptr) return error;
   } else {
-    if (const char* error = LaunchMoeGemm(gate_up, p.gate_up.tile, stream)) return error;
+    const char* error = p.sources == nullptr
+                            ? LaunchMoeGemm(gate_up, p.gate_up.tile, stream)
+                            : LaunchGateUpOfSources(layer, gate_up, p.gate_up.tile, stream);
+    if (error != nullptr) return error;
     if (layer.rounds) {
       if (const char* error = Reason(LaunchRoundTokens(RoundAct(layer), stream))) return error;
     } else if (gate_up.out != down.x) {
@@ -401,6 +474,7 @@ const char* LaunchMoeMlp(const MoeMlpParams& p, cudaStream_t stream) {
       if (const char* error = Reason(LaunchLowRank(low, stream))) return error;
       down.low = Added(layer, adapters->down_b, adapters->down_rank);
     }
+    if (p.sources != nullptr) return LaunchDownOfSources(layer, down, down_tile, stream);
     if (const char* error = LaunchMoeGemm(down, down_tile, stream)) return error;
   }
   if (p.peers != nullptr) return Reason(LaunchPeerFinalize(*p.peers, stream));

@@ -5,6 +5,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <functional>
 
 #include "csrc/gemm/moe_gemm.h"
 #include "csrc/kernels/plan.h"
@@ -94,6 +95,19 @@ struct MlpAdapters {
   float scale = 1.0f;
 };
 
+// Tokens of several sources, which come while the layer runs, and whose results leave while it
+// does. Expert e of source s is local expert s g + e, g the experts of a source; ids say so.
+struct MlpSources {
+  int count = 0;
+  const uint32_t* came = nullptr;  // [count], not 0 when x of the source is there
+  int* counters = nullptr;         // [2 count], zero
+  // Lets the stream wait for x of a source.
+  std::function<const char*(int source)> arrive;
+  // Called when y of a source has been launched: those of the others, then that of the first one,
+  // whose x is there when the layer begins.
+  std::function<const char*(int source)> summed;
+};
+
 // T tokens, K choices, R = T * K rows, H hidden, I intermediate, E experts of which E_l are local.
 // Where the format quantizes tokens, both products read them quantized, as e4m3. Beside packed
 // weights they read the numbers of `rule`, if there is one, or their bytes, and multiply sums by
@@ -136,6 +150,8 @@ struct MoeMlpParams {
   // If not null, tokens are those of all devices, and rows go to their sources, which finalize: its
   // weights, residual and y, not those above.
   const PeerRows* peers = nullptr;
+  // If not null, tokens are those of all sources, as the gate-up GEMM reads them.
+  const MlpSources* sources = nullptr;
   const MlpAdapters* adapters = nullptr;  // or null; where tokens are not quantized or rounded
 };
 

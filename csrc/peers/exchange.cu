@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "csrc/common/launch.h"
+#include "csrc/peers/beside.h"
 #include "csrc/peers/exchange.h"
 #include "csrc/peers/few.cuh"
 #include "csrc/peers/rows.h"
@@ -144,6 +145,7 @@ cudaError_t LaunchPeerCombine(PeerCombineParams params, const Peers& peers, cuda
   const int64_t row_bytes = params.hidden * ElementSize(params.dtype);
   if (TooLarge(size, row_bytes)) return cudaErrorInvalidValue;
   if (size.num_tokens == 0 || params.hidden == 0) return cudaSuccess;
+  params.own = static_cast<const char*>(params.rows) + peers.rank * size.num_tokens * row_bytes;
   size.bytes = PeerCombineBytes(size, row_bytes, params.small_floats);
   ChooseFew(
       &size,
@@ -180,6 +182,7 @@ int64_t PeerCombineBytes(const ExchangeSize& size, int64_t row_bytes, int64_t sm
 
 cudaError_t LoadPeerKernels() {
   JAXMOE_RETURN_IF_CUDA_ERROR(LoadPeerRowsKernels());
+  JAXMOE_RETURN_IF_CUDA_ERROR(LoadPeerBesideKernels());
   return LoadKernels(PeerFewDispatchKernel,
                      PeerFewCombineKernel<__nv_bfloat16>,
                      PeerFewCombineKernel<__half>,

@@ -344,14 +344,13 @@ __device__ __forceinline__ void Sum(const Peers& peers,
   using Bits = typename P::Bits;
   constexpr int kPart = 32 * kColumns;
   const ExchangeSize& size = params.size;
-  const Bits* rows = static_cast<const Bits*>(params.rows);
+  const Bits* own_rows = static_cast<const Bits*>(params.own);
   const Bits* residuals = static_cast<const Bits*>(params.residual);
   const int64_t parts = (row_pieces + kPart - 1) / kPart;
   const int64_t tasks = (range.end - range.begin) * parts;
   for (int64_t task = team.warp; task < tasks; task += team.warps) {
     const int64_t token = range.begin + task / parts;
     const int first = static_cast<int>(task % parts) * kPart + static_cast<int>(threadIdx.x % 32);
-    const int64_t own_row = (peers.rank * size.num_tokens + token) * row_pieces;
     Bits own[kColumns];
     Bits residual[kColumns];
     float sum[kColumns][kSize];
@@ -359,7 +358,7 @@ __device__ __forceinline__ void Sum(const Peers& peers,
     for (int c = 0; c < kColumns; ++c) {
       const int column = first + 32 * c;
       if (column >= row_pieces) continue;
-      own[c] = P::Load(rows + own_row + column);
+      own[c] = P::Load(own_rows + token * row_pieces + column);
       if (residuals != nullptr) residual[c] = P::Load(residuals + token * row_pieces + column);
 #pragma unroll
       for (int i = 0; i < kSize; ++i) sum[c][i] = failed ? __uint_as_float(0x7fffffffu) : 0.0f;

@@ -54,6 +54,7 @@ struct PeerCombineParams {
   const int32_t* slots;      // [T,K], of this device's tokens
   const int32_t* all_slots;  // [n T,K], as dispatch gave them
   const void* rows;          // [n T,H]
+  const void* own;           // [T,H], those of this device's tokens; the launcher makes it
   const void* residual;      // [T,H], or null
   const float* small;        // [n T, small_floats], or null
   void* y;                   // [T,H]

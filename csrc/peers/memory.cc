@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "csrc/peers/exchange.h"
+#include "csrc/peers/mapped.h"
 
 namespace jaxmoe {
 
@@ -26,9 +27,11 @@ struct OpenedPeers {
   std::mutex launches;  // held while a step is launched, and to change `connected`
   bool connected = false;
   void* own = nullptr;
+  MappedMemory mapped;  // of which `own` is, if no other process opens it
   Peers peers{};
   KeptPeers kept;
   std::vector<void*> foreign;  // memory of other processes
+  PeerStreams streams;
 };
 
 namespace {
@@ -141,6 +144,37 @@ KeptPeers Keep(const std::string& name, int ordinal) {
   return kept[{name, ordinal}] = made;
 }
 
+// Makes those of the current device.
+PeerStreams MakeStreams() {
+  PeerStreams made;
+  for (cudaStream_t* stream : {&made.from_peers, &made.to_peers}) {
+    Check(cudaStreamCreateWithFlags(stream, cudaStreamNonBlocking), "a stream for copies");
+  }
+  const auto make = [](cudaEvent_t* event) {
+    Check(cudaEventCreateWithFlags(event, cudaEventDisableTiming), "an event of copies");
+  };
+  make(&made.begun);
+  make(&made.left);
+  for (cudaEvent_t& event : made.arrived) make(&event);
+  for (cudaEvent_t& event : made.summed) make(&event);
+  return made;
+}
+
+// Those that are there, after they have done what they were given.
+void DestroyStreams(PeerStreams* streams) {
+  for (cudaStream_t stream : {streams->from_peers, streams->to_peers}) {
+    if (stream != nullptr) Check(cudaStreamDestroy(stream), "ending a stream");
+  }
+  const auto destroy = [](cudaEvent_t event) {
+    if (event != nullptr) Check(cudaEventDestroy(event), "ending an event");
+  };
+  destroy(streams->begun);
+  destroy(streams->left);
+  for (cudaEvent_t event : streams->arrived) destroy(event);
+  for (cudaEvent_t event : streams->summed) destroy(event);
+  *streams = {};
+}
+
 }  // namespace
 
 PeerAddress AllocatePeerMemory(
@@ -154,9 +188,16 @@ PeerAddress AllocatePeerMemory(
     int64_t bytes = few_begin + 2 * few_bytes;
     // A handle gives others the whole of what CUDA allocates at once, with what else lies there.
     if (shared) bytes = (bytes + kCudaBlock - 1) / kCudaBlock * kCudaBlock;
-    Check(cudaMalloc(&entry->own, bytes),
-          std::to_string(bytes) + " bytes on GPU " + std::to_string(ordinal) +
-              ", beside what XLA has taken (XLA_PYTHON_CLIENT_MEM_FRACTION)");
+    const std::string what = std::to_string(bytes) + " bytes on GPU " + std::to_string(ordinal) +
+                             ", beside what XLA has taken (XLA_PYTHON_CLIENT_MEM_FRACTION)";
+    if (shared) {
+      Check(cudaMalloc(&entry->own, bytes), what);
+    } else {
+      if (const char* error = AllocateMapped(ordinal, bytes, &entry->mapped)) {
+        throw std::runtime_error(what + ": " + error);
+      }
+      entry->own = reinterpret_cast<void*>(entry->mapped.address);
+    }
     {
       const std::lock_guard<std::mutex> lock(mutex);
       opened[name][ordinal] = entry;
@@ -190,7 +231,14 @@ void ConnectPeers(const std::string& name,
       const PeerAddress& from = addresses[i];
       void* base = reinterpret_cast<void*>(from.address);
       if (from.ordinal >= 0) {
-        EnablePeerAccess(ordinal, from.ordinal);
+        OpenedPeers& other = *DevicesOf(name).at(from.ordinal);
+        if (other.mapped.bytes == 0) {
+          EnablePeerAccess(ordinal, from.ordinal);
+        } else if (const char* error =
+                       AllowMapped(other.mapped.address, other.mapped.bytes, ordinal)) {
+          throw std::runtime_error("GPU " + std::to_string(ordinal) + " to GPU " +
+                                   std::to_string(from.ordinal) + ": " + error);
+        }
       } else {
         Check(cudaIpcOpenMemHandle(&base, from.handle, cudaIpcMemLazyEnablePeerAccess),
               "memory of device " + std::to_string(i) + " along the axis, of another process");
@@ -201,6 +249,7 @@ void ConnectPeers(const std::string& name,
     // Loading a kernel may wait for those that run, and one that waits for a device that loads
     // would never end.
     Check(LoadPeerKernels(), "loading kernels");
+    entry.streams = MakeStreams();
     entry.kept = Keep(name, ordinal);
     *entry.kept.failure = PeerFailure{};
     peers.failure = entry.kept.failure;
@@ -219,6 +268,7 @@ void DisconnectPeers(const std::string& name) {
   OnEach(devices, [](OpenedPeers& entry) {
     if (entry.kept.peers != nullptr) Tell(entry.kept, ClosedPeers(entry));
     Check(cudaDeviceSynchronize(), "waiting for a GPU");
+    DestroyStreams(&entry.streams);
     for (void* base : entry.foreign) Check(cudaIpcCloseMemHandle(base), "closing memory");
     entry.foreign.clear();
   });
@@ -230,7 +280,13 @@ void FreePeerMemory(const std::string& name) {
     const std::lock_guard<std::mutex> lock(mutex);
     opened.erase(name);
   }
-  OnEach(devices, [](OpenedPeers& entry) { Check(cudaFree(entry.own), "freeing memory"); });
+  OnEach(devices, [](OpenedPeers& entry) {
+    if (entry.mapped.bytes == 0) {
+      Check(cudaFree(entry.own), "freeing memory");
+    } else if (const char* error = FreeMapped(entry.mapped)) {
+      throw std::runtime_error(std::string("freeing memory: ") + error);
+    }
+  });
 }
 
 std::string WhyFailed(const Peers& peers, const std::string& name) {
@@ -281,6 +337,8 @@ PeersInUse::PeersInUse(std::string_view name, int ordinal) {
 const Peers* PeersInUse::on_device() const {
   return peers_ == nullptr ? nullptr : opened_->kept.peers;
 }
+
+const PeerStreams& PeersInUse::streams() const { return opened_->streams; }
 
 PeersInUse::~PeersInUse() {
   if (opened_) opened_->launches.unlock();

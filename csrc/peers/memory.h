@@ -100,6 +100,16 @@ void FreePeerMemory(const std::string& name);
 // What an earlier step of a device has come to, if it failed: a sentence without its period.
 std::string WhyFailed(const Peers& peers, const std::string& name);
 
+// Of a device, for what copy engines do beside kernels.
+struct PeerStreams {
+  cudaStream_t from_peers = nullptr;
+  cudaStream_t to_peers = nullptr;
+  cudaEvent_t begun = nullptr;
+  cudaEvent_t arrived[kMaxPeers] = {};
+  cudaEvent_t summed[kMaxPeers] = {};
+  cudaEvent_t left = nullptr;
+};
+
 // The memory of a device of this process while a step is launched: nobody else launches one there,
 // or closes it.
 class PeersInUse {
@@ -114,6 +124,8 @@ class PeersInUse {
   const Peers* get() const { return peers_; }
   // The same in the device's memory, where it stays.
   const Peers* on_device() const;
+  // Where there is memory.
+  const PeerStreams& streams() const;
 
  private:
   std::shared_ptr<struct OpenedPeers> opened_;

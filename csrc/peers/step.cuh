@@ -84,7 +84,7 @@ __device__ __forceinline__ bool Begins(const Peers& peers,
   if (threadIdx.x == 0) {
     PeerHeader* own = peers.own;
     const int32_t here = *place;  // all of these at once, as each takes its time
-    const bool ended = own->finished == step - 1;
+    const bool ended = own->finished == NextStep(peers) - 1;
     const uint32_t begun = blockIdx.x == 0 ? atomicExch(&own->begun, step) : step - 1;
     const bool fits = size.num_devices == peers.num_devices &&
                       size.bytes <= (size.few ? peers.few_bytes : peers.half_bytes);

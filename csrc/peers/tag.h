@@ -12,6 +12,8 @@ inline constexpr int64_t kCombineStep = 1;
 inline constexpr int64_t kFewDispatchStep = 2;
 inline constexpr int64_t kFewCombineStep = 3;
 inline constexpr int64_t kRowsStep = 4;
+inline constexpr int64_t kPublishStep = 5;
+inline constexpr int64_t kSumStep = 6;
 
 // A hash of the kind of a step and of its sizes.
 inline uint32_t TagOf(std::initializer_list<int64_t> numbers) {

@@ -11,6 +11,10 @@ TOKENS = ("sharded", "replicated")
 # Rows up to which those of an exchange through peer memory carry their own flags, as
 # csrc/peers/exchange.cu has it.
 _FEW_PIECES, _PIECE_BYTES = 2048, 4096
+# Of four H200s: what copies between all of them reach, what rows do that a product stores, what
+# reading weights does, and products.
+_COPIED_BYTES_S, _STORED_BYTES_S, _MEMORY_BYTES_S = 300e9, 250e9, 4.8e12
+_FLOPS, _FP8_FLOPS = 650e12, 1000e12
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,3 +182,51 @@ def choose_dispatch(
     times = ", ".join(f"{way} about {t:.0f} us" for way, t in us.items() if way != "ragged")
     reason = f"{room}: {times}"
     return DispatchChoice(name, reason, us, capacity, sent)
+
+
+def beside_pays(
+    num_devices: int,
+    num_tokens: int,
+    top_k: int,
+    hidden: int,
+    intermediate: int,
+    *,
+    token_itemsize: int,
+    itemsize: int,
+    weight_bytes: float,
+    fp8: bool,
+    gathers: bool,
+) -> bool:
+    """Whether an exchange beside products is faster than one around them, see `_ep/beside.py`.
+
+    Around them, rows of choices are stored with their tokens' devices while the second product is
+    computed; that hides them where it takes as long. So it is asked first whether rows take twice
+    as long on the links as the product does, which I decides: that is so at 768, and not at 2048.
+    Beside them four fifths of the time of tokens and sums on the links are hidden; for all devices
+    but one weights are read once more, of which a fifth is hidden; and launches take the rest,
+    twice as much where a product cannot wait for rows that it fetches.
+
+    Fitted to layers on four H200s, microseconds a layer around and beside: qwen3-30b-a3b in bf16
+    with 2048 tokens 530 and 541, 3072 731 and 666, 4096 950 and 772, 8192 1762 and 1390, in
+    fp8_block with 2048 455 and 530, 4096 788 and 717, 8192 1455 and 1190, in int4_g128 with 4096
+    1010 and 854. Not so deepseek-v3 (I = 2048) in bf16 with 8192, 10950 and 12170, in int4_g128
+    11250 and 12080, in fp8_block with 16384 14450 and 15700; gpt-oss-120b (I = 2880) in mxfp4 with
+    8192 3280 and 3490.
+
+    Args:
+      num_devices, num_tokens, top_k, hidden, intermediate: n, T of a device, K, H, I.
+      token_itemsize: bytes of an element of a token on its way.
+      itemsize: of a row or a sum.
+      weight_bytes: of a device's experts.
+      fp8: whether products multiply bytes.
+      gathers: whether the first product fetches rows of tokens.
+    """
+    stored = top_k * num_tokens * hidden
+    stored_s = (1 - 1 / num_devices) * stored * itemsize / _STORED_BYTES_S
+    product_s = 2.0 * stored * intermediate / (_FP8_FLOPS if fp8 else _FLOPS)
+    if stored_s < 2 * product_s:
+        return False
+    sent = (num_devices - 1) * num_tokens * hidden * (token_itemsize + itemsize)
+    links_us = 1e6 * sent / _COPIED_BYTES_S
+    weights_us = 1e6 * (num_devices - 1) * weight_bytes / _MEMORY_BYTES_S
+    return 0.8 * (links_us - weights_us) > (50.0 if gathers else 100.0)

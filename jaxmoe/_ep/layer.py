@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from jaxmoe import mlp
+from jaxmoe._ep import beside as _beside
+from jaxmoe._ep import direct as _direct
 from jaxmoe._ep import exchange as _ep_exchange
 from jaxmoe._ep import hops as _hops
 from jaxmoe._ep import pushed as _pushed
@@ -17,6 +19,7 @@ from jaxmoe._ep.direct import OP, Sent
 from jaxmoe._ep.slots import local_ids, slots_of
 from jaxmoe._jax import checks as _checks
 from jaxmoe._jax import told
+from jaxmoe._mlp.operands import Layer, Operands
 from jaxmoe.experts import Experts
 from jaxmoe.quantize import QuantizedArray, quantize_tokens, scales_shape
 from jaxmoe.routing import Routing
@@ -91,6 +94,10 @@ def _chunk(
     before: list[jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
     """Computes one chunk. `own`: this device's part of it; `before`: results of earlier chunks."""
+    if _only_direct(s) and len(s.hops) == 1 and not s.tensor_axis:
+        y = _beside_products(s, x, Routing(slots, weights), residual, **local.keywords)
+        if y is not None:
+            return y, jnp.int32(0)
     payload = _pack(x, weights, words=not _only_direct(s))
     added = None if s.tensor_axis else residual
     if own is not None:
@@ -135,6 +142,45 @@ class _Home(NamedTuple):
     weights: jax.Array
 
 
+def _beside_products(
+    s: Setup,
+    x: Any,
+    routing: Routing,
+    residual: jax.Array | None,
+    *,
+    experts: Experts,
+    options: dict[str, Any],
+) -> jax.Array | None:
+    """The layer of tokens that come while it runs, or None where that is no call, or slower.
+
+    `routing`: to slots.
+    """
+    (hop,) = s.hops
+    assert hop.memory is not None
+    way = _direct.way_of(hop.axis.name, s.num_local, hop.memory)
+    a, layer, recompute = _prepared(x, routing, experts, options, s.num_local * s.axis.size)
+    if not _beside.is_taken(a, layer, way, hop.memory.num_bytes, residual):
+        return None
+    told.tell(f"direct along {way.axis_name!r}: tokens come and sums go beside the products")
+    bind = functools.partial(_beside.layer_op, way=way, residual=residual)
+    with jax.named_scope("dispatch_direct"):
+        return mlp.bound(bind, a, layer, recompute)[0]
+
+
+def _prepared(
+    x: Any,
+    routing: Routing,
+    experts: Experts,
+    options: dict[str, Any],
+    num_experts: int,
+) -> tuple[Operands, Layer, str | None]:
+    """Operands and layer of a call of its own, and what its gradient computes again."""
+    rest = {"window": (num_experts, 0, None), "residual": None, "gather_weights": None}
+    asked = {name: options.get(name, default) for name, default in OPTIONS.items()}
+    a, layer = mlp.prepared("moe_mlp", x, routing, experts, finalize=True, **rest, **asked)
+    return a, layer, asked["recompute"]
+
+
 def _local(
     s: Setup,
     received: tuple[Any, jax.Array, jax.Array],
@@ -158,19 +204,17 @@ def _local(
     given = x, Routing(ids, weights), experts
     if home is None:
         return mlp.moe_mlp(*given, num_experts=num_experts, **options)
-    rest = {"window": (num_experts, 0, None), "residual": None, "gather_weights": None}
-    asked = {name: options.get(name, default) for name, default in OPTIONS.items()}
-    a, layer = mlp.prepared("moe_mlp", *given, finalize=True, **rest, **asked)
+    a, layer, recompute = _prepared(*given, options, num_experts)
     if not _pushed.is_call(a, layer, home.sent):
         return None
     axis = s.axis.name
     told.tell(f"direct along {axis!r}: the second product stores rows on the devices of tokens")
     own = home.weights
-    if asked["apply_weight_on_input"]:  # tokens were multiplied by them
+    if options.get("apply_weight_on_input"):  # tokens were multiplied by them
         own = jnp.ones_like(own)
     bind = functools.partial(_pushed.layer_op, sent=home.sent, weights=own)
     with jax.named_scope(f"combine_{s.dispatch}"):
-        return mlp.bound(bind, a, layer, asked["recompute"])[0]
+        return mlp.bound(bind, a, layer, recompute)[0]
 
 
 def _pack(x: Any, weights: jax.Array, *, words: bool) -> tuple[jax.Array, jax.Array]:

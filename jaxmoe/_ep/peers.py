@@ -87,7 +87,7 @@ def dispatch_bytes(
       small: float32 numbers that travel beside it.
     """
     rows = num_devices * num_tokens
-    return sum(map(_aligned, (rows * top_k * 4, rows * token_bytes, rows * 4 * small)))
+    return sum(map(aligned, (rows * top_k * 4, rows * token_bytes, rows * 4 * small)))
 
 
 def combine_bytes(num_tokens: int, num_devices: int, row_bytes: int, small: int) -> int:
@@ -96,12 +96,12 @@ def combine_bytes(num_tokens: int, num_devices: int, row_bytes: int, small: int)
     `small`: float32 numbers that come home beside it.
     """
     rows = num_devices * num_tokens
-    return _aligned(rows * row_bytes) + _aligned(rows * 4 * small)
+    return aligned(rows * row_bytes) + aligned(rows * 4 * small)
 
 
 def rows_bytes(num_tokens: int, top_k: int, row_bytes: int) -> int:
     """Bytes of a half that rows take which the devices of their experts store: T K of them."""
-    return _aligned(num_tokens * top_k * row_bytes)
+    return aligned(num_tokens * top_k * row_bytes)
 
 
 def total_bytes(half: int) -> int:
@@ -282,7 +282,8 @@ def _check_arguments(mesh: Any, names: tuple[str, ...], num_bytes: Any, timeout_
         raise ValueError(_checks.message(OPEN, rule))
 
 
-def _aligned(size: int) -> int:
+def aligned(size: int) -> int:
+    """Bytes that an array of so many takes of a half."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 

@@ -34,17 +34,20 @@ _OWN = ("place", "slots", "own_weights", "own_residual")
 
 def is_call(a: Operands, layer: Layer, sent: Sent) -> bool:
     """Whether the layer of what was sent is one call, and its rows have room in the memory."""
-    if not sent.way.memory:
+    if not sent.way.memory or not is_one_call(a, layer):
         return False
     if sent.residual is not None and sent.residual.dtype != layer.dtype:
-        return False
-    a = jax.tree.map(jax.typeof, join(a, layer))
-    absent = tuple(name for name, x in zip(a._fields, a, strict=True) if x is None)
-    if op.is_composed(absent=absent, layer=layer) or op.call_reason(a, layer=layer) is not None:
         return False
     num_tokens, top_k = sent.slots.shape
     half = peers.rows_bytes(num_tokens, top_k, a.x.shape[1] * layer.dtype.itemsize)
     return peers.total_bytes(half) <= sent.num_bytes
+
+
+def is_one_call(a: Operands, layer: Layer) -> bool:
+    """Whether the layer of these operands is a call of the kernels, and not made of several."""
+    a = jax.tree.map(jax.typeof, join(a, layer))
+    absent = tuple(name for name, x in zip(a._fields, a, strict=True) if x is None)
+    return not op.is_composed(absent=absent, layer=layer) and op.call_reason(a, layer=layer) is None
 
 
 def layer_op(a: Operands, layer: Layer, *, sent: Sent, weights: jax.Array) -> tuple[jax.Array, ...]:

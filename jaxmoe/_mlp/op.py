@@ -89,6 +89,11 @@ def _rounding(a: Operands, layer: Layer) -> Choice:
     return rounding
 
 
+def rounds_tokens(a: Operands, layer: Layer) -> bool:
+    """Whether the call rounds tokens to numbers of their own, beside packed weights."""
+    return bool(layer.format.rounding_in_call(a.absent))
+
+
 def rounded(a: Operands, layer: Layer) -> Operands:
     """Rounds float32 weights and biases to the dtype of the layer."""
     names = ("w_gate_up", "w_up", "w_down", "b_gate_up", "b_up", "b_down")

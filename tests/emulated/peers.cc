@@ -5,6 +5,9 @@
 //   peers DEVICES STEPS SEED differs N  device 1 takes another step than the others in step N
 //   peers DEVICES STEPS SEED moved N   device 1 is another one of the program's mesh in step N
 //   peers DEVICES STEPS SEED none N    nothing of that before step N; nobody waits long
+//   peers DEVICES STEPS SEED beside    among them exchanges beside products, and nothing goes
+//   wrong;
+//                                      nobody waits long
 //
 // Prints why each device failed.
 #include <algorithm>
@@ -14,6 +17,7 @@
 #include <random>
 #include <string>
 
+#include "csrc/peers/beside.cuh"
 #include "csrc/peers/few.cuh"
 
 namespace jaxmoe {
@@ -191,6 +195,7 @@ int Run(const Step& step,
                            given.slots.data(),
                            all_slots.data(),
                            given.rows.data(),
+                           given.rows.data() + me * step.num_tokens * step.hidden,
                            step.has_residual ? given.residual.data() : nullptr,
                            given.small_rows.data(),
                            got.data(),
@@ -228,6 +233,88 @@ int Run(const Step& step,
   return wrong;
 }
 
+// An exchange beside products, whose products are none: rows are drawn. Memory is copied, as copy
+// engines do, between its kernels, and late at times. Returns the number of wrong results.
+template <int kSize>
+int RunBeside(const Step& step, const Peers& peers, int32_t place, uint32_t tag, bool late) {
+  const int n = peers.num_devices, me = peers.rank, tokens = step.num_tokens;
+  const Given& given = step.of_device[me];
+  const int choices = tokens * step.top_k;
+  const int64_t row_bytes = step.hidden * 4, bytes = tokens * row_bytes;
+  std::vector<int32_t> ids(n * choices), counters(2 * n, 7);
+  std::vector<uint32_t> came(n, 7);
+  std::vector<float> weights(n * choices), all(n * tokens * step.hidden);
+  std::vector<float> got(tokens * step.hidden);
+  const auto weight_of = [](int32_t slot) { return static_cast<float>(slot % 97); };
+  std::vector<float> own_weights;
+  for (int32_t slot : given.slots) own_weights.push_back(weight_of(slot));
+  PeerBeside params{};
+  params.peers = &peers;
+  params.size = {tokens, step.top_k, kLocal, n, tag};
+  params.place = &place;
+  params.slots = given.slots.data();
+  params.weights = own_weights.data();
+  params.all_ids = ids.data();
+  params.all_weights = weights.data();
+  params.came = came.data();
+  params.counters = counters.data();
+  params.arrays[0] = {reinterpret_cast<const char*>(given.tokens.data()),
+                      reinterpret_cast<char*>(all.data()),
+                      row_bytes};
+  params.num_arrays = 1;
+  params.sum.size = params.size;
+  params.sum.slots = given.slots.data();
+  params.sum.own = given.rows.data() + me * tokens * step.hidden;
+  params.sum.residual = step.has_residual ? given.residual.data() : nullptr;
+  params.sum.y = got.data();
+  params.sum.dtype = DType::kFloat32;
+  params.sum.hidden = step.hidden;
+  const auto half = [&](int device, int parity) {
+    return peers.bases[device] + kPeerHeaderBytes + parity * peers.half_bytes;
+  };
+  const auto wait = [&] {
+    if (late) std::this_thread::sleep_for(std::chrono::milliseconds(8));
+  };
+  emulated::Launch(step.ctas, 64, [&] { PeerPublishKernel(params); });
+  emulated::Launch(step.ctas, 64, [&] { PeerChoicesKernel(params); });
+  wait();
+  int wrong = 0;
+  for (int turn = 0; turn < n; ++turn) {
+    const int device = (me + turn) % n;
+    const Given& other = step.of_device[device];
+    float* to = all.data() + turn * tokens * step.hidden;
+    if (turn > 0) std::memcpy(to, half(device, 1) + PlacesOf(params).arrays[0], bytes);
+    for (int i = 0; i < tokens * step.hidden; ++i) wrong += to[i] != other.tokens[i];
+    for (int i = 0; i < choices; ++i) {
+      const int32_t slot = other.slots[i], local = slot - me * kLocal;
+      const bool here = slot >= 0 && local >= 0 && local < kLocal;
+      wrong += ids[turn * choices + i] != (here ? turn * kLocal + local : -1);
+      wrong += weights[turn * choices + i] != weight_of(slot);
+    }
+    wrong += came[turn] != (turn == 0) || counters[turn] != 0 || counters[n + turn] != 0;
+  }
+  wait();
+  for (int turn = 1; turn < n; ++turn) {
+    const int device = (me + turn) % n;
+    const float* rows = given.rows.data() + device * tokens * step.hidden;
+    std::memcpy(half(device, 0) + me * bytes, rows, bytes);
+  }
+  emulated::Launch(
+      step.ctas, 64, [&] { PeerSumKernel<float, kSize>(params, step.hidden / kSize); });
+  for (int t = 0; t < tokens; ++t) {
+    for (int h = 0; h < step.hidden; ++h) {
+      float sum = 0.0f;
+      for (int device = 0; device < n; ++device) {
+        if (!Goes(step, me, t, device)) continue;
+        sum += step.of_device[device].rows[(me * tokens + t) * step.hidden + h];
+      }
+      if (step.has_residual) sum += given.residual[t * step.hidden + h];
+      wrong += got[t * step.hidden + h] != sum;
+    }
+  }
+  return wrong;
+}
+
 int Main(int devices, int steps, int seed, const std::string& fault, int fault_step) {
   std::vector<Memory> memory(devices);
   std::vector<PeerFailure> failures(devices);
@@ -244,10 +331,23 @@ int Main(int devices, int steps, int seed, const std::string& fault, int fault_s
       peers.half_bytes = kHalfBytes;
       peers.few_bytes = kFewBytes;
       const bool soon = fault == "leaves" || fault == "none";
-      peers.timeout_ns = soon ? 2'000'000'000 : 60'000'000'000;
+      peers.timeout_ns = soon ? 2'000'000'000 : fault == "beside" ? 8'000'000'000 : 60'000'000'000;
       peers.failure = &failures[me];
       std::mt19937 random(seed + 7 * me);
-      for (int number = 0; number < steps; ++number) {
+      for (int number = 0; number < steps && fault == "beside"; ++number) {
+        const Step step = Draw(devices, seed, number);
+        std::this_thread::sleep_for(std::chrono::microseconds(random() % 3000));
+        const bool whole = step.hidden % 4 == 0, late = random() % 4 == 0;
+        emulated::late_ms = random() % 2 == 0 ? 50 : 0;
+        const auto run = whole ? Run<uint4, 4> : Run<uint32_t, 1>;
+        const auto run_beside = whole ? RunBeside<4> : RunBeside<1>;
+        const int found = std::mt19937(seed * 7919 + number)() % 3 == 0
+                              ? run_beside(step, peers, peers.place, number, late)
+                              : run(step, peers, peers.place, number, 0, false);
+        if (found != 0) std::printf("device %d step %d: %d wrong\n", me, number, found);
+        wrong += found;
+      }
+      for (int number = 0; number < steps && fault != "beside"; ++number) {
         const bool at_fault = me == 1 && number == fault_step;
         if (at_fault && fault == "leaves") return;
         const Step step = Draw(devices, seed, number);

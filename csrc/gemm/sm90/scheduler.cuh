@@ -38,6 +38,9 @@ class TileScheduler {
   // Tiles of the whole product, once Find has come to its end.
   __device__ int num_tiles() const { return base_; }
 
+  // Group of the tile found last.
+  __device__ int found_group() const { return found_group_; }
+
   // Finds the part of CTA `rank` in cluster tile number `tile`; ends when there is none. All lanes
   // must ask for the same tile.
   __device__ TileInfo Find(int tile, int rank) {
@@ -67,7 +70,8 @@ class TileScheduler {
     const int width = min(args_->raster, args_->num_w_tiles - panel * args_->raster);
     const int token_tile = in_panel / width;
     info.w_tile = panel * args_->raster + in_panel - token_tile * width;
-    info.weight = __shfl_sync(kAll, group_, owner) % args_->num_weights;
+    found_group_ = __shfl_sync(kAll, group_, owner);
+    info.weight = found_group_ % args_->num_weights;
     // The group's rows are spread evenly over its tiles: 270 rows are 96 + 96 + 78, which wgmma
     // multiplies as 272 columns, not 128 + 128 + 14, whose tiles drift apart in time.
     const int even = (size + token_tiles - 1) / token_tiles;
@@ -124,6 +128,7 @@ class TileScheduler {
   const int lane_;
   int window_ = 0;  // group of lane 0, unless planned here
   int group_ = 0;
+  int found_group_ = 0;
   int base_ = 0;  // tiles of all groups before the window
   int start_ = 0;
   int size_ = 0;
@@ -134,6 +139,16 @@ class TileScheduler {
 // Draws the next tile, as a warp; the first lane gets it.
 __device__ __forceinline__ int DrawTile(const MoeGemmArgs& args, int lane) {
   return lane == 0 ? atomicAdd(args.tile_counter, 1) : 0;
+}
+
+// Waits, as a warp, until the rows of a group have come, by which producers read them.
+__device__ __forceinline__ void WaitForSource(const MoeGemmArgs& args, int group, int lane) {
+  if (lane == 0) {
+    const uint32_t* came = args.sources_came + group / args.groups_per_source;
+    while (ptx::LoadAcquireSystem(came) == 0) __nanosleep(100);
+    ptx::FenceProxyAsyncGlobal();
+  }
+  __syncwarp();
 }
 
 // Runs the scheduler warp. A cluster has one, in its first CTA, which writes to the rings of all
@@ -159,6 +174,11 @@ __device__ void RunScheduler(const Args& args, const SharedStorage<T>& smem, int
       continue;
     }
     if (second) info.w_tile = ~info.w_tile;
+    if constexpr (!kGoesOn<Args> && !T::kDecode) {
+      if (first.sources_came != nullptr && !info.end()) {
+        WaitForSource(first, scheduler.found_group(), lane);
+      }
+    }
     PublishTile(smem, slot, info, lane);
     slot.Advance();
     if (info.end()) return;

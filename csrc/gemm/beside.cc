@@ -1,0 +1,64 @@
+// The layer beside its exchange, as launches, copies and events between three streams.
+#include "csrc/gemm/beside.h"
+
+namespace jaxmoe {
+namespace {
+
+const char* Reason(cudaError_t status) {
+  return status == cudaSuccess ? nullptr : cudaGetErrorString(status);
+}
+
+// Lets `later` wait for what `earlier` has been given.
+cudaError_t WaitFor(cudaStream_t earlier, cudaEvent_t event, cudaStream_t later) {
+  const cudaError_t status = cudaEventRecord(event, earlier);
+  return status != cudaSuccess ? status : cudaStreamWaitEvent(later, event);
+}
+
+// Launches the layer, and the copies that it waits for and that wait for it.
+const char* LaunchBesideCopies(const PeerBeside& exchange,
+                               const Peers& peers,
+                               const PeerStreams& streams,
+                               MoeMlpParams layer,
+                               cudaStream_t stream) {
+  for (int turn = 1; turn < peers.num_devices; ++turn) {
+    cudaError_t status = CopyPeerTokens(exchange, peers, turn, streams.from_peers);
+    if (status == cudaSuccess) status = cudaEventRecord(streams.arrived[turn], streams.from_peers);
+    if (const char* error = Reason(status)) return error;
+  }
+  const int64_t sum_bytes =
+      exchange.size.num_tokens * exchange.sum.hidden * ElementSize(exchange.sum.dtype);
+  MlpSources sources{peers.num_devices, exchange.came, exchange.counters, {}, {}};
+  sources.arrive = [&](int turn) {
+    return Reason(turn == 0 ? cudaSuccess : cudaStreamWaitEvent(stream, streams.arrived[turn]));
+  };
+  sources.summed = [&](int turn) {
+    if (turn == 0) return Reason(cudaSuccess);
+    const char* rows = static_cast<const char*>(layer.y) + turn * sum_bytes;
+    const cudaError_t status = WaitFor(stream, streams.summed[turn], streams.to_peers);
+    if (const char* error = Reason(status)) return error;
+    return Reason(CopyPeerSums(exchange, peers, turn, rows, streams.to_peers));
+  };
+  layer.sources = &sources;
+  return LaunchMoeMlp(layer, stream);
+}
+
+}  // namespace
+
+const char* LaunchBesideMoeMlp(const PeerBeside& exchange,
+                               const Peers& peers,
+                               const PeerStreams& streams,
+                               const MoeMlpParams& layer,
+                               cudaStream_t stream) {
+  if (const char* error = Reason(LaunchPeerPublish(exchange, stream))) return error;
+  if (const char* error = Reason(WaitFor(stream, streams.begun, streams.from_peers))) return error;
+  const char* error = LaunchBesideCopies(exchange, peers, streams, layer, stream);
+  // Whatever became of it: what the stream does next may have the memory of the copies.
+  const char* not_here = Reason(WaitFor(streams.from_peers, streams.begun, stream));
+  const char* not_left = Reason(WaitFor(streams.to_peers, streams.left, stream));
+  for (const char* reason : {error, not_here, not_left}) {
+    if (reason != nullptr) return reason;
+  }
+  return Reason(LaunchPeerSum(exchange, stream));
+}
+
+}  // namespace jaxmoe

@@ -1,0 +1,221 @@
+"""The layer of `dispatch="direct"` beside its exchange, by copy engines.
+
+peer_beside: place [], slots [T,K], weights [T,K], residual [T,H], and of `Operands` those of this
+device's tokens -> y [T,H]
+
+The first product begins with the tokens that are here, while those of the next devices come; the
+second one takes the tokens of one device after the other, and sums of one go home while it computes
+the next. So each expert has a group of rows for each device, and its weights are read as often:
+that costs nothing where such groups have enough rows. Parts of a token are added as `direct.bring`
+adds them, so the bits are those. Derivatives are those of the layer and the exchange apart.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+
+from jaxmoe._ep import direct, peers
+from jaxmoe._ep.cost import beside_pays
+from jaxmoe._ep.direct import Way
+from jaxmoe._ep.pushed import is_one_call
+from jaxmoe._ep.slots import local_ids
+from jaxmoe._gemm.gate_up import of_moving
+from jaxmoe._gemm.tiles import TILES
+from jaxmoe._jax import primitive as _primitive
+from jaxmoe._mlp import op
+from jaxmoe._mlp.configs import configs_of
+from jaxmoe._mlp.operands import Layer, Operands, join
+
+# Of a layer, those that the call takes.
+_LAYER = (
+    *("x", "x_scales", "w_gate_up", "gate_up_scales", "w_up"),
+    *("w_down", "down_scales", "b_gate_up", "b_down", "x_scale", "h_scale"),
+)
+# Rows that an expert has of a device's tokens, in the mean, from which on products take longer than
+# reading its weights for each device.
+_LEAST_ROWS = 192
+_OWN = ("place", "slots", "weights", "residual")
+_OF_TOKENS = ("x", "x_scales", "expert_ids", "weights")
+
+
+def is_taken(a: Operands, layer: Layer, way: Way, num_bytes: int, residual: Any) -> bool:
+    """Whether it `is_call`, and faster than a dispatch, the layer and what brings sums home."""
+    n = way.num_devices
+    if n == 1 or a.expert_ids.size < _LEAST_ROWS * n * layer.num_local_experts:
+        return False
+    if not is_call(a, layer, way, num_bytes, residual):
+        return False
+    wide, of_all = _of_all(a, layer, way)
+    first, _ = configs_of(join(wide, of_all), of_all)
+    weights = (a.w_gate_up, a.w_up, a.w_down)
+    return beside_pays(
+        way.num_devices,
+        a.x.shape[0],
+        a.expert_ids.shape[1],
+        a.x.shape[1],
+        layer.intermediate(a.w_down),
+        token_itemsize=a.x.dtype.itemsize,
+        itemsize=layer.dtype.itemsize,
+        weight_bytes=sum(w.nbytes for w in weights if w is not None),
+        fp8=a.x_scales is not None,
+        gathers=first.gather,
+    )
+
+
+def is_call(a: Operands, layer: Layer, way: Way, num_bytes: int, residual: Any) -> bool:
+    """Whether the kernels have this layer, and what is sent has room in the memory.
+
+    Products must read x as it travels, and tiles that fetch its rows have a multiprocessor each:
+    only these wait for them.
+    """
+    if not way.memory or a.x.shape[0] == 0 or a.expert_map is not None or a.x_scale is not None:
+        return False
+    if residual is not None and residual.dtype != layer.dtype:
+        return False
+    if a.h_scale is not None and a.h_scale.size > 1:
+        return False
+    if layer.format.quantizes_tokens and (a.x_scales is None or a.x_scales.ndim == 0):
+        return False
+    if op.rounds_tokens(a, layer):
+        return False
+    wide, of_all = _of_all(a, layer, way)
+    if not is_one_call(wide, of_all):
+        return False
+    first, _ = configs_of(join(wide, of_all), of_all)
+    if first.gather and (layer.format.packed or TILES.get(first.tile) != 1):
+        return False
+    return peers.total_bytes(_half_bytes(a, layer, way)) <= num_bytes
+
+
+def _half_bytes(a: Operands, layer: Layer, way: Way) -> int:
+    num_tokens, hidden = a.x.shape
+    there = [x for name in _OF_TOKENS if (x := getattr(a, name)) is not None]
+    own = sum(peers.aligned(x.size * x.dtype.itemsize) for x in there)
+    row = hidden * layer.dtype.itemsize
+    return max(own, peers.combine_bytes(num_tokens, way.num_devices, row, 0))
+
+
+def _of_all(a: Any, layer: Layer, way: Way) -> tuple[Operands, Layer]:
+    """The shapes of the tokens of all devices, and the layer of their groups."""
+    n = way.num_devices
+
+    def wide(name: str, x: Any) -> Any:
+        if x is None or name not in _OF_TOKENS:
+            return x
+        return jax.ShapeDtypeStruct((n * x.shape[0], *x.shape[1:]), x.dtype)
+
+    shapes = a._replace(**{name: wide(name, getattr(a, name)) for name in _OF_TOKENS})
+    groups = n * layer.num_local_experts
+    return shapes, layer.replace(num_experts=n * groups, num_local_experts=groups)
+
+
+def layer_op(
+    a: Operands, layer: Layer, *, way: Way, residual: jax.Array | None
+) -> tuple[jax.Array, ...]:
+    """Computes the layer of the tokens of all devices, and brings this one's results home.
+
+    Args:
+      a: of this device's tokens, with slots for ids.
+      layer: one that `is_call`, over all experts.
+      way: the exchange.
+      residual: [T, H] or None.
+
+    Returns:
+      ([T, H],)
+    """
+    there = [x is not None for x in (residual, *a)]
+    index = jax.lax.axis_index(way.axis_name)
+    _, *given = _primitive.match_varying([index, *(x for x in (residual, *a) if x is not None)])
+
+    def named(arrays: tuple[jax.Array, ...]) -> tuple[Any, Operands]:
+        rest = iter(arrays)
+        filled = [next(rest) if is_there else None for is_there in there]
+        return filled[0], Operands(*filled[1:])
+
+    def apart(_place: jax.Array, *arrays: jax.Array) -> jax.Array:
+        residual, a = named(arrays)
+        top_k, small, scales = a.expert_ids.shape[1], a.weights, a.x_scales
+        if scales is not None and scales.ndim:
+            small = jnp.concatenate([small, scales.reshape(scales.shape[0], -1)], axis=1)
+        all_slots, tokens, small = direct.send(way, a.expert_ids, a.x, small)
+        if scales is not None and scales.ndim:
+            scales = small[:, top_k:].reshape(tokens.shape[0], *scales.shape[1:])
+        ids = local_ids(all_slots, way.num_local, jax.lax.axis_index(way.axis_name))
+        weights = small[:, :top_k]
+        b = a._replace(x=tokens, expert_ids=ids, weights=weights, x_scales=scales)
+        (sums,) = op.layer_op(b, layer)
+        return direct.bring(way, a.expert_ids, all_slots, sums, residual)
+
+    def kernels(place: jax.Array, *arrays: jax.Array) -> jax.Array:
+        residual, a = named(arrays)
+        joined = join(a, layer)
+        rest = (getattr(joined, name) for name in _LAYER)
+        own = place, a.expert_ids, a.weights, residual
+        return peer_beside_p(*own, *rest, way=way, layer=layer)[0]
+
+    @jax.custom_jvp
+    def value(*arrays: jax.Array) -> jax.Array:
+        return jax.lax.platform_dependent(*arrays, cuda=kernels, default=apart)
+
+    def value_and_tangent(primals: Any, tangents: Any) -> Any:
+        moving = [None if isinstance(t, SymbolicZero) else t for t in tangents]
+        return jax.jvp(*of_moving(apart, primals, moving))
+
+    value.defjvp(value_and_tangent, symbolic_zeros=True)
+    return (value(direct.place_of(way), *given),)
+
+
+def _given(avals: Any, layer: Layer, way: Way) -> tuple[Operands, Layer]:
+    """What `_of_all` makes of the operands of the call."""
+    named = {name: getattr(avals, name) for name in _LAYER}
+    a = Operands(expert_ids=avals.slots, weights=avals.weights, **named)
+    return _of_all(a, layer, way)
+
+
+def _out(*avals: Any, way: Way, layer: Layer) -> list[_primitive.Spec]:
+    del way
+    named = peer_beside_p.operands(*avals)
+    return [(named.x.shape, layer.dtype)]
+
+
+def _attrs(avals: Any, *, way: Way, layer: Layer) -> dict[str, Any]:
+    a, of_all = _given(avals, layer, way)
+    return {"layer": op.call_attrs(a, layer=of_all), "peers": direct.peer_attrs(way)}
+
+
+def _scratch(avals: Any, *, way: Way, layer: Layer) -> list[_primitive.Spec]:
+    """Sums, what there is of all tokens, words that say what came, and those of the layer."""
+    a, of_all = _given(avals, layer, way)
+    scales = ((0,), jnp.float32) if a.x_scales is None else (a.x_scales.shape, a.x_scales.dtype)
+    return [
+        (a.x.shape, layer.dtype),
+        *((x.shape, x.dtype) for x in (a.expert_ids, a.weights, a.x)),
+        scales,
+        ((3 * way.num_devices,), jnp.dtype(jnp.int32)),
+        ((a.expert_ids.size, a.x.shape[1]), layer.dtype),
+        *op.own_scratch(a, layer=of_all),
+    ]
+
+
+def _reason(avals: Any, *, way: Way, layer: Layer) -> str | None:
+    a, of_all = _given(avals, layer, way)
+    return op.call_reason(a, layer=of_all)
+
+
+peer_beside_p = _primitive.define(
+    "jaxmoe_peer_beside_moe_mlp",
+    out=_out,
+    xla=direct.no_xla,
+    batch=direct.one_by_one(lambda: peer_beside_p),
+    operands=_primitive.named_operands([*_OWN, *_LAYER]),
+    untyped=("place",),
+    cuda=_primitive.CudaTarget(
+        "jaxmoe_peer_beside_moe_mlp_v1",
+        attrs=_attrs,
+        scratch=_scratch,
+        reason=_reason,
+        absent={"residual": (2, "layer.dtype"), **op.ABSENT},
+    ),
+)
