@@ -142,10 +142,25 @@ __device__ __forceinline__ void AddRelease(int* counter) {
   asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
 }
 
-__device__ __forceinline__ uint32_t LoadAcquireSystem(const uint32_t* word) {
-  uint32_t value;
-  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
-  return value;
+// Waits, as a warp, until a word is not 0, unless it is null, and then makes what was written
+// before it visible to bulk copies. The compiler sees no loop here: after one it would take the
+// lanes for apart, and make other code of all that the warps of a kernel do.
+__device__ __forceinline__ void WaitForWord(const uint32_t* word) {
+  asm volatile(
+      "{\n"
+      ".reg .pred waits;\n"
+      ".reg .u32 value;\n"
+      "setp.ne.u64 waits, %0, 0;\n"
+      "@!waits bra.uni done;\n"
+      "again:\n"
+      "ld.acquire.sys.global.u32 value, [%0];\n"
+      "setp.eq.u32 waits, value, 0;\n"
+      "vote.sync.any.pred waits, waits, 0xffffffff;\n"
+      "@waits bra.uni again;\n"
+      "fence.proxy.async.global;\n"
+      "done:\n"
+      "}\n" ::"l"(word)
+      : "memory");
 }
 
 __device__ __forceinline__ int LoadAcquire(const int* counter) {

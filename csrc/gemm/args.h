@@ -60,8 +60,6 @@ struct MoeGemmArgs {
   const void* bias;
   void* out;
   const uint64_t* out_rows;  // addresses of rows that are stored elsewhere than in `out`, or null
-  const uint32_t* sources_came;  // or null, see MoeGemmProblem
-  int groups_per_source;
   int num_groups;
   int groups_per_batch;
   int rows_per_batch;
@@ -89,10 +87,12 @@ struct MoeGemmArgs {
   void* z;           // sums before the activation, to be written; or null. Not FP8
   ScaleArgs scales;  // FP8; packed weights: w, x of rows or null, num_x and half only
   PackedArgs packed;
-  CUtensorMap w_up_map;  // like w_map, for up rows in an array of their own
-  int up_origin;         // weight row of the first row of that array, 0 if there is none
-  int64_t x_rows;        // rows of X that row_index may name; others are zeros
-  LowRankProduct low;    // of kernels that add it
+  CUtensorMap w_up_map;          // like w_map, for up rows in an array of their own
+  int up_origin;                 // weight row of the first row of that array, 0 if there is none
+  int64_t x_rows;                // rows of X that row_index may name; others are zeros
+  LowRankProduct low;            // of kernels that add it
+  const uint32_t* sources_came;  // or null, see MoeGemmProblem
+  int groups_per_source;
 };
 
 // Both products of a layer, see sm90/products.cuh.

@@ -4,7 +4,6 @@
 
 #include <atomic>
 #include <barrier>
-#include <chrono>
 #include <cstdint>
 #include <cstring>
 #include <functional>
@@ -68,7 +67,8 @@ struct Here {
   bool reads;                                   // it by __ldcg
 };
 inline thread_local Here here;
-inline thread_local int late_ms = 0;  // by which the last of several CTAs begins late
+// What the last of several CTAs waits for before it begins, in what this thread launches; or null.
+inline thread_local const std::function<void()>* before_last = nullptr;
 
 // Runs a kernel to its end. Threads that read what others send call `before_reading` where they
 // first do: where that carries flags, all of them may, else those of CTAs from `readers` on, by
@@ -89,9 +89,9 @@ inline void Launch(unsigned ctas,
         groups.push_back(std::make_unique<Group>(32));
         warp = groups.back().get();
       }
-      const int late = block > 0 && block == ctas - 1 ? late_ms : 0;
+      const auto* begins = block > 0 && block == ctas - 1 ? before_last : nullptr;
       running.emplace_back([=, &kernel] {
-        if (late > 0) std::this_thread::sleep_for(std::chrono::milliseconds(late));
+        if (begins != nullptr) (*begins)();
         const bool reads = readers > 0 && block >= readers;
         here = {{thread}, {block}, {ctas}, {threads}, warp, cta, before_reading, reads};
         kernel();

@@ -338,12 +338,16 @@ int Main(int devices, int steps, int seed, const std::string& fault, int fault_s
         const Step step = Draw(devices, seed, number);
         std::this_thread::sleep_for(std::chrono::microseconds(random() % 3000));
         const bool whole = step.hidden % 4 == 0, late = random() % 4 == 0;
-        emulated::late_ms = random() % 2 == 0 ? 50 : 0;
+        const bool beside = std::mt19937(seed * 7919 + number)() % 3 == 0;
+        // A CTA that only takes what came begins when all others have come to what is next.
+        const uint32_t next = NextStep(peers) + 1;
+        const std::function<void()> wait = [&, next] { AwaitOthers(peers, next); };
+        const bool slow = IsSlow(peers, number) && number + 1 < steps && !step.few && !beside;
+        emulated::before_last = slow ? &wait : nullptr;
         const auto run = whole ? Run<uint4, 4> : Run<uint32_t, 1>;
         const auto run_beside = whole ? RunBeside<4> : RunBeside<1>;
-        const int found = std::mt19937(seed * 7919 + number)() % 3 == 0
-                              ? run_beside(step, peers, peers.place, number, late)
-                              : run(step, peers, peers.place, number, 0, false);
+        const int found = beside ? run_beside(step, peers, peers.place, number, late)
+                                 : run(step, peers, peers.place, number, 0, false);
         if (found != 0) std::printf("device %d step %d: %d wrong\n", me, number, found);
         wrong += found;
       }

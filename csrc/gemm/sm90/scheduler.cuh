@@ -38,7 +38,7 @@ class TileScheduler {
   // Tiles of the whole product, once Find has come to its end.
   __device__ int num_tiles() const { return base_; }
 
-  // Group of the tile found last.
+  // Group of the tile found last, 0 before the first.
   __device__ int found_group() const { return found_group_; }
 
   // Finds the part of CTA `rank` in cluster tile number `tile`; ends when there is none. All lanes
@@ -141,14 +141,10 @@ __device__ __forceinline__ int DrawTile(const MoeGemmArgs& args, int lane) {
   return lane == 0 ? atomicAdd(args.tile_counter, 1) : 0;
 }
 
-// Waits, as a warp, until the rows of a group have come, by which producers read them.
-__device__ __forceinline__ void WaitForSource(const MoeGemmArgs& args, int group, int lane) {
-  if (lane == 0) {
-    const uint32_t* came = args.sources_came + group / args.groups_per_source;
-    while (ptx::LoadAcquireSystem(came) == 0) __nanosleep(100);
-    ptx::FenceProxyAsyncGlobal();
-  }
-  __syncwarp();
+// Waits, as a warp, until the rows of a group have come, if they come while the kernel runs.
+__device__ __forceinline__ void WaitForSource(const MoeGemmArgs& args, int group) {
+  const uint32_t* came = args.sources_came;
+  ptx::WaitForWord(came == nullptr ? nullptr : came + group / args.groups_per_source);
 }
 
 // Runs the scheduler warp. A cluster has one, in its first CTA, which writes to the rings of all
@@ -175,9 +171,7 @@ __device__ void RunScheduler(const Args& args, const SharedStorage<T>& smem, int
     }
     if (second) info.w_tile = ~info.w_tile;
     if constexpr (!kGoesOn<Args> && !T::kDecode) {
-      if (first.sources_came != nullptr && !info.end()) {
-        WaitForSource(first, scheduler.found_group(), lane);
-      }
+      WaitForSource(first, scheduler.found_group());  // behind the last tile nothing new
     }
     PublishTile(smem, slot, info, lane);
     slot.Advance();
