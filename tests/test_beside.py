@@ -4,16 +4,19 @@ On CPUs, where memory is said to be that of GPUs, programs are made with both wa
 of collectives.
 """
 
+import dataclasses
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxmoe
 from jaxmoe import GemmConfig, expert_parallel, quantize
-from jaxmoe._ep import beside, peers
+from jaxmoe._ep import beside, connect, peers
 from jaxmoe._ep.cost import beside_pays
 from jaxmoe._testing import assert_equal
 from tests.lowered import calls, cuda_text
@@ -114,6 +117,21 @@ def test_where_it_is_taken(num_tokens, model, options, taken):
     found = targets(num_tokens, **model, **options)
     assert (BESIDE in found) == taken
     assert (DISPATCH in found) != taken
+
+
+def test_between_gpus_of_one_process_in_shared_memory_it_is_not(on_gpus, monkeypatch):
+    """A process for all GPUs, or for each one: then memory is no obstacle to copies."""
+
+    def groups(*processes):
+        return np.array([[SimpleNamespace(process_index=p) for p in group] for group in processes])
+
+    assert connect.can_copy(groups((0, 0, 0, 0))) and connect.can_copy(groups((0, 0), (1, 1)))
+    assert connect.can_copy(groups((0, 1, 2, 3)))
+    assert not connect.can_copy(groups((0, 0, 1, 1))) and not connect.can_copy(groups((0, 1, 1)))
+    on_gpus()
+    memory = dataclasses.replace(peers._open["expert",], copies=False)
+    monkeypatch.setitem(peers._open, ("expert",), memory)
+    assert targets(4096, **QWEN3) == [DISPATCH, PUSHED]
 
 
 def test_without_room_in_the_memory_it_is_not(on_gpus):

@@ -61,6 +61,15 @@ def connect(name: str, groups: Groups, parts: tuple[int, int], timeout_s: float)
     raise failure or RuntimeError(f"jaxmoe.{OPEN}: another process could not open the memory")
 
 
+def can_copy(groups: Groups) -> bool:
+    """Whether copy engines may reach the memory of the others behind kernels that wait.
+
+    Memory that processes share is CUDA's, of a context each; a copy between two of one process
+    would keep its GPUs from launching what others wait for (csrc/peers/mapped.h).
+    """
+    return all(len(_processes(group)) in (1, group.size) for group in groups)
+
+
 def close(name: str) -> None:
     """Closes what `connect` opened, when programs that this process has started have ended.
 
@@ -116,6 +125,11 @@ def _free(name: str) -> None:
         _extension().peer_free(name)
 
 
+def _processes(group: Groups) -> set[int]:
+    """Those whose devices have memory with each other."""
+    return {device.process_index for device in group}
+
+
 def _check(groups: Groups) -> None:
     count = groups.shape[1]
     if count > MAX_PEERS:
@@ -130,9 +144,9 @@ def _allocate(
     name: str, groups: Groups, parts: tuple[int, int], found: np.ndarray[Any, Any]
 ) -> None:
     host = _BOOT_ID.read_text(encoding="ascii").strip() if _BOOT_ID.exists() else platform.node()
-    shared = jax.process_count() > 1
     for place, device in enumerate(groups.flat):
         if device.process_index == jax.process_index():
+            shared = len(_processes(groups[place // groups.shape[1]])) > 1
             ordinal = device.local_hardware_id
             address, handle = _extension().peer_allocate(name, ordinal, *parts, shared)
             found[place] = (host.encode()[:64], address, handle)

@@ -157,6 +157,8 @@ def _beside_products(
     """
     (hop,) = s.hops
     assert hop.memory is not None
+    if not hop.memory.copies:
+        return None
     way = _direct.way_of(hop.axis.name, s.num_local, hop.memory)
     a, layer, recompute = _prepared(x, routing, experts, options, s.num_local * s.axis.size)
     if not _beside.is_taken(a, layer, way, hop.memory.num_bytes, residual):

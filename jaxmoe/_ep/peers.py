@@ -31,6 +31,8 @@ class PeerMemory:
       on_gpus: whether there is memory; without it XLA's collectives give the same results.
       group_axes: the other axes of the mesh, along which devices have memory with others.
       num_groups: devices along these.
+      copies: whether copy engines may bring tokens while products run, which they may not between
+        GPUs of one process in memory that several processes share.
     """
 
     axis_name: tuple[str, ...]
@@ -39,6 +41,7 @@ class PeerMemory:
     on_gpus: bool
     group_axes: tuple[str, ...] = ()
     num_groups: int = 1
+    copies: bool = True
 
     @property
     def name(self) -> str:
@@ -254,6 +257,7 @@ def open_peer_memory(
         on_gpus,
         others,
         groups.shape[0],
+        _connect.can_copy(groups),
     )
     if on_gpus:
         _connect.connect(memory.name, groups, parts_of(num_bytes), float(timeout_s))
