@@ -2,21 +2,8 @@
 // tokens while those of others come, and sums of a device's tokens go home while the down product
 // of the next is computed.
 #include "csrc/ffi/moe_mlp_operands.h"
-#include "csrc/ffi/peers_call.h"
+#include "csrc/ffi/peer_moe_mlp_attrs.h"
 #include "csrc/gemm/beside.h"
-
-namespace jaxmoe {
-
-struct BesideMoeMlpAttrs {
-  MoeMlpAttrs layer;
-  PeerAttrs peers;
-};
-
-}  // namespace jaxmoe
-
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jaxmoe::BesideMoeMlpAttrs,
-                                      ::xla::ffi::StructMember<::jaxmoe::MoeMlpAttrs>("layer"),
-                                      ::xla::ffi::StructMember<::jaxmoe::PeerAttrs>("peers"));
 
 namespace jaxmoe {
 namespace {
@@ -53,7 +40,7 @@ ffi::Error BesideMoeMlp(cudaStream_t stream,
                         Out hq,
                         Out floats,
                         Out index,
-                        BesideMoeMlpAttrs attrs) {
+                        PeerMoeMlpAttrs attrs) {
   Operands take("expert_parallel.moe_mlp");
   const PeersOfCall memory(attrs.peers, device, &take);
   if (take.failed()) return take.error();

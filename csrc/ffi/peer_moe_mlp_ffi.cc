@@ -4,21 +4,8 @@
 #include <optional>
 
 #include "csrc/ffi/moe_mlp_operands.h"
-#include "csrc/ffi/peers_call.h"
+#include "csrc/ffi/peer_moe_mlp_attrs.h"
 #include "csrc/peers/rows.h"
-
-namespace jaxmoe {
-
-struct PeerMoeMlpAttrs {
-  MoeMlpAttrs layer;
-  PeerAttrs peers;
-};
-
-}  // namespace jaxmoe
-
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jaxmoe::PeerMoeMlpAttrs,
-                                      ::xla::ffi::StructMember<::jaxmoe::MoeMlpAttrs>("layer"),
-                                      ::xla::ffi::StructMember<::jaxmoe::PeerAttrs>("peers"));
 
 namespace jaxmoe {
 namespace {

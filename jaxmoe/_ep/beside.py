@@ -14,14 +14,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero
 
 from jaxmoe._ep import direct, peers
 from jaxmoe._ep.cost import beside_pays
 from jaxmoe._ep.direct import Way
 from jaxmoe._ep.pushed import is_one_call
 from jaxmoe._ep.slots import local_ids
-from jaxmoe._gemm.gate_up import of_moving
 from jaxmoe._gemm.tiles import TILES
 from jaxmoe._jax import primitive as _primitive
 from jaxmoe._mlp import op
@@ -155,16 +153,7 @@ def layer_op(
         own = place, a.expert_ids, a.weights, residual
         return peer_beside_p(*own, *rest, way=way, layer=layer)[0]
 
-    @jax.custom_jvp
-    def value(*arrays: jax.Array) -> jax.Array:
-        return jax.lax.platform_dependent(*arrays, cuda=kernels, default=apart)
-
-    def value_and_tangent(primals: Any, tangents: Any) -> Any:
-        moving = [None if isinstance(t, SymbolicZero) else t for t in tangents]
-        return jax.jvp(*of_moving(apart, primals, moving))
-
-    value.defjvp(value_and_tangent, symbolic_zeros=True)
-    return (value(direct.place_of(way), *given),)
+    return (direct.by_kernels(kernels, apart)(direct.place_of(way), *given),)
 
 
 def _given(avals: Any, layer: Layer, way: Way) -> tuple[Operands, Layer]:

@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 
 from jaxmoe._ep.peers import PeerMemory
+from jaxmoe._gemm.gate_up import of_moving
 from jaxmoe._jax import primitive as _primitive
 from jaxmoe.finalize import sum_rows
 
@@ -143,6 +145,24 @@ def bring(
 
     given = [slots, all_slots, rows] + ([] if residual is None else [residual])
     return _on(way, kernels, collectives, given)[0]
+
+
+def by_kernels(kernels: Any, apart: Any) -> Any:
+    """A function of arrays that `kernels` compute on CUDA; elsewhere, and for derivatives, `apart`.
+
+    Both give one array.
+    """
+
+    @jax.custom_jvp
+    def value(*arrays: jax.Array) -> jax.Array:
+        return jax.lax.platform_dependent(*arrays, cuda=kernels, default=apart)
+
+    def value_and_tangent(primals: Any, tangents: Any) -> Any:
+        moving = [None if isinstance(t, SymbolicZero) else t for t in tangents]
+        return jax.jvp(*of_moving(apart, primals, moving))
+
+    value.defjvp(value_and_tangent, symbolic_zeros=True)
+    return value
 
 
 def has_tangents(tokens: Any) -> bool:

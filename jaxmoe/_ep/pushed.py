@@ -14,11 +14,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero
 
 from jaxmoe._ep import direct, peers
 from jaxmoe._ep.direct import Sent, Way
-from jaxmoe._gemm.gate_up import of_moving
 from jaxmoe._jax import primitive as _primitive
 from jaxmoe._mlp import op
 from jaxmoe._mlp.configs import configs_of
@@ -84,16 +82,7 @@ def layer_op(a: Operands, layer: Layer, *, sent: Sent, weights: jax.Array) -> tu
         of_all = (getattr(joined, name) for name in _LAYER)
         return peer_moe_mlp_p(place, slots, weights, residual, *of_all, way=way, layer=layer)[0]
 
-    @jax.custom_jvp
-    def value(*arrays: jax.Array) -> jax.Array:
-        return jax.lax.platform_dependent(*arrays, cuda=kernels, default=apart)
-
-    def value_and_tangent(primals: Any, tangents: Any) -> Any:
-        moving = [None if isinstance(t, SymbolicZero) else t for t in tangents]
-        return jax.jvp(*of_moving(apart, primals, moving))
-
-    value.defjvp(value_and_tangent, symbolic_zeros=True)
-    return (value(direct.place_of(way), *given),)
+    return (direct.by_kernels(kernels, apart)(direct.place_of(way), *given),)
 
 
 def _operands(avals: Any) -> Operands:
