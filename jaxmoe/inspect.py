@@ -12,6 +12,7 @@ from jaxmoe._load.ahead import Ahead
 from jaxmoe.experts import Experts
 from jaxmoe.loading import Block, Model
 from jaxmoe.mlp import moe_mlp
+from jaxmoe.quantize import QuantizedArray
 from jaxmoe.routing import Routing
 
 
@@ -24,6 +25,22 @@ def _shapes(model: Model, block: Block) -> Experts:
     return model.layer(block, jax.tree.map(grown, read), shape).experts
 
 
+def _formats(experts: Experts) -> str:
+    """The formats of the weights, or their dtypes, each once."""
+    weights = (experts.gate_up, experts.gate, experts.up, experts.down)
+    names = (
+        w.format if isinstance(w, QuantizedArray) else str(w.dtype)
+        for w in weights
+        if w is not None
+    )
+    return ", ".join(dict.fromkeys(names))
+
+
+def _size(nbytes: int) -> str:
+    power = max((i for i in range(4) if nbytes >= 1000**i), default=0)
+    return f"{nbytes / 1000**power:.4g} {('bytes', 'kB', 'MB', 'GB')[power]}"
+
+
 def describe(directory: str, tokens: int) -> str:
     """A line for each layer, and what its products of so many tokens run as on CUDA."""
     if tokens < 1:
@@ -33,15 +50,13 @@ def describe(directory: str, tokens: int) -> str:
         f"{model.config.get('model_type')}: {len(model.blocks)} layers with experts, "
         f"{model.num_experts} experts, {dict(model.family.route(model.config))}"
     ]
-    seen: dict[tuple[object, ...], str] = {}
+    seen: dict[tuple[object, ...], tuple[str, str]] = {}
     total = 0
     for number, at in model.blocks.items():
         block = model.block(at)
         nbytes = sum(w.nbytes(model.shards, range(model.num_experts)) for w in block.weights)
         total += nbytes
-        kinds = ", ".join(dict.fromkeys(w.kind for w in block.weights))
-        lines.append(f"layer {number}: {kinds}, {nbytes / 1e9:.3f} GB")
-        key = kinds, nbytes
+        key = *(w.kind for w in block.weights), nbytes
         if key not in seen:
             experts = _shapes(model, block)
             x = jax.ShapeDtypeStruct((tokens, experts.hidden), jnp.bfloat16)
@@ -52,9 +67,11 @@ def describe(directory: str, tokens: int) -> str:
             )
             with targets.force_cuda_lowering():
                 found = explain(moe_mlp, x, routing, experts, **dict(model.family.call))
-            seen[key] = f"{experts.hidden} x {experts.intermediate}, {tokens} tokens:\n{found}"
-    lines.append(f"experts: {total / 1e9:.3f} GB")
-    return "\n".join([*lines, *seen.values()])
+            found = f"{experts.hidden} x {experts.intermediate}, {tokens} tokens:\n{found}"
+            seen[key] = _formats(experts), found
+        lines.append(f"layer {number}: {seen[key][0]}, {_size(nbytes)}")
+    lines.append(f"experts: {_size(total)}")
+    return "\n".join([*lines, *(found for _, found in seen.values())])
 
 
 def main(argv: list[str] | None = None) -> int:

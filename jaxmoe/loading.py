@@ -229,6 +229,11 @@ class Model:
 
     def block(self, at: str) -> Block:
         """The tensors of a layer's module."""
+        if others := self.family.of_no_weight(self.shards.parts(f"{at}.experts")):
+            named = ", ".join(f"{at}.{stem}" for stem in self.family.weights)
+            raise NotImplementedError(
+                f"jaxmoe.{OP}: {at}.experts{others[0]} has no reader: it belongs to none of {named}"
+            )
         weights: list[Stored] = []
         for stem in self.family.weights:
             weight = find.find(self.shards, f"{at}.{stem}", self.quantization, self.dtype)

@@ -802,7 +802,8 @@ def test_inspect(tmp_path, capsys):
     text = capsys.readouterr().out
     assert "kimi_k2: 2 layers with experts, 4 experts" in text and "'top_k': 2" in text
     nbytes = sum(a.nbytes for n, a in tensors.items() if "experts" in n and "shape" not in n)
-    assert f"layer 1: int4, {nbytes / 2e9:.3f} GB" in text
+    assert f"layer 1: int4_g32, {nbytes / 2e3:.4g} kB\n" in text
+    assert f"experts: {nbytes / 1e3:.4g} kB\n" in text
     assert f"{H} x {I}, 8 tokens:" in text and "int4_g32" in text and "jaxmoe_moe_mlp" in text
     assert inspect.main([str(tmp_path)]) == 1
     assert "has no config.json" in capsys.readouterr().err

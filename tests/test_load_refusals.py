@@ -291,6 +291,13 @@ def test_experts_past_the_last_are_named(qwen):
     refuses(path, tensors, ValueError, f"the files have more: {AT}experts.{E + 3}.gate_proj.we")
 
 
+@pytest.mark.parametrize("name", ("2.norm.weight", "0.foo", "shared.up_proj.weight", "up_projs"))
+def test_tensors_of_experts_that_no_weight_has_are_named(name, qwen):
+    path, tensors = qwen
+    more = {f"{AT}experts.{name}": np.ones(4, np.float32)}
+    refuses(path, tensors | more, NotImplementedError, f"{AT}experts.{name} has no reader: it bel")
+
+
 def test_a_tensor_of_an_unknown_dtype_may_be_of_no_use(qwen):
     path, tensors = qwen
     want = jaxmoe.load(path)[0].experts.up

@@ -92,6 +92,20 @@ def test_examples_before_experts(name):
     close(got, want)
 
 
+@pytest.mark.parametrize("axis", [1, 2])
+def test_gradients_of_examples_beside_split_weights(axis):
+    """Weights split over H (1) or I (2) of gate and up; what is kept for them is split as well."""
+    mesh = make_mesh()
+    with entered(mesh):
+        x, gate_up, down = put(mesh, "data", None)
+        up = P(*("expert" if d == axis else None for d in range(3)))
+        gate_up = jax.device_put(gate_up, NamedSharding(mesh, up))
+        down = jax.device_put(down, NamedSharding(mesh, P(None, *up[1:][::-1])))
+        got = jax.jit(gradient)(x, gate_up, down)
+    assert got[1].sharding.spec == up
+    close(got, jax.jit(gradient)(*map(jnp.asarray, ARRAYS)))
+
+
 def test_without_jit():
     """A product and its gradients, op by op."""
 

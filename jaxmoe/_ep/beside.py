@@ -20,7 +20,7 @@ from jaxmoe._ep.cost import beside_pays
 from jaxmoe._ep.direct import Way
 from jaxmoe._ep.pushed import is_one_call
 from jaxmoe._ep.slots import local_ids
-from jaxmoe._gemm.tiles import TILES
+from jaxmoe._gemm.tiles import TILES, GemmConfig
 from jaxmoe._jax import primitive as _primitive
 from jaxmoe._mlp import op
 from jaxmoe._mlp.configs import configs_of
@@ -39,14 +39,13 @@ _OF_TOKENS = ("x", "x_scales", "expert_ids", "weights")
 
 
 def is_taken(a: Operands, layer: Layer, way: Way, num_bytes: int, residual: Any) -> bool:
-    """Whether it `is_call`, and faster than a dispatch, the layer and what brings sums home."""
+    """Whether there `is_call`, faster than a dispatch, the layer and what brings sums home."""
     n = way.num_devices
     if n == 1 or a.expert_ids.size < _LEAST_ROWS * n * layer.num_local_experts:
         return False
-    if not is_call(a, layer, way, num_bytes, residual):
+    first = _gate_up(a, layer, way, num_bytes, residual)
+    if first is None:
         return False
-    wide, of_all = _of_all(a, layer, way)
-    first, _ = configs_of(join(wide, of_all), of_all)
     weights = (a.w_gate_up, a.w_up, a.w_down)
     return beside_pays(
         way.num_devices,
@@ -63,28 +62,36 @@ def is_taken(a: Operands, layer: Layer, way: Way, num_bytes: int, residual: Any)
 
 
 def is_call(a: Operands, layer: Layer, way: Way, num_bytes: int, residual: Any) -> bool:
-    """Whether the kernels have this layer, and what is sent has room in the memory.
+    """Whether the kernels have this layer, and what is sent has room in the memory."""
+    return _gate_up(a, layer, way, num_bytes, residual) is not None
+
+
+def _gate_up(
+    a: Operands, layer: Layer, way: Way, num_bytes: int, residual: Any
+) -> GemmConfig | None:
+    """The configuration of the first product of a layer that `is_call`, else None.
 
     Products must read x as it travels, and tiles that fetch its rows have a multiprocessor each:
     only these wait for them.
     """
     if not way.memory or a.x.shape[0] == 0 or a.expert_map is not None or a.x_scale is not None:
-        return False
+        return None
     if residual is not None and residual.dtype != layer.dtype:
-        return False
+        return None
     if a.h_scale is not None and a.h_scale.size > 1:
-        return False
+        return None
     if layer.format.quantizes_tokens and (a.x_scales is None or a.x_scales.ndim == 0):
-        return False
+        return None
     if op.rounds_tokens(a, layer):
-        return False
+        return None
     wide, of_all = _of_all(a, layer, way)
     if not is_one_call(wide, of_all):
-        return False
+        return None
     first, _ = configs_of(join(wide, of_all), of_all)
     if first.gather and (layer.format.packed or TILES.get(first.tile) != 1):
-        return False
-    return peers.total_bytes(_half_bytes(a, layer, way)) <= num_bytes
+        return None
+    has_room = peers.total_bytes(_half_bytes(a, layer, way)) <= num_bytes
+    return first if has_room else None
 
 
 def _half_bytes(a: Operands, layer: Layer, way: Way) -> int:

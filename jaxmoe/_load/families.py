@@ -204,6 +204,14 @@ class Family:
         """Whether one tensor has a weight of all experts."""
         return "{e}" not in self.weights[0]
 
+    def of_no_weight(self, parts: Iterable[str]) -> list[str]:
+        """Of what follows `<block>.experts` in names of tensors, what belongs to no weight."""
+        stems = (
+            re.escape(w.removeprefix("experts")).replace(r"\{e\}", r"\d+") for w in self.weights
+        )
+        known = re.compile(rf"(?:{'|'.join(stems)})(?:[._].*)?")
+        return sorted(part for part in parts if not known.fullmatch(part))
+
     def blocks(self, names: Iterable[str]) -> dict[int, str]:
         """The module of each layer with experts, by the layer's number, among names of tensors.
 
