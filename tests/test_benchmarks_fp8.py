@@ -192,8 +192,8 @@ def test_dense_fp8_is_a_product_of_cublaslt() -> None:
 
 def test_committed_fp8_peers_are_above_the_floor() -> None:
     found = PEERS["fp8"]["rows"]
-    points = {(row["format"], row["model"], row["tokens"]) for row in found}
-    assert len(points) == len(found) == 34
+    points = {(row["impl"], row["format"], row["model"], row["tokens"]) for row in found}
+    assert len(points) == len(found) == 34 + 9
     for row in found:
         model, tokens = MODELS[row["model"]], row["tokens"]
         work = bounds.layer(model, tokens, bounds.expected_hit(model, tokens), "fp8")

@@ -87,19 +87,23 @@ def test_report_of_known_rows(tmp_path: Path) -> None:
     (folder / "new.json").write_text(json.dumps(_results("2026-02-01", slower=1.25)))
     text = wrote(tmp_path, folder)["README.md"]
     assert text.startswith("before\n") and text.endswith("after\n") and "stale" not in text
-    # of the floor, and FlashInfer's 41.5 over 17.56 * 1.35, the time under load
-    assert "| qwen3-30b-a3b | 1 | 21.9 | 80% | 1.75 |" in text
+    # of the floor, and CuTe DSL's 29.1 under load over 17.56 * 1.35, less than 29.2 over 21.9
+    assert "| qwen3-30b-a3b | 1 | 21.9 | 80% | 1.23 |" in text
     # 640 us at 16 tokens of mixtral-8x7b are less than 649 * 1.35
-    lost = "| forward, bf16 | FlashInfer* or SonicMoE* | 13 | **"
-    assert lost in text and "| mixtral-8x7b at 16," in text
+    lost = "| forward, bf16 | FlashInfer* or FlashInfer CuTe DSL* or SonicMoE* | 15 | **"
+    assert lost in text and "| mixtral-8x7b at 1, 16," in text
     text = (folder / "README.md").read_text()
     # the newer run counts, and only its origin is named
     assert "1. 2026-02-01" in text and "2026-01-01" not in text
     # floor 17.56 * 1.25, 80 % of the floor, sustained 17.56 * 1.35, torch 17.56 * 1.3, FlashInfer
-    row = "| qwen3-30b-a3b | 1 | 17.6 | **21.9** | 80% | 23.7 | 22.8 | 41.5 | - | 1 |"
+    row = "| qwen3-30b-a3b | 1 | 17.6 | **21.9** | 80% | 23.7 | 22.8 | 41.5 | 29.2 | 29.1 | - | 1 |"
     assert row in text
-    # FlashInfer's 640 us at 16 tokens against 649 * 1.35 (it ran under load)
+    # FlashInfer's 640 us at 16 tokens against 649 * 1.35 (it ran under load); CuTe DSL's 656 at 64
+    # against 652 * 1.25 in bursts
     assert "FlashInfer* is faster than jaxmoe here: mixtral-8x7b at 16," in text
+    assert (
+        "FlashInfer CuTe DSL* in bursts is faster than jaxmoe here: mixtral-8x7b at 1, 64" in text
+    )
     assert "tokamax" not in text  # a column without a number is left out
     assert "| qwen3-30b-a3b | 1 | uniform | jaxmoe | sustained |" in text
     image = tmp_path / "docs" / "img" / "layer.svg"
@@ -202,11 +206,17 @@ def test_report_compares_fp8_with_flashinfer(tmp_path: Path) -> None:
     # the roots of 2.10 * 522 / 17 and of 0.272 * 1129 / 200
     assert "FP8 tensor: geometric mean of the ratios 8.03 (2 points)." in text
     assert "FP8 block: geometric mean of the ratios 1.24 (2 points). FlashInfer*" in text
+    # 362 us of DeepGEMM's products at 4096 are more than 200, and there are none at 1
+    assert "alone of DeepGEMM*, in" not in text
+    (tmp_path / "slower").mkdir()
+    slower = fp8.summary(_fp8(tmp_path / "slower", {("fp8_block", "burst"): 400.0}))
+    assert "The two products alone of DeepGEMM*, in the format of *block*, take less" in slower
+    assert "than jaxmoe's whole layer here: qwen3-30b-a3b at 4096." in slower
     assert "is faster than jaxmoe here: qwen3-30b-a3b at 1." in text
     found = wrote(tmp_path, tmp_path / "h200")
     assert head in (tmp_path / "h200" / "README.md").read_text()
     lost = "| 2 | **1.24** | 0.27 | 5.64 | qwen3-30b-a3b at 1 |"
-    assert lost in found["README.md"] and "| 30.0 | 1.38 | 20.0 | 2.10 |" in found["README.md"]
+    assert lost in found["README.md"] and "| 30.0 | 0.97 | 20.0 | 2.10 |" in found["README.md"]
     # of floor 8.8 / 20, bf16 over tensor 30 / 20
     row = "| qwen3-30b-a3b | 1 | 8.8 | 20.0 | 200 | 44% | 0.50 | 30.0 | 1.50 |"
     page = found["docs/performance.md"]
@@ -281,7 +291,8 @@ def test_report_has_a_table_of_training() -> None:
     ours = {"us": 1900.0, "tflops": 488.0, "vs_dense": 0.7, "temp_bytes": 10**9, "regime": "burst"}
     found = [base, dataclasses.replace(base, impl="jaxmoe", **ours)]
     peer = {"impl": "SonicMoE", "model": base.model, "tokens": 4096, "us": 2853.0}
-    peers = {"rows": [peer | {"pass": train_suite.PASS, "format": "bf16"}]}
+    more = {"pass": train_suite.PASS, "format": "bf16", "regime": "loaded"}
+    peers = {"rows": [peer | more]}
     text = train.summary(measurements.Measurements([], found, peers))
     assert "| qwen3-30b-a3b | 4096 | 1190 | 1900 | 488 | 0.70 | 1000 | 2853 |" in text
     assert train.summary(measurements.Measurements([], found[:1], peers)) == ""

@@ -6,6 +6,9 @@ from benchmarks.report.tables import filled, geometric_mean, number, time_of, us
 # Formats that a peer has too: heading, format.
 COMPARED = (("tensor", "fp8_tensor"), ("block", "fp8_block"))
 
+# Who has these products alone, and the layer that they are compared with.
+PRODUCTS, OF_PRODUCTS = "DeepGEMM", "jaxmoe[fp8_block]"
+
 _FLOOR = "floor[fp8]"
 # All ways to run the layer: heading, implementation.
 _ALL = (
@@ -27,9 +30,12 @@ _NOTE = (
 _DETAILS_NOTE = (
     "Microseconds per whole layer in bursts, uniform routing. *tensor*: static scales and "
     '`accum="fast"`; *promoted*: the same with `accum="promoted"`; *dynamic*: scales made of all '
-    "tokens and rows, default `accum`, as in *channel*. *of floor* and *vs dense* (TFLOP/s over "
-    "those of two FP8 products of equal FLOPs through cuBLASLt) are those of *tensor*. "
+    "tokens and rows, default `accum`, as in *channel*. *of floor* is that of *tensor*. "
     "*ragged_dot*: `jax.lax.ragged_dot` on weights that the program dequantizes to bf16."
+)
+_DENSE_NOTE = (
+    " *vs dense*: the TFLOP/s of *tensor* over those of two FP8 products of equal FLOPs through "
+    "cuBLASLt."
 )
 
 
@@ -56,6 +62,12 @@ def summary(found: Measurements) -> str:
         if lost := where(point for point, ratio in known.items() if ratio < 1):
             text += f" FlashInfer* is faster than jaxmoe here: {lost}."
         parts.append(text)
+    products = {point: over_products(found, point) for point in points(found)}
+    if longer := where(point for point, ratio in products.items() if ratio and ratio < 1):
+        parts.append(
+            f"The two products alone of {PRODUCTS}*, in the format of *block*, take less than "
+            f"jaxmoe's whole layer here: {longer}."
+        )
     if note := found.peers.get("fp8", {}).get("conditions"):
         parts.append(f"\\* FP8: {note}")
     return "\n\n".join(parts)
@@ -68,7 +80,8 @@ def details(found: Measurements) -> str:
     head = ["model", "tokens", "floor", *(heading for heading, _ in _ALL)]
     head += ["of floor", "vs dense", "ragged_dot", "bf16", "bf16 / tensor"]
     body = [_detail_cells(found, point) for point in points(found)]
-    return f"{filled(head, body)}\n\n{_DETAILS_NOTE}"
+    text = filled(head, body)
+    return f"{text}\n\n{_DETAILS_NOTE}{_DENSE_NOTE if 'vs dense' in text else ''}"
 
 
 def _cells(found: Measurements, point: Point) -> list[str]:
@@ -102,7 +115,10 @@ def _detail_cells(found: Measurements, point: Point) -> list[str]:
     ]
 
 
+def over_products(found: Measurements, point: Point) -> float | None:
+    """The time of another library's two products over that of jaxmoe's layer."""
+    return found.ratio(point, OF_PRODUCTS, (PRODUCTS,), format="fp8_block")
+
+
 def _ratio(found: Measurements, point: Point, format: str) -> float | None:
-    row = found.loaded(*point, f"jaxmoe[{format}]")  # FlashInfer ran under load
-    theirs = found.peer_us(*point, "FlashInfer", format=format)
-    return theirs / row.us if row and row.us and theirs else None
+    return found.ratio(point, f"jaxmoe[{format}]", ("FlashInfer",), format=format)

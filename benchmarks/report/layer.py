@@ -9,7 +9,13 @@ _MEASURED = (
     ("tokamax", "tokamax"),
     ("torch", "torch_grouped_mm"),
 )
-_PEERS = ("FlashInfer", "SonicMoE")
+# heading, implementation, regime
+_PEERS = (
+    ("FlashInfer*", "FlashInfer", "loaded"),
+    ("CuTe DSL*, burst", "FlashInfer CuTe DSL", "burst"),
+    ("loaded", "FlashInfer CuTe DSL", "loaded"),
+    ("SonicMoE*", "SonicMoE", "loaded"),
+)
 _NOTE = (
     "Microseconds per whole layer, bf16, routing given, uniform; weights in checkpoint order "
     '(layout "nk"), *[E,K,N]* with the contraction first. *floor*: the larger of {rates}. '
@@ -21,7 +27,7 @@ _NOTE = (
 def summary(found: Measurements) -> str:
     """The table, what it says, and under which conditions others were measured."""
     head = ["model", "tokens", "floor", "jaxmoe", "of floor", "[E,K,N]", "sustained", "vs dense"]
-    head += [heading for heading, _ in _MEASURED] + [f"{name}*" for name in _PEERS] + ["run"]
+    head += [heading for heading, _ in _MEASURED] + [heading for heading, *_ in _PEERS] + ["run"]
     parts = [
         filled(head, [_cells(found, point) for point in found.points()]),
         _NOTE.format(rates=found.rates),
@@ -46,7 +52,7 @@ def _cells(found: Measurements, point: Point) -> list[str]:
         time_of(found.find(*point, "jaxmoe", regime="sustained")),
         number(ours and ours.vs_dense, ".2f"),
         *(time_of(found.find(*point, impl)) for _, impl in _MEASURED),
-        *(us(found.peer_us(*point, name)) for name in _PEERS),
+        *(us(found.peer_us(*point, name, regime=regime)) for _, name, regime in _PEERS),
         found.origin(ours),
     ]
 
@@ -58,8 +64,10 @@ def _losses(found: Measurements) -> dict[str, list[Point]]:
         ours, loaded = found.find(*point, "jaxmoe"), found.loaded(*point, "jaxmoe")
         others = {name: found.find(*point, impl) for name, impl in _MEASURED}
         pairs = [(name, row and row.us, ours) for name, row in others.items()]
-        # Peers ran under load.
-        pairs += [(f"{name}*", found.peer_us(*point, name), loaded) for name in _PEERS]
+        for _, name, regime in _PEERS:
+            theirs = found.peer_us(*point, name, regime=regime)
+            where_ours = " in bursts" if regime == "burst" else ""
+            pairs += [(f"{name}*{where_ours}", theirs, ours if regime == "burst" else loaded)]
         for name, theirs, row in pairs:
             if theirs and row and row.us and theirs < row.us:
                 out.setdefault(name, []).append(point)

@@ -79,13 +79,32 @@ class Measurements:
         return sustained or self.find(model, tokens, impl, **fields)
 
     def peer_us(self, model: str, tokens: int, impl: str, **fields: Any) -> float | None:
-        """Microseconds of another library, forward in bf16 unless `fields` say otherwise."""
-        wanted = {"pass": "forward", "format": "bf16"} | fields
+        """Microseconds of another library: forward, bf16, loaded unless `fields` say otherwise."""
+        wanted = {"pass": "forward", "format": "bf16", "regime": "loaded"} | fields
         for row in self.peers.get("rows", ()):
             same = (row["model"], row["tokens"], row["impl"]) == (model, tokens, impl)
             if same and all(row[k] == v for k, v in wanted.items()):
                 return row["us"]
         return None
+
+    def ratio(
+        self, point: Point, impl: str, peers: Iterable[str], suite: str = "layer", **fields: Any
+    ) -> float | None:
+        """The time of the fastest of these libraries over that of jaxmoe's implementation.
+
+        In bursts and under load, the smaller ratio: most others were measured in one of them.
+        """
+        ours = {
+            "burst": self.find(*point, impl, suite=suite),
+            "loaded": self.loaded(*point, impl, suite=suite),
+        }
+        found = [
+            time / row.us
+            for regime, row in ours.items()
+            for peer in peers
+            if (time := self.peer_us(*point, peer, regime=regime, **fields)) and row and row.us
+        ]
+        return min(found, default=None)
 
     def points(self, impls: Iterable[str] = ("jaxmoe",), suite: str = "layer") -> list[Point]:
         """Models and tokens at which one of these implementations of a layer was timed."""
@@ -153,10 +172,11 @@ def load(folder: Path, peers: Path | None = None) -> Measurements:
 
 
 def _peers(path: Path) -> dict[str, Any]:
-    """The file of other libraries' times, its lists as one, each row with pass and format."""
+    """The file of other libraries' times, its lists as one, each row with pass, format, regime."""
     content = json.loads(path.read_text(encoding="utf-8"))
     plain, forward = {"pass": "forward", "format": "bf16"}, {"pass": "forward"}
     rows = [row | plain for row in content["rows"]]
     rows += [row | plain | {"pass": "forward+backward"} for row in content["training"]]
     rows += [row | forward for part in ("fp8", "packed") for row in content[part]["rows"]]
-    return content | {"rows": rows}
+    bursts = [r | {"regime": "burst", "us": r["burst_us"]} for r in rows if "burst_us" in r]
+    return content | {"rows": [row | {"regime": "loaded"} for row in rows] + bursts}

@@ -8,7 +8,7 @@ PEERS = ("triton_kernels", "FlashInfer", "Marlin", "vLLM")
 COMPARED = (
     ("MXFP4", "mxfp4", PEERS[:3]),
     ("int4", "int4_g128", PEERS[2:3]),
-    ("int4 x e4m3", "int4_g128 x e4m3", PEERS[3:]),
+    ("W4A8", "int4_g128 x e4m3", PEERS[3:]),
 )
 
 # Of weights, and of tokens behind an x where they are not bf16.

@@ -11,6 +11,7 @@ _LINES = (
     ("jaxmoe", "jaxmoe", "#d62728", "o"),
     ("sustained", "jaxmoe, sustained", "#d62728", "x"),
     ("FlashInfer", "FlashInfer*", "#2ca02c", "s"),
+    ("FlashInfer CuTe DSL", "FlashInfer CuTe DSL*", "#1f77b4", "s"),
     ("SonicMoE", "SonicMoE*", "#9467bd", "^"),
     ("torch_grouped_mm", "torch._grouped_mm", "#ff7f0e", "v"),
     ("tokamax", "tokamax", "#17becf", "D"),
@@ -32,7 +33,8 @@ def series(
             row = found.find(name, tokens, "jaxmoe", regime="sustained")
         else:
             row = found.find(name, tokens, impl)
-        us = row.us if row else found.peer_us(name, tokens, impl)
+        times = (found.peer_us(name, tokens, impl, regime=r) for r in ("burst", "loaded"))
+        us = row.us if row else next(filter(None, times), None)
         if us:
             out.append((tokens, us / floor_us))
     return sorted(out)

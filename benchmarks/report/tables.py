@@ -37,6 +37,8 @@ def table(head: list[str], body: list[list[str]]) -> str:
 
 def filled(head: list[str], body: list[list[str]]) -> str:
     """A table without the columns that hold nothing but "-"."""
+    if any(len(cells) != len(head) for cells in body):
+        raise ValueError(f"rows of {sorted(map(len, body))} cells under {len(head)} headings")
     kept = [i for i in range(len(head)) if any(cells[i] != "-" for cells in body)]
     return table([head[i] for i in kept], [[cells[i] for i in kept] for cells in body])
 
