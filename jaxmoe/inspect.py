@@ -46,21 +46,24 @@ def describe(directory: str, tokens: int) -> str:
     if tokens < 1:
         raise ValueError(f"jaxmoe.inspect: --tokens={tokens} must be at least 1")
     model = Model(directory, "bfloat16")
+    first = model.family.at_layer(model.config, min(model.blocks))
     lines = [
         f"{model.config.get('model_type')}: {len(model.blocks)} layers with experts, "
-        f"{model.num_experts} experts, {dict(model.family.route(model.config))}"
+        f"{model.num_experts} experts, {model.family.route(first)}"
     ]
     seen: dict[tuple[object, ...], tuple[str, str]] = {}
     total = 0
-    for number, at in model.blocks.items():
-        block = model.block(at)
+    for number in model.blocks:
+        block = model.block(number)
         nbytes = sum(w.nbytes(model.shards, range(model.num_experts)) for w in block.weights)
         total += nbytes
         key = *(w.kind for w in block.weights), nbytes
         if key not in seen:
             experts = _shapes(model, block)
-            x = jax.ShapeDtypeStruct((tokens, experts.hidden), jnp.bfloat16)
-            k = dict(model.family.route(model.config))["top_k"]
+            first = experts.first
+            dtype = jnp.bfloat16 if isinstance(first, QuantizedArray) else first.dtype
+            x = jax.ShapeDtypeStruct((tokens, experts.hidden), dtype)
+            k = model.family.route(block.config)["top_k"]
             routing = Routing(
                 jax.ShapeDtypeStruct((tokens, k), jnp.int32),  # type: ignore[arg-type]
                 jax.ShapeDtypeStruct((tokens, k), jnp.float32),  # type: ignore[arg-type]

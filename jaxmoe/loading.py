@@ -16,15 +16,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxmoe import _saved
 from jaxmoe._jax import checks as _checks
-from jaxmoe._load import families, find, router
+from jaxmoe._load import families, find, latent, router, settings
 from jaxmoe._load.ahead import Ahead
 from jaxmoe._load.files import OP, naming, parsed
+from jaxmoe._load.latent import LatentSpace
 from jaxmoe._load.shards import Shards
 from jaxmoe._load.stored import Stored
 from jaxmoe.experts import Experts
 from jaxmoe.mlp import moe_mlp
 from jaxmoe.quantize import QuantizedArray
 from jaxmoe.routing import Routing, route
+from jaxmoe.routing_methods import RoutingMethod
 
 Progress = Callable[[int, int, str], None]
 
@@ -45,8 +47,10 @@ class LoadedLayer:
       router_bias: [E] or None, added to the logits.
       selection_bias: [E] or None, the `bias` of `jaxmoe.route`.
       expert_table: [V, K] or None, the experts of each token of the vocabulary (hash routing).
-      options: the other options of `jaxmoe.route`, as pairs.
+      options: the other options of `jaxmoe.route`, as pairs; a rule of its own is the pairs of its
+        fields.
       call: options of `jaxmoe.moe_mlp`, as pairs.
+      latent: None, or the products around experts that read fewer numbers than a token has.
     """
 
     experts: Experts
@@ -56,6 +60,7 @@ class LoadedLayer:
     expert_table: jax.Array | None = None
     options: tuple[tuple[str, Any], ...] = dataclasses.field(default=(), metadata={"static": True})
     call: tuple[tuple[str, Any], ...] = dataclasses.field(default=(), metadata={"static": True})
+    latent: LatentSpace | None = None
 
     def route(self, x: jax.Array, token_ids: jax.Array | None = None) -> Routing:
         """Chooses the experts of tokens x [.., H] by float32 logits.
@@ -78,6 +83,8 @@ class LoadedLayer:
             lead = (1,) * (logits.ndim - 1)
             logits = logits + self.router_bias.astype(jnp.float32).reshape(*lead, -1)
         given: dict[str, Any] = dict(self.options)
+        if isinstance(given.get("method"), tuple):
+            given["method"] = RoutingMethod(**dict(given["method"]))
         if self.expert_table is not None:
             if token_ids is None:
                 raise ValueError(f"jaxmoe.{OP}: token_ids must be given to a layer with a table")
@@ -87,10 +94,19 @@ class LoadedLayer:
         return route(logits, **given)
 
     def __call__(
-        self, x: jax.Array, token_ids: jax.Array | None = None, **options: Any
+        self,
+        x: jax.Array,
+        token_ids: jax.Array | None = None,
+        *,
+        residual: jax.Array | None = None,
+        **options: Any,
     ) -> jax.Array:
         """The layer's result for tokens x [.., H]; `options` are those of `jaxmoe.moe_mlp`."""
-        return moe_mlp(x, self.route(x, token_ids), self.experts, **dict(self.call), **options)
+        routing, call = self.route(x, token_ids), dict(self.call)
+        if self.latent is None:
+            return moe_mlp(x, routing, self.experts, residual=residual, **call, **options)
+        inner = lambda z: moe_mlp(z, routing, self.experts, **call, **options)  # noqa: E731
+        return self.latent(inner, x, residual)
 
 
 def load(
@@ -116,8 +132,8 @@ def load(
         read from the file that the index names.
       layers: numbers of the layers to read; None: all that have experts.
       dtype: bfloat16, float16 or float32, or such a name: of the tokens that quantized weights
-        meet, and of biases beside these. int4, GPTQ and AWQ weights, whose scales have 16 bits,
-        refuse float32. Plain weights stay in the dtype of the files.
+        meet, of biases beside these and of FP8 products around experts. int4, GPTQ and AWQ weights,
+        whose scales have 16 bits, refuse float32. Plain weights stay in the dtype of the files.
       mesh: None: weights lie on JAX's default device. Else they lie on the mesh, split over
         `axis` by experts, and each process reads those of its own devices alone.
       axis: name of the axis of `mesh` that experts are split over, or a tuple of names, the first
@@ -146,9 +162,9 @@ def load(
       >>> y = jax.jit(lambda layer, x: layer(x))(layers[0], x)  # doctest: +SKIP
     """
     model = Model(directory, dtype)
-    chosen = model.blocks if layers is None else _chosen(model, layers)
+    chosen = list(model.blocks) if layers is None else _numbers(layers)
     spread = _Spread(mesh, axis, model.num_experts)
-    blocks = {n: model.block(at) for n, at in chosen.items()}
+    blocks = {number: model.block(number) for number in chosen}
     everyone = range(model.num_experts)
     weights = [weight for block in blocks.values() for weight in block.weights]
     total = sum(weight.nbytes(model.shards, everyone) for weight in weights)
@@ -172,13 +188,12 @@ def load(
     return out
 
 
-def _chosen(model: "Model", layers: Sequence[int]) -> dict[int, str]:
+def _numbers(layers: Sequence[int]) -> list[int]:
     try:
-        numbers = list(map(operator.index, layers))
+        return list(map(operator.index, layers))
     except TypeError:
         rule = f"layers={layers!r} must be a sequence of integers or None"
         raise TypeError(_checks.message(OP, rule)) from None
-    return {number: model.at(number) for number in numbers}
 
 
 class Block(NamedTuple):
@@ -187,6 +202,7 @@ class Block(NamedTuple):
     at: str
     weights: list[Stored]
     router: router.Router
+    config: settings.Config
 
 
 class Model:
@@ -202,14 +218,15 @@ class Model:
         path = Path(directory) / "config.json"
         if not path.exists():
             raise FileNotFoundError(f"jaxmoe.{OP}: {directory} has no config.json")
-        self.family, self.config = families.of(parsed(path, path.read_bytes()))
-        self.quantization = families.section(self.config, "quantization_config")
+        family, self.config = families.of(parsed(path, path.read_bytes()))
+        self.quantization = settings.section(self.config, "quantization_config")
         self.shards = Shards(directory)
-        self.num_experts = families.num_experts(self.config)
+        self.family = family.among(self.shards.names)
+        self.num_experts = settings.num_experts(self.config)
         self.dtype = str(dtype)
         # Modules that predict further tokens lie behind the layers; `blocks` leaves out those that
         # are modules of their own, whose layers count from 0 again.
-        count = families.count(self.config, "num_hidden_layers", default=1 << 30)
+        count = settings.count(self.config, "num_hidden_layers", default=1 << 30)
         found = self.family.blocks(self.shards.names)
         self.blocks = {number: at for number, at in found.items() if number < count}
         if not self.blocks:
@@ -220,15 +237,12 @@ class Model:
                 f"{len(self.shards.names)} tensors: {have}, .."
             )
 
-    def at(self, number: int) -> str:
-        """The module of a layer."""
+    def block(self, number: int) -> Block:
+        """The tensors of a layer's module."""
         if number not in self.blocks:
             known = ", ".join(map(str, self.blocks))
             raise LookupError(f"jaxmoe.{OP}: layer {number} has no experts, layers {known} have")
-        return self.blocks[number]
-
-    def block(self, at: str) -> Block:
-        """The tensors of a layer's module."""
+        at = self.blocks[number]
         if others := self.family.of_no_weight(self.shards.parts(f"{at}.experts")):
             named = ", ".join(f"{at}.{stem}" for stem in self.family.weights)
             raise NotImplementedError(
@@ -239,8 +253,9 @@ class Model:
             weight = find.find(self.shards, f"{at}.{stem}", self.quantization, self.dtype)
             weight.check(self.shards, self.num_experts)
             weights.append(weight)
-        args = self.shards, at, self.family, self.config, self.num_experts
-        return Block(at, weights, router.find(*args))
+        config = self.family.at_layer(self.config, number)
+        found = router.find(self.shards, at, self.family, config, self.num_experts)
+        return Block(at, weights, found, config)
 
     def layer(
         self, block: Block, weights: Sequence[Any], place: Callable[[Any], Any]
@@ -251,35 +266,41 @@ class Model:
             return None if name is None else place(self.shards[name])
 
         family, names = self.family, block.router
-        parts = ("gate", "up", "down") if len(weights) == 3 else ("gate_up", "down")
         quantized = isinstance(weights[0], QuantizedArray)
-        fields = dict(zip(parts, weights, strict=True))
-        fields |= self._biases(block, parts, place, quantized)
+        fields = dict(zip(family.parts, weights, strict=True))
+        fields |= self._biases(block, place, quantized)
         fields |= self._input_scales(block, place)
         with naming(block.at):
             experts = Experts(
                 **fields,
-                activation=family.activation(self.config),
+                activation=family.activation(block.config),
                 order=family.order,
                 layout="nk" if quantized else family.layout,
             )
-        self.shards.check_float(names.weight, self.num_experts, experts.hidden)
+        around = self._latent(block, experts.hidden)
+        hidden = experts.hidden if around is None else around.after.shape[0]
+        self.shards.check_float(names.weight, self.num_experts, hidden)
         table = None if names.table is None else self.shards[names.table]
+        choice = names.selection_bias
         return LoadedLayer(
             experts,
             tensor(names.weight),
             tensor(names.bias),
-            tensor(names.selection_bias),
+            None if choice is None else place(self.shards[choice].reshape(-1)),
             None if table is None else place(table.astype(np.int32)),  # int64 in the files
-            tuple(sorted(family.route(self.config).items())),
+            tuple(sorted(family.route(block.config).items())),
             family.call,
+            jax.tree.map(place, around),
         )
 
-    def _biases(
-        self, block: Block, parts: Sequence[str], place: Callable[[Any], Any], quantized: bool
-    ) -> dict[str, Any]:
+    def _latent(self, block: Block, inner: int) -> LatentSpace | None:
+        hidden = self.shards.shape(block.router.weight)[1]
+        args = self.shards, block.at, self.family, block.config, self.dtype, hidden, inner
+        return latent.find(*args)
+
+    def _biases(self, block: Block, place: Callable[[Any], Any], quantized: bool) -> dict[str, Any]:
         out: dict[str, Any] = {}
-        for part, weight in zip(parts, block.weights, strict=True):
+        for part, weight in zip(self.family.parts, block.weights, strict=True):
             name = f"{weight.stem}_bias"
             if self.family.biased or (weight.stacked and name in self.shards):
                 self.shards.check_float(name)

@@ -1,158 +1,18 @@
-"""Model families: where their files have the parts of a layer, and how they route."""
+"""Model families by `model_type`."""
 
 import dataclasses
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-from jaxmoe._load.files import OP, mapping
-from jaxmoe.activation import Activation, Swiglu
+from jaxmoe._load import rules
+from jaxmoe._load.family import Family, Latent
+from jaxmoe._load.files import OP
+from jaxmoe._load.settings import Config, section
 
-Config = Mapping[str, Any]
-
-
-def needed(config: Config, *names: str) -> Any:
-    """The value of the first of these names that the configuration has."""
-    for name in names:
-        if config.get(name) is not None:
-            return config[name]
-    raise ValueError(f"jaxmoe.{OP}: config.json has no {' or '.join(names)}")
-
-
-def count(config: Config, *names: str, default: int | None = None) -> int:
-    """The first of these numbers, an integer of at least 1; by default one must be there."""
-    return int(_number(config, names, int, 1, default))
-
-
-def _real(config: Config, name: str, default: float | None = None) -> float:
-    return float(_number(config, (name,), (int, float), 0, default))
-
-
-def _number(config: Config, names: tuple[str, ...], kinds: Any, least: int, default: Any) -> Any:
-    for name in names:
-        value = config.get(name)
-        if value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, kinds) or not value >= least:
-            what = "an integer" if kinds is int else "a number"
-            raise ValueError(
-                f"jaxmoe.{OP}: config.json has {name}={value!r}, which must be {what} of at least "
-                f"{least}"
-            )
-        return value
-    return needed(config, *names) if default is None else default
-
-
-def _flag(config: Config, name: str, default: bool | None = None) -> bool:
-    value = config.get(name)
-    if value is None:
-        return bool(needed(config, name) if default is None else default)
-    if not isinstance(value, bool):
-        raise ValueError(f"jaxmoe.{OP}: config.json has {name}={value!r}, which must be a boolean")
-    return value
-
-
-def _one_of(config: Config, name: str, *allowed: str) -> None:
-    """Refuses another rule than those by which the layer is computed; it need not be there."""
-    if (value := config.get(name)) is not None and value not in allowed:
-        raise NotImplementedError(
-            f"jaxmoe.{OP}: config.json has {name}={value!r}, which must be {' or '.join(allowed)} "
-            f"for model_type={config.get('model_type')!r}"
-        )
-
-
-def section(config: Config, name: str) -> dict[str, Any]:
-    """An object in the configuration, empty where there is none."""
-    value = config.get(name)
-    return {} if value is None else mapping(f"{name} of config.json", value)
-
-
-def top_k(config: Config) -> int:
-    names = "num_experts_per_tok", "moe_topk"
-    k, most = count(config, *names), num_experts(config)
-    if k > most:
-        name = next(name for name in names if config.get(name) is not None)
-        raise ValueError(
-            f"jaxmoe.{OP}: config.json has {name}={k}, which must be at most {most}, the number "
-            "of experts"
-        )
-    return k
-
-
-def num_experts(config: Config) -> int:
-    return count(config, "n_routed_experts", "num_experts", "num_local_experts")
-
-
-def _renormalize(config: Config) -> dict[str, Any]:
-    _one_of(config, "scoring_func", "softmax")
-    return {"top_k": top_k(config)}
-
-
-def _softmax(config: Config) -> dict[str, Any]:
-    _one_of(config, "scoring_func", "softmax")
-    norm = _flag(config, "norm_topk_prob", default=False)
-    return {"top_k": top_k(config), "method": "softmax", "norm_topk_prob": norm}
-
-
-def _qwen3(config: Config) -> dict[str, Any]:
-    return (_renormalize if _flag(config, "norm_topk_prob", default=False) else _softmax)(config)
-
-
-def _qwen3_next(config: Config) -> dict[str, Any]:
-    return _renormalize(config) if config.get("norm_topk_prob") is None else _qwen3(config)
-
-
-def _deepseek_v2(config: Config) -> dict[str, Any]:
-    scale = {"scale": _real(config, "routed_scaling_factor", 1.0)}
-    _one_of(config, "topk_method", "greedy", "group_limited_greedy")
-    if needed(config, "topk_method") == "greedy":
-        return _softmax(config) | scale
-    groups = {"num_groups": count(config, "n_group"), "top_groups": count(config, "topk_group")}
-    return {"top_k": top_k(config), "method": "deepseek_v2"} | groups | scale
-
-
-def _deepseek_v3(config: Config) -> dict[str, Any]:
-    if config.get("scoring_func") == "softmax":  # other names are taken for the family's
-        _one_of(config, "scoring_func", "sigmoid")
-    return {
-        "top_k": top_k(config),
-        "method": "deepseek_v3",
-        "num_groups": count(config, "n_group"),
-        "top_groups": count(config, "topk_group"),
-        "scale": _real(config, "routed_scaling_factor"),
-        "norm_topk_prob": _flag(config, "norm_topk_prob"),
-    }
-
-
-def _deepseek_v4(config: Config) -> dict[str, Any]:
-    scale = _real(config, "routed_scaling_factor")
-    return {"top_k": top_k(config), "method": "sqrtsoftplus", "scale": scale}
-
-
-def _minimax2(config: Config) -> dict[str, Any]:
-    return {"top_k": top_k(config), "method": "minimax2"}
-
-
-def _llama4(config: Config) -> dict[str, Any]:
-    return {"top_k": top_k(config), "method": "llama4"}
-
-
-_GATED = {"silu": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh"}
-
-
-def _gated(config: Config) -> str:
-    name = str(config.get("hidden_act", "silu"))
-    if name not in _GATED:
-        raise ValueError(f"jaxmoe.{OP}: hidden_act={name!r} must be one of {', '.join(_GATED)}")
-    return _GATED[name]
-
-
-def _gpt_oss(config: Config) -> Activation:
-    return Swiglu(1.702, 1.0, _real(config, "swiglu_limit", 7.0))
-
-
-def _clamped(config: Config) -> Activation:
-    return Swiglu(limit=_real(config, "swiglu_limit"))
+_V3_BIAS, _M2_BIAS = "gate.e_score_correction_bias", "e_score_correction_bias"
+_W123 = tuple(f"experts.{{e}}.{n}" for n in ("w1", "w3", "w2"))
+_JOINED = ("experts.gate_up_proj", "experts.down_proj")
+_SPARSE = "block_sparse_moe"
 
 
 def _always(*names: str) -> Callable[[Config], tuple[str, ...]]:
@@ -164,109 +24,131 @@ def _bias_of_v3(config: Config) -> tuple[str, ...]:
     return (_V3_BIAS,) if config.get("topk_method") in (None, "noaux_tc") else ()
 
 
-def _bias_of_minimax(config: Config) -> tuple[str, ...]:
-    return (_M2_BIAS,) if config.get("use_routing_bias") else ()
+def _where(setting: str, bias: str, default: bool = False) -> Callable[[Config], tuple[str, ...]]:
+    """The bias is needed where the configuration says that there is one."""
+    return lambda config: (bias,) if config.get(setting, default) else ()
 
 
-@dataclasses.dataclass(frozen=True)
-class Family:
-    """Names of a layer's tensors and the meaning of its configuration.
-
-    Attributes:
-      block: the module of a layer that has its router and experts, as in `layers.3.<block>`.
-      weights: stems of gate, up and down in it, or of gate_up and down; `{e}` is an expert.
-      router: stem of the router's weight in it.
-      selection_bias: name in it of what is added to scores for the choice, if there may be one.
-      table: name in it of the experts of each token, if there may be one.
-      biases: from the configuration to names of which each layer has at least one.
-      route: from the configuration to the options of `jaxmoe.route`.
-      activation: from the configuration to that of `jaxmoe.Experts`.
-      order, layout: of plain weights, as in `jaxmoe.Experts`.
-      call: options of `jaxmoe.moe_mlp`.
-      biased: experts have biases, whose names are those of their weights and `_bias`.
-    """
-
-    route: Callable[[Config], dict[str, Any]]
-    block: str = "mlp"
-    weights: tuple[str, ...] = tuple(f"experts.{{e}}.{n}_proj" for n in ("gate", "up", "down"))
-    router: str = "gate"
-    selection_bias: str | None = None
-    table: str | None = None
-    biases: Callable[[Config], tuple[str, ...]] = _always()
-    activation: Callable[[Config], str | Activation] = _gated
-    order: str = "gate_up"
-    layout: str = "nk"
-    call: tuple[tuple[str, Any], ...] = ()
-    biased: bool = False
-
-    @property
-    def stacked(self) -> bool:
-        """Whether one tensor has a weight of all experts."""
-        return "{e}" not in self.weights[0]
-
-    def of_no_weight(self, parts: Iterable[str]) -> list[str]:
-        """Of what follows `<block>.experts` in names of tensors, what belongs to no weight."""
-        stems = (
-            re.escape(w.removeprefix("experts")).replace(r"\{e\}", r"\d+") for w in self.weights
-        )
-        known = re.compile(rf"(?:{'|'.join(stems)})(?:[._].*)?")
-        return sorted(part for part in parts if not known.fullmatch(part))
-
-    def blocks(self, names: Iterable[str]) -> dict[int, str]:
-        """The module of each layer with experts, by the layer's number, among names of tensors.
-
-        Modules in one that is named `mtp` are left out: their layers are no layers of the model.
-
-        Raises:
-          ValueError: two modules have the same number.
-        """
-        stems = "|".join(map(re.escape, (*self.weights, f"{self.router}.weight")))
-        stem = stems.replace(re.escape("{e}"), r"\d+")
-        pattern = re.compile(
-            rf"((?:.*\.)?layers\.(\d+)\.{re.escape(self.block)})\.(?:{stem})(?:[._].*)?"
-        )
-        out: dict[int, str] = {}
-        for at, digits in dict.fromkeys(m.groups() for m in map(pattern.fullmatch, names) if m):
-            if "mtp" in at.split("."):
-                continue
-            other = out.setdefault(int(digits), at)
-            if other != at:
-                raise ValueError(f"jaxmoe.{OP}: {other} and {at} are both layer {int(digits)}")
-        return dict(sorted(out.items()))
+def _biased(route: Callable[[Config], rules.Options], bias: str, **more: Any) -> Family:
+    """A family whose layers all have a bias of that name."""
+    return Family(route, selection_bias=bias, biases=_always(bias), **more)
 
 
-_V3_BIAS, _M2_BIAS = "gate.e_score_correction_bias", "e_score_correction_bias"
-_DEEPSEEK = Family(_deepseek_v3, selection_bias=_V3_BIAS, biases=_bias_of_v3)
-_W123 = tuple(f"experts.{{e}}.{n}" for n in ("w1", "w3", "w2"))
-_JOINED = ("experts.gate_up_proj", "experts.down_proj")
+_SOFTMAX, _QWEN = Family(rules.softmax), Family(rules.qwen3_next)
+_DEEPSEEK = Family(rules.deepseek_v3, selection_bias=_V3_BIAS, biases=_bias_of_v3)
+_MIXTRAL = Family(rules.renormalize, _SPARSE, _W123)
+_GRANITE = Family(
+    rules.renormalize, _SPARSE, ("input_linear", "output_linear"), router="router.layer"
+)
+_STEP = Family(
+    rules.step,
+    "moe",
+    ("gate_proj", "up_proj", "down_proj"),
+    selection_bias="router_bias",
+    biases=_where("use_moe_router_bias", "router_bias", True),
+    activation=rules.swiglu_of_step,
+    by_layer=("swiglu_limits",),
+)
+_BAILING = Family(
+    rules.bailing,
+    selection_bias="gate.expert_bias",
+    biases=_where("moe_router_enable_expert_bias", "gate.expert_bias"),
+)
+_KIMI = _biased(
+    rules.kimi_linear,
+    _V3_BIAS,
+    block=_SPARSE,
+    weights=_W123,
+    activation=rules.swiglu_of_kimi,
+    latent=Latent(
+        "routed_expert_hidden_size",
+        "routed_expert_down_proj",
+        "routed_expert_up_proj",
+        "routed_expert_norm",
+        "latent_moe_use_norm",
+    ),
+)
 
 FAMILIES: dict[str, Family] = {
-    "qwen3_moe": Family(_qwen3),
-    "qwen3_next": Family(_qwen3_next),
-    **dict.fromkeys(("qwen2_moe", "olmoe"), Family(_softmax)),
-    **dict.fromkeys(("mixtral",), Family(_renormalize, "block_sparse_moe", _W123)),
-    "deepseek_v2": Family(_deepseek_v2),
-    **dict.fromkeys(("deepseek_v3", "kimi_k2", "glm4_moe", "glm_moe_dsa", "dots1"), _DEEPSEEK),
+    "qwen3_moe": Family(rules.qwen3),
+    **dict.fromkeys(("qwen3_next", "mellum"), _QWEN),
+    "qwen3_5_moe": Family(rules.renormalize, weights=_JOINED, other=Family(rules.renormalize)),
+    "qwen3_vl_moe": Family(
+        rules.renormalize, weights=_JOINED, layout="kn", other=Family(rules.renormalize)
+    ),
+    **dict.fromkeys(("qwen2_moe", "olmoe", "flex_olmo"), _SOFTMAX),
+    "jamba": Family(rules.jamba, "feed_forward", router="router"),
+    **dict.fromkeys(("mixtral", "minimax", "minimax_m1", "minimax_text_01"), _MIXTRAL),
+    **dict.fromkeys(("granitemoe", "granitemoehybrid", "granitemoeshared"), _GRANITE),
+    "hunyuan_v1_moe": Family(rules.renormalize, router="gate.wg", by_layer=("moe_topk",)),
+    "ernie4_5_moe": Family(
+        rules.ernie,
+        selection_bias="moe_statics.e_score_correction_bias",
+        biases=_where("moe_use_aux_free", "moe_statics.e_score_correction_bias", True),
+    ),
+    "deepseek_v2": Family(rules.deepseek_v2),
+    **dict.fromkeys(("deepseek_v3", "deepseek_v32", "kimi_k2", "glm_moe_dsa", "dots1"), _DEEPSEEK),
+    **dict.fromkeys(("glm4_moe", "glm4_moe_lite", "glm4v_moe", "solar_open", "beam"), _DEEPSEEK),
+    "glm5_next": dataclasses.replace(_DEEPSEEK, activation=rules.clamped),
+    "mimo_v2_flash": dataclasses.replace(_DEEPSEEK, route=rules.mimo),
+    "exaone_moe": _biased(rules.deepseek_v3, _M2_BIAS),
+    **dict.fromkeys(("bailing_moe", "bailing_moe_v2"), _BAILING),
+    "bailing_hybrid": _biased(rules.bailing_hybrid, "gate.expert_bias"),
+    "afmoe": _biased(rules.afmoe, "expert_bias", router="router.gate"),
+    "hy_v3": _biased(rules.hy_v3, "expert_bias", router="router.gate"),
+    "lfm2_moe": Family(
+        rules.lfm2,
+        "feed_forward",
+        _W123,
+        selection_bias="expert_bias",
+        biases=_where("use_expert_bias", "expert_bias", True),
+    ),
+    **dict.fromkeys(("kimi_linear", "kimi_k3"), _KIMI),
+    "nemotron_h": _biased(
+        rules.deepseek_v3,
+        _V3_BIAS,
+        block="mixer",
+        weights=("experts.{e}.up_proj", "experts.{e}.down_proj"),
+        activation=rules.relu2,
+        gated=False,
+        latent=Latent("moe_latent_size", "fc1_latent_proj", "fc2_latent_proj"),
+    ),
     "deepseek_v4": Family(
-        *(_deepseek_v4, "ffn", _W123),
+        rules.deepseek_v4,
+        "ffn",
+        _W123,
         selection_bias="gate.bias",
         table="gate.tid2eid",
         biases=_always("gate.bias", "gate.tid2eid"),
-        activation=_clamped,
+        activation=rules.clamped,
     ),
     "minimax_m2": Family(
-        *(_minimax2, "block_sparse_moe", _W123), selection_bias=_M2_BIAS, biases=_bias_of_minimax
+        rules.minimax_m2,
+        _SPARSE,
+        _W123,
+        selection_bias=_M2_BIAS,
+        biases=_where("use_routing_bias", _M2_BIAS),
     ),
+    "minimax_m3_vl": Family(
+        rules.minimax_m3,
+        _SPARSE,
+        _W123,
+        selection_bias=_M2_BIAS,
+        biases=_where("use_routing_bias", _M2_BIAS),
+        activation=rules.swiglu_of_minimax_m3,
+    ),
+    "laguna": _biased(rules.laguna, "experts.e_score_correction_bias"),
+    **dict.fromkeys(("step3p5", "step3p7"), _STEP),
     "gpt_oss": Family(
-        *(_renormalize, "mlp", _JOINED, "router"),
+        *(rules.renormalize, "mlp", _JOINED, "router"),
         biases=_always("router.bias"),
-        activation=_gpt_oss,
+        activation=rules.swiglu_of_gpt_oss,
         order="interleaved",
         layout="kn",
         biased=True,
     ),
     "llama4": Family(
-        *(_llama4, "feed_forward", _JOINED, "router"),
+        *(rules.llama4, "feed_forward", _JOINED, "router"),
         layout="kn",
         call=(("apply_weight_on_input", True),),
     ),

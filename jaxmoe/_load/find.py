@@ -11,8 +11,8 @@ import numpy as np
 from jaxmoe import checkpoints
 from jaxmoe._formats.quantization import BLOCK
 from jaxmoe._jax.checks import FLOATS
-from jaxmoe._load.families import section
 from jaxmoe._load.files import OP, mapping
+from jaxmoe._load.settings import section
 from jaxmoe._load.shards import Shards
 from jaxmoe._load.stored import INPUT_SCALE, Stored
 

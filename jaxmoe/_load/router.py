@@ -3,8 +3,9 @@
 import dataclasses
 from collections.abc import Iterator
 
-from jaxmoe._load.families import Config, Family
+from jaxmoe._load.family import Family
 from jaxmoe._load.files import OP
+from jaxmoe._load.settings import Config
 from jaxmoe._load.shards import Shards
 
 
@@ -15,7 +16,7 @@ class Router:
     Attributes:
       weight: [E, H].
       bias: [E], added to the logits.
-      selection_bias: [E], added to scores for the choice.
+      selection_bias: [E] or [1, E], added to scores for the choice.
       table: [V, K], the experts of each token.
     """
 
@@ -55,7 +56,8 @@ def find(shards: Shards, at: str, family: Family, config: Config, num_experts: i
             raise NotImplementedError(f"jaxmoe.{OP}: {name} has no reader, beside {router.weight}")
     shards.check_float(router.weight, num_experts, -1)
     for name in filter(None, (router.bias, router.selection_bias)):
-        shards.check_float(name, num_experts)
+        row = (1,) if name == router.selection_bias and shards.shape(name)[:-1] == (1,) else ()
+        shards.check_float(name, *row, num_experts)
     wanted = [f"{at}.{name}" for name in family.biases(config)]
     if wanted and not any(name in shards for name in wanted):
         raise LookupError(

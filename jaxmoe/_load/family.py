@@ -1,0 +1,135 @@
+"""Where the files of a model family have the parts of a layer."""
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from jaxmoe._load import rules
+from jaxmoe._load.files import OP
+from jaxmoe._load.settings import Config
+from jaxmoe.activation import Activation
+
+
+class Latent(NamedTuple):
+    """Names of the products around experts that read and write fewer numbers than a token has.
+
+    Attributes:
+      size: what the configuration calls that number; there are no products where it has none.
+      before, after: stems of the products' weights in the block.
+      norm: stem of the weight of a norm before the second, which the configuration says is there
+        by the name that follows.
+      normed: that name.
+    """
+
+    size: str
+    before: str
+    after: str
+    norm: str = ""
+    normed: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """Names of a layer's tensors and the meaning of its configuration.
+
+    Attributes:
+      block: the module of a layer that has its router and experts, as in `layers.3.<block>`.
+      weights: stems of gate, up and down in it, or of the first weight and down; `{e}` is an
+        expert.
+      router: stem of the router's weight in it.
+      selection_bias: name in it of what is added to scores for the choice, if there may be one.
+      table: name in it of the experts of each token, if there may be one.
+      biases: from the configuration to names of which each layer has at least one.
+      route: from the configuration to the options of `jaxmoe.route`; a `method` of pairs has the
+        fields of a `jaxmoe.RoutingMethod`.
+      activation: from the configuration to that of `jaxmoe.Experts`.
+      gated: the first of two weights is gate_up, not up.
+      order, layout: of plain weights, as in `jaxmoe.Experts`.
+      call: options of `jaxmoe.moe_mlp`.
+      biased: experts have biases, whose names are those of their weights and `_bias`.
+      latent: the products around the experts, if there may be some.
+      by_layer: what the configuration may have as a list with a value for each layer.
+      other: the family where files have its weights and not these.
+    """
+
+    route: Callable[[Config], dict[str, Any]]
+    block: str = "mlp"
+    weights: tuple[str, ...] = tuple(f"experts.{{e}}.{n}_proj" for n in ("gate", "up", "down"))
+    router: str = "gate"
+    selection_bias: str | None = None
+    table: str | None = None
+    biases: Callable[[Config], tuple[str, ...]] = lambda _: ()
+    activation: Callable[[Config], str | Activation] = rules.gated
+    gated: bool = True
+    order: str = "gate_up"
+    layout: str = "nk"
+    call: tuple[tuple[str, Any], ...] = ()
+    biased: bool = False
+    latent: Latent | None = None
+    by_layer: tuple[str, ...] = ()
+    other: "Family | None" = None
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The field of `jaxmoe.Experts` that each weight is."""
+        if len(self.weights) == 3:
+            return "gate", "up", "down"
+        return ("gate_up" if self.gated else "up"), "down"
+
+    def at_layer(self, config: Config, number: int) -> Config:
+        """The configuration of a layer.
+
+        Raises:
+          ValueError: a list without a value for it.
+        """
+        lists = {name: config[name] for name in self.by_layer if isinstance(config.get(name), list)}
+        for name, values in lists.items():
+            if number >= len(values):
+                raise ValueError(
+                    f"jaxmoe.{OP}: {name} of config.json has {len(values)} values, none for layer "
+                    f"{number}"
+                )
+        return {**config, **{name: values[number] for name, values in lists.items()}}
+
+    def among(self, names: Iterable[str]) -> "Family":
+        """This family or the other one, by the names of all tensors."""
+        if self.other is None or any(self._modules(self.weights, names)):
+            return self
+        return self.other
+
+    def of_no_weight(self, parts: Iterable[str]) -> list[str]:
+        """Of what follows `<block>.experts` in names of tensors, what belongs to no weight."""
+        stems = (
+            re.escape(w.removeprefix("experts")).replace(r"\{e\}", r"\d+") for w in self.weights
+        )
+        known = re.compile(rf"(?:{'|'.join(stems)})(?:[._].*)?")
+        bias = (self.selection_bias or "").removeprefix("experts")
+        return sorted(part for part in parts if part != bias and not known.fullmatch(part))
+
+    def blocks(self, names: Iterable[str]) -> dict[int, str]:
+        """The module of each layer with experts, by the layer's number, among names of tensors.
+
+        Modules in one that is named `mtp` are left out: their layers are no layers of the model.
+
+        Raises:
+          ValueError: two modules have the same number.
+        """
+        out: dict[int, str] = {}
+        found = self._modules((*self.weights, f"{self.router}.weight"), names)
+        for at, digits in dict.fromkeys(found):
+            other = out.setdefault(int(digits), at)
+            if other != at:
+                raise ValueError(f"jaxmoe.{OP}: {other} and {at} are both layer {int(digits)}")
+        return dict(sorted(out.items()))
+
+    def _modules(self, stems: Sequence[str], names: Iterable[str]) -> Iterator[tuple[str, str]]:
+        """A layer's module and its number, for each name of a tensor with one of these stems."""
+        stem = "|".join(map(re.escape, stems)).replace(re.escape("{e}"), r"\d+")
+        pattern = re.compile(
+            rf"((?:.*\.)?layers\.(\d+)\.{re.escape(self.block)})\.(?:{stem})(?:[._].*)?"
+        )
+        for match in filter(None, map(pattern.fullmatch, names)):
+            at, digits = match.groups()
+            if "mtp" not in at.split("."):
+                yield at, digits
