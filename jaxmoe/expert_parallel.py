@@ -54,10 +54,10 @@ def moe_mlp(
 
       all_gather: every device gets every token and adds up the results of its own experts; a
         psum_scatter adds the parts of the devices.
-      all_to_all: each device sends to each other one the tokens that have a choice there, in boxes
-        of a static size, and adds up the parts that come back.
-      ragged: the same without boxes, by `jax.lax.ragged_all_to_all` on CUDA; elsewhere, where XLA
-        has none, by an all_gather that gives the same result.
+      all_to_all: each device sends to each other one the tokens that have a choice there, in
+        buffers of a static size, and adds up the parts that come back.
+      ragged: the same without such buffers, by `jax.lax.ragged_all_to_all` on CUDA; elsewhere,
+        where XLA has none, by an all_gather that gives the same result.
       direct: each device pushes its tokens into the memory of the devices that they have a choice
         on, and these the rows of their experts back, or their sums under differentiation: kernels
         over NVLink, in what `open_peer_memory` opened. With many tokens and small I copy engines do

@@ -1,7 +1,9 @@
 """Definition of every public op: plain jnp, slow, readable in a minute.
 
-Each function takes the arguments of the public op of the same name and computes in `dtype`, float32
-unless told otherwise. Tests and benchmarks compare against float32; the same formula in the low
+Each function computes what the public op of the same name does, of plain arrays in place of
+`Routing`, `Plan` and `Experts`, in `dtype`, float32 unless told otherwise. `route_and_plan` and
+`expert_rows` are made of these; quantized arrays are defined in `quantize.py`, losses in
+`losses.py`. Tests and benchmarks compare against float32; the same formula in the low
 precision gives the error that any implementation may make (see `_testing.assert_close`).
 Letters: T tokens, K choices per token, E experts, H hidden, I intermediate, R = T * K rows.
 """

@@ -6,6 +6,7 @@ import importlib
 import inspect
 import pkgutil
 import re
+import textwrap
 import types
 from pathlib import Path
 
@@ -68,8 +69,8 @@ def python_blocks(page: str) -> list[tuple[int, str]]:
     """Returns (line in the page, code) of each block marked python."""
     text = read(page)
     return [
-        (text.count("\n", 0, match.start(1)), match[1])
-        for match in re.finditer(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+        (text.count("\n", 0, match.start(1)), textwrap.dedent(match[1]))
+        for match in re.finditer(r"^ *```python\n(.*?)^ *```", text, re.DOTALL | re.MULTILINE)
     ]
 
 
