@@ -15,7 +15,7 @@ from jaxmoe._testing import normal
 from tests.lowered import calls, cuda_text
 
 F32, BF16, I32 = jnp.float32, jnp.bfloat16, jnp.int32
-E, K, N, ROWS = 3, 20, 24, 17
+E, K, N, ROWS = 3, 20, 21, 17
 SIZES = np.array([9, 0, 6], np.int32)  # two rows of no group
 GMM, TGMM = "jaxmoe_grouped_gemm_v1", "jaxmoe_weight_grad_v1"
 
@@ -146,8 +146,22 @@ def test_other_devices_multiply_float32_itself():
     assert "bf16" not in text.as_text()
 
 
-def test_what_stays_refused():
-    """Rows that the kernels cannot move, by the names of what they multiply."""
-    args = struct(9, 16, dtype=F32), struct(E, 16, 5, dtype=F32), struct(E, dtype=I32)
-    with pytest.raises(NotImplementedError, match=r"rhs\.shape\[2\]=5 must be a positive multiple"):
-        cuda_text(grouped_gemm, *args)
+def test_rows_of_any_length_are_filled_up_with_zeros():
+    """Also those of a layer and of its gradients."""
+    args = struct(9, 15, dtype=F32), struct(E, 15, 5, dtype=F32), struct(E, dtype=I32)
+    ((_, _, operands, results),) = calls(cuda_text(grouped_gemm, *args))
+    assert (operands[0], results[0]) == ("1x9x48xbf16", "1x9x8xf32")
+    assert f"1x{E}x48x8xbf16" in operands
+    x, gate_up, down = (
+        struct(6, 7, dtype=F32),
+        struct(E, 7, 18, dtype=F32),
+        struct(E, 9, 7, dtype=F32),
+    )
+    routing = jaxmoe.Routing(jnp.zeros((6, 2), I32), jnp.ones((6, 2), F32), E)
+
+    def loss(x, experts):
+        return jnp.sum(jaxmoe.moe_mlp(x, routing, experts) ** 2)
+
+    args = x, Experts(gate_up=gate_up, down=down)
+    names = [call[0] for call in calls(cuda_text(jax.grad(loss, (0, 1)), *args))]
+    assert names.count(GMM) >= 4 and names.count(TGMM) >= 6

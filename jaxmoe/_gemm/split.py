@@ -5,7 +5,7 @@ The products of parts with i + j < count are summed in float32: three for count 
 of some 2^-16 |x| |w| each, and six for count = 3, with one of float32's own size.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxmoe._formats import Format
 
 BF16 = jnp.dtype(jnp.bfloat16)
-_COLUMNS = 8  # of k: rows of bf16 are multiples of 16 bytes
+_COLUMNS = 8  # rows of bf16 are multiples of 16 bytes
 _HIGHEST = (jax.lax.Precision.HIGHEST, "highest", "float32")
 
 
@@ -58,6 +58,8 @@ def side_by_side(
 ) -> tuple[jax.Array, jax.Array]:
     """Factors in bf16 whose product is x @ w + bias: parts, one after the other along k.
 
+    Zeros make k and n multiples of 8.
+
     Args:
       x: [B, T, K].
       w: [W, E, K, N], or [W, E, N, K].
@@ -71,9 +73,8 @@ def side_by_side(
         rows = [jnp.expand_dims(part, k_axis) for part in parts(bias, 3)]
         xs.append(jnp.ones((*x.shape[:2], len(rows)), BF16))
         ws += rows
-    size = sum(part.shape[2] for part in xs)
-    missing = -size % _COLUMNS
-    return _joined(xs, 2, missing), _joined(ws, k_axis, missing)
+    whole, n_axis = jnp.concatenate(ws, axis=k_axis), 5 - k_axis
+    return _filled(jnp.concatenate(xs, axis=2), 2), _filled(_filled(whole, k_axis), n_axis)
 
 
 def gmm_of_parts(gmm: Callable[..., Any], x: Any, w: Any, format: Format) -> Any:
@@ -96,7 +97,7 @@ def gmm_of_parts(gmm: Callable[..., Any], x: Any, w: Any, format: Format) -> Any
         k_axis, count = 2 if weight_layout == "kn" else 3, of_precision(precision)
         factors = side_by_side(x, w, bias, k_axis=k_axis, count=count)
         (out,) = gmm(*factors, starts, sizes, weight_layout=weight_layout, out_dtype=jnp.float32)
-        return (out.astype(out_dtype),)
+        return (out[..., : w.shape[5 - k_axis]].astype(out_dtype),)
 
     return of_parts
 
@@ -118,18 +119,19 @@ def tgmm_of_parts(tgmm: Callable[..., Any], x: Any, dy: Any) -> Any:
         precision: Any,
     ) -> tuple[jax.Array]:
         params: dict[str, Any] = {"weight_shape": weight_shape, "precision": None}
-        total = None if init is None else init.astype(jnp.float32)
-        for factors in pairs(x, dy, of_precision(precision)):
+        total = None if init is None else _filled(_filled(init.astype(jnp.float32), -1), -2)
+        for factors in pairs(_filled(x, -1), _filled(dy, -1), of_precision(precision)):
             (total,) = tgmm(
                 *factors, starts, sizes, total, out_dtype=jnp.dtype("float32"), **params
             )
         assert total is not None
-        return (total.astype(out_dtype),)
+        return (total[..., : x.shape[-1], : dy.shape[-1]].astype(out_dtype),)
 
     return of_parts
 
 
-def _joined(arrays: Sequence[jax.Array], axis: int, missing: int) -> jax.Array:
-    whole = jnp.concatenate(arrays, axis=axis)
-    pad = [(0, missing if i == axis else 0) for i in range(whole.ndim)]
-    return jnp.pad(whole, pad) if missing else whole
+def _filled(a: jax.Array, axis: int) -> jax.Array:
+    """The array with zeros behind an axis, so that it has whole 8."""
+    missing = -a.shape[axis] % _COLUMNS
+    pad = [(0, missing if i == axis % a.ndim else 0) for i in range(a.ndim)]
+    return jnp.pad(a, pad) if missing else a
