@@ -199,10 +199,17 @@ def autotune(fn: Callable[..., Any], *args: Any) -> AutotuningResult:
       RuntimeError: there is no GPU that runs the kernels, with the reason.
       ValueError: no such layer is in `fn`.
 
+    Numerics: other tiles may add up in another order: the last bits of results may differ from
+      those of the rule, and repeat as those do.
+
     Example:
-      result = jaxmoe.autotune(step, params, batch)
-      with result:
-          step(params, batch)
+      >>> import jax, jax.numpy as jnp, jaxmoe
+      >>> def step(x, logits, experts):
+      ...     return jaxmoe.moe_mlp(x, jaxmoe.route(logits, top_k=2), experts)
+      >>> def tuned(*args):
+      ...     result = jaxmoe.autotune(step, *args)
+      ...     with result:
+      ...         return jax.jit(step)(*args)
     """
     reason = _targets.why_not() or (None if _gpus() else "JAX has no GPU in this process")
     if reason is not None:

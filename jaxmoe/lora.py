@@ -69,6 +69,9 @@ def init(
       dtype: of the arrays, bfloat16, float16 or float32. They are rounded to that of the layer
         where they multiply.
 
+    Returns:
+      `Adapters`.
+
     Raises:
       TypeError: no `Experts`, a scale that is no number, or another dtype.
       ValueError: a rank or number below 1, or experts of several layers.
@@ -144,6 +147,15 @@ def moe_mlp(
     Sharding: one device's layer; over devices, inside `jax.shard_map`, with the experts that are
       all of the routing.
     Source: LoRA, https://arxiv.org/abs/2106.09685; several adapters, https://arxiv.org/abs/2310.18547
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxmoe
+      >>> from jaxmoe import lora
+      >>> experts = jaxmoe.Experts(gate_up=jnp.ones((2, 4, 6)), down=jnp.ones((2, 3, 4)))
+      >>> adapters = lora.init(jax.random.key(0), experts, rank=8)
+      >>> routing = jaxmoe.route(jnp.ones((5, 2)), top_k=1)
+      >>> lora.moe_mlp(jnp.ones((5, 4)), routing, experts, adapters).shape
+      (5, 4)
     """
     _check(x, routing, experts, adapters, adapter_ids, residual)
     lead, hidden = x.shape[:-1], x.shape[-1]
@@ -166,11 +178,28 @@ def moe_mlp(
 
 @_checks.array_likes
 def merged(experts: Experts, adapters: Adapters) -> Experts:
-    """Returns plain experts with one adapter added to their weights, each rounded once.
+    """Adds one adapter to the weights of plain experts.
+
+    Args:
+      experts: of one layer.
+      adapters: one, of these experts.
+
+    Returns:
+      `Experts` with weights W + scale * A @ B in their own dtypes and layouts, all else as it was.
 
     Raises:
       TypeError: quantized experts: dequantize them first; or arrays that are not floating.
       ValueError: several adapters, or such of other experts.
+
+    Numerics: float32 products and sums, each weight rounded once.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxmoe
+      >>> from jaxmoe import lora
+      >>> experts = jaxmoe.Experts(gate_up=jnp.ones((2, 4, 6)), down=jnp.ones((2, 3, 4)))
+      >>> adapters = lora.init(jax.random.key(0), experts, rank=8)  # changes nothing yet
+      >>> bool((lora.merged(experts, adapters).down == experts.down).all())
+      True
     """
     op = "lora.merged"
     _checks.check_type(op, "experts", experts, Experts, "a jaxmoe.Experts")

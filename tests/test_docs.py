@@ -50,6 +50,13 @@ REFERENCES = (
 PLOTS = {ROOT / "docs" / "img" / name for name in ("layer.svg", "expert_parallel.svg")}
 MODULES = sorted(m.name for m in pkgutil.walk_packages(jaxmoe.__path__, "jaxmoe."))
 MODULES = [name for name in MODULES if name != "jaxmoe._cuda_ffi"]
+# Those that are imported by name.
+SUBMODULES = ("expert_parallel", "fsdp", "lora", "nn", "checkpoints")
+SUBMODULES += tuple(
+    f"seams.{module.name}"
+    for module in pkgutil.iter_modules(importlib.import_module("jaxmoe.seams").__path__)
+    if not module.name.startswith("_")
+)
 
 
 def read(page: str) -> str:
@@ -175,17 +182,39 @@ def test_docstring_examples(name) -> None:
     assert runner.summarize(verbose=False).failed == 0, "".join(report)
 
 
-@pytest.mark.parametrize("name", sorted(public()))
+def of_modules() -> dict[str, object]:
+    """Public names of the modules that are imported by name, and those that `jaxmoe` loads late."""
+    found: dict[str, object] = {name: getattr(jaxmoe, name) for name in jaxmoe._LATE}
+    for module in map(importlib.import_module, (f"jaxmoe.{name}" for name in SUBMODULES)):
+        # What a module has a name for, from a private file, is its own; else what it defines.
+        given = getattr(module, "__all__", None) or vars(module)
+        for name, value in vars(module).items():
+            if name in given and not name.startswith("_") and _is_of(value, module.__name__):
+                found[f"{module.__name__.removeprefix('jaxmoe.')}.{name}"] = value
+    return found
+
+
+def _is_of(value: object, module: str) -> bool:
+    home = getattr(value, "__module__", None) or ""
+    is_own = home == module or home.startswith((f"{module}.", "jaxmoe._ep."))
+    return is_own and (inspect.isfunction(value) or inspect.isclass(value))
+
+
+@pytest.mark.parametrize("name", sorted(public() | of_modules()))
 def test_every_public_function_has_an_example(name) -> None:
-    value = public()[name]
+    value = (public() | of_modules())[name]
     doc = inspect.getdoc(value) or ""
     if inspect.isfunction(value):
         assert ">>> " in doc and "Returns:" in doc
-        assert all(f"{argument}:" in doc for argument in _arguments(value)), name
+        named = (rf"(?<!\w){re.escape(argument)}(, \w+)*:" for argument in _arguments(value))
+        assert all(re.search(pattern, doc) for pattern in named), name
     else:
-        fields = [field.name for field in dataclasses.fields(value) if field.init]
+        fields = getattr(value, "_fields", ())
+        if dataclasses.is_dataclass(value):
+            fields = [field.name for field in dataclasses.fields(value) if field.init]
         own = name in ("Swiglu", "SwigluStep", "SoftcapSwiglu")  # its arguments are not its fields
         assert own or all(re.search(rf"\b{field}\b", doc) for field in fields), name
+        assert doc
 
 
 def _arguments(function) -> list[str]:

@@ -63,10 +63,13 @@ def from_mxfp4(weight: jax.Array, scale: jax.Array, *, dtype: Any = "bfloat16") 
 
 
 def to_mxfp4(q: QuantizedArray) -> tuple[jax.Array, jax.Array]:
-    """Returns `weight` [E, N, K / 2] uint8 and `scale` [E, N, K / 32] uint8, see `from_mxfp4`.
+    """The inverse of `from_mxfp4`.
 
     Args:
       q: mxfp4 weights.
+
+    Returns:
+      `weight` [E, N, K / 2] uint8 and `scale` [E, N, K / 32] uint8.
 
     Raises:
       TypeError, ValueError: no quantized array, one of another format, or a scale of an expert

@@ -129,6 +129,18 @@ def parameters(config: MoEConfig) -> dict[str, Parameter]:
     """The arrays of a block by name, in a fixed order.
 
     Gate and up are two arrays, so that their last axis may be split over devices.
+
+    Args:
+      config: what the block is.
+
+    Returns:
+      Shape, dtype, logical axes and scale of each array.
+
+    Example:
+      >>> from jaxmoe.nn import MoEConfig, parameters
+      >>> found = parameters(MoEConfig(8, 16, num_experts=4, top_k=2))
+      >>> {name: p.shape for name, p in found.items()}
+      {'router': (8, 4), 'gate': (4, 8, 16), 'up': (4, 8, 16), 'down': (4, 16, 8)}
     """
     c, stored, wide = config, jnp.dtype(config.param_dtype), jnp.dtype(jnp.float32)
     found = {"router": Parameter((c.hidden, c.num_experts), ("embed", None), c.hidden, wide)}
@@ -168,7 +180,22 @@ def initial(key: jax.Array, parameter: Parameter) -> jax.Array:
 
 
 def init(config: MoEConfig, key: jax.Array) -> dict[str, jax.Array]:
-    """Draws all arrays of a block."""
+    """Draws all arrays of a block: normal with variance 1 / fan_in, biases zero.
+
+    Args:
+      config: what the block is.
+      key: of `jax.random.key`.
+
+    Returns:
+      The arrays by the names of `parameters`, for `apply`.
+
+    Example:
+      >>> import jax
+      >>> from jaxmoe.nn import MoEConfig, init
+      >>> params = init(MoEConfig(8, 16, num_experts=4, top_k=2), jax.random.key(0))
+      >>> params["down"].shape
+      (4, 16, 8)
+    """
     named = parameters(config)
     keys = jax.random.split(key, len(named))
     return {name: initial(k, p) for k, (name, p) in zip(keys, named.items(), strict=True)}
@@ -209,6 +236,15 @@ def apply(
       (DeepSeek-V3). The shared expert is a layer of one expert, and rounds as that does.
     Sharding: tokens and experts may be split as in `jaxmoe.moe_mlp`; on Explicit axes H of x and
       router must be whole.
+    Source: the sum of routed and shared experts as in DeepSeekMoE, https://arxiv.org/abs/2401.06066
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jaxmoe.nn import MoEConfig, apply, init
+      >>> config = MoEConfig(8, 16, num_experts=4, top_k=2)
+      >>> y, aux = apply(config, init(config, jax.random.key(0)), jnp.ones((3, 8)))
+      >>> y.shape, int(aux.load.sum())
+      ((3, 8), 6)
     """
     checks.check_tokens(config, x, mask)
     checks.check_params(parameters(config), params)
