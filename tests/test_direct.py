@@ -641,3 +641,48 @@ def test_memory_goes_if_a_program_before_has_failed(monkeypatch):
         connect.close("expert")
     assert [call[0] for call in extension.calls] == ["peer_disconnect", "peer_free"]
     assert len(waited) == jax.local_device_count()  # whichever fails, it waits for the others
+
+
+# Formats of weights and of tokens beside them, and the one that these are sent in.
+OF_TOKENS = (
+    ("nvfp4", "nvfp4", "nvfp4"),
+    ("mxfp8", "mxfp8", "mxfp8"),
+    ("mxfp4", "mxfp8", "mxfp8"),
+    ("int4_g128", "e4m3", "fp8_channel"),
+)
+
+
+def layer_of_tokens(format, token_format, count):
+    """A layer over an axis, and on one device, of `count` tokens; some choices go nowhere."""
+    rng = np.random.default_rng(3)
+    draw = lambda *s: jnp.asarray(rng.standard_normal(s), jnp.bfloat16)  # noqa: E731
+    weights = {"gate_up": draw(16, 128, 256) / 8, "down": draw(16, 128, 128) / 8}
+    quantized = {n: quantize(w, format, weight_layout="kn") for n, w in weights.items()}
+    # A scale of all rows of a device would be another one than that of all rows.
+    scales = {n: jnp.float32(2**-9) for n in ("x_scale", "h_scale") if format == "nvfp4"}
+    experts = jaxmoe.Experts(**quantized, **scales, token_format=token_format)
+    x, ids = draw(count, 128), rng.integers(-1, 17, (count, 3)).astype(np.int32)
+    routing = jaxmoe.Routing(jnp.asarray(ids), jnp.asarray(rng.random((count, 3)), jnp.float32))
+
+    def over(grid, **options):
+        call = functools.partial(expert_parallel.sharded_moe_mlp, mesh=grid, axis_name="expert")
+        return jax.jit(functools.partial(call, **options))(x, routing, experts)
+
+    one = dataclasses.replace(routing, num_experts=16)
+    return over, lambda: jax.jit(jaxmoe.moe_mlp)(x, one, experts)
+
+
+def relative(got, want):
+    got, want = (np.asarray(a, np.float32) for a in (got, want))
+    return np.linalg.norm(got - want) / np.linalg.norm(want)
+
+
+@pytest.mark.usefixtures("memory")
+@pytest.mark.parametrize("format, token_format, sent", OF_TOKENS)
+def test_tokens_travel_in_the_format_of_tokens(format, token_format, sent):
+    """Words of packed tokens with their scales, or bytes: as if they were rounded on arrival."""
+    over, alone = layer_of_tokens(format, token_format, 8 * 6)
+    got = over(mesh(**EIGHT), dispatch="direct", dispatch_format=sent)
+    for dispatch, format in (("direct", None), ("all_to_all", sent), ("all_gather", None)):
+        assert_equal(got, over(mesh(**EIGHT), dispatch=dispatch, dispatch_format=format))
+    assert relative(got, alone()) < 2**-8

@@ -13,6 +13,7 @@ from jaxmoe import expert_parallel
 from jaxmoe._ep import direct
 from jaxmoe._testing import assert_equal, normal
 from jaxmoe.finalize import sum_rows
+from tests.test_direct import OF_TOKENS, layer_of_tokens, relative
 
 pytestmark = pytest.mark.multi_gpu
 
@@ -120,6 +121,20 @@ def test_derivatives_are_those_of_collectives():
         )
     for ours, theirs in zip(got, want, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("format, token_format, sent", OF_TOKENS)
+@pytest.mark.parametrize("num_tokens", (6, 500))
+def test_tokens_travel_in_the_format_of_tokens(num_tokens, format, token_format, sent):
+    count = len(jax.devices("cuda"))
+    over, by_one = layer_of_tokens(format, token_format, count * num_tokens)
+    with opened():
+        first, again, rounded_there = (
+            jax.device_get(over(mesh(), dispatch="direct", dispatch_format=format))
+            for format in (sent, sent, None)
+        )
+    assert_equal(first, again)
+    assert relative(first, rounded_there) < 2**-8 and relative(first, by_one()) < 2**-8
 
 
 def alone(way, place=0):
