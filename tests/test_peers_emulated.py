@@ -50,6 +50,16 @@ def test_exchanges_beside_products_among_them(program, devices, steps, seed):
     assert run(program, devices, steps, seed, "beside") == (True, [(NONE, 0, 0)] * devices)
 
 
+# Steps after which a device that adds sums of an exchange beside products may read others.
+SPOILT = [(2, 1), (10, 9), (11, 5), (12, 1), (12, 5), (12, 9)]
+
+
+def test_sums_that_others_may_have_spoilt_are_nan(program):
+    """A device that gives up cannot stop its copies of the exchange after."""
+    for steps, seed in SPOILT:
+        assert run(program, 3, steps, seed, "spoils")[0]
+
+
 def test_a_device_that_leaves_stops_the_others(program):
     """Each gives nothing but NaN from there on, and knows of a device that left or gave up."""
     right, failures = run(program, 4, 8, 3, "leaves", 4)
@@ -82,10 +92,12 @@ def test_a_program_with_another_mesh_is_seen(program):
         ("beside", "meeting = NextStep(peers);", "meeting = step;"),
         ("beside", "WaitForStep(peers, meeting, params.size.tag);\n", "\n"),
         ("beside", "WaitForStep(peers, step, params.size.tag) || !begins", "!begins"),
+        ("beside", "if (failed || !HasFailed(peers)) break;", "break;"),
     ],
     ids=(
         *("one half", "one half of few", "a step early", "no tags", "no flags of rows"),
         *("tokens in any half", "a number left out", "tokens too early", "sums too early"),
+        "sums of the step after",
     ),
 )
 def test_a_mistake_is_noticed(file, what, wrong, tmp_path):
@@ -97,6 +109,9 @@ def test_a_mistake_is_noticed(file, what, wrong, tmp_path):
     broken = compiled(tmp_path / "peers", tmp_path)
     if "!= tag" in what:
         assert not run(broken, 2, 6, 5, "differs", 2)[0]
+        return
+    if "break" in wrong:
+        assert not all(run(broken, 3, *given, "spoils")[0] for given in SPOILT)
         return
     kind = ("beside",) if file == "beside" else ("none", 99)
     assert not all(run(broken, 3, 30, seed, *kind)[0] for seed in (1, 2, 3))

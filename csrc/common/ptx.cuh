@@ -142,9 +142,8 @@ __device__ __forceinline__ void AddRelease(int* counter) {
   asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
 }
 
-// Waits, as a warp, until a word is not 0, unless it is null, and then makes what was written
-// before it visible to bulk copies. The compiler sees no loop here: after one it would take the
-// lanes for apart, and make other code of all that the warps of a kernel do.
+// Waits, as a warp, until a word is not 0, unless it is null. The compiler sees no loop here: after
+// one it would take the lanes for apart, and make other code of all that the warps of a kernel do.
 __device__ __forceinline__ void WaitForWord(const uint32_t* word) {
   asm volatile(
       "{\n"
@@ -157,7 +156,6 @@ __device__ __forceinline__ void WaitForWord(const uint32_t* word) {
       "setp.eq.u32 waits, value, 0;\n"
       "vote.sync.any.pred waits, waits, 0xffffffff;\n"
       "@waits bra.uni again;\n"
-      "fence.proxy.async.global;\n"
       "done:\n"
       "}\n" ::"l"(word)
       : "memory");

@@ -29,12 +29,11 @@ const char* LaunchBesideCopies(const PeerBeside& exchange,
       exchange.size.num_tokens * exchange.sum.hidden * ElementSize(exchange.sum.dtype);
   MlpSources sources{peers.num_devices, exchange.came, exchange.counters, {}, {}};
   sources.arrive = [&](int turn) {
-    return Reason(turn == 0 ? cudaSuccess : cudaStreamWaitEvent(stream, streams.arrived[turn]));
+    return Reason(cudaStreamWaitEvent(stream, streams.arrived[turn]));
   };
   sources.summed = [&](int turn) {
-    if (turn == 0) return Reason(cudaSuccess);
     const char* rows = static_cast<const char*>(layer.y) + turn * sum_bytes;
-    const cudaError_t status = WaitFor(stream, streams.summed[turn], streams.to_peers);
+    const cudaError_t status = WaitFor(stream, streams.met, streams.to_peers);
     if (const char* error = Reason(status)) return error;
     return Reason(CopyPeerSums(exchange, peers, turn, rows, streams.to_peers));
   };
@@ -50,11 +49,11 @@ const char* LaunchBesideMoeMlp(const PeerBeside& exchange,
                                const MoeMlpParams& layer,
                                cudaStream_t stream) {
   if (const char* error = Reason(LaunchPeerPublish(exchange, stream))) return error;
-  if (const char* error = Reason(WaitFor(stream, streams.begun, streams.from_peers))) return error;
+  if (const char* error = Reason(WaitFor(stream, streams.met, streams.from_peers))) return error;
   const char* error = LaunchBesideCopies(exchange, peers, streams, layer, stream);
   // Whatever became of it: what the stream does next may have the memory of the copies.
-  const char* not_here = Reason(WaitFor(streams.from_peers, streams.begun, stream));
-  const char* not_left = Reason(WaitFor(streams.to_peers, streams.left, stream));
+  const char* not_here = Reason(WaitFor(streams.from_peers, streams.met, stream));
+  const char* not_left = Reason(WaitFor(streams.to_peers, streams.met, stream));
   for (const char* reason : {error, not_here, not_left}) {
     if (reason != nullptr) return reason;
   }

@@ -245,8 +245,8 @@ const char* MakeArgs(const MoeGemmProblem& p,
                             (tile.gather && tile.token_tile > 32))) {
     return "too many slots or rows a tile to plan inside the product";
   }
-  if (p.sources_came != nullptr && (variant->ctas_per_sm > 1 || p.plan != nullptr)) {
-    return "tiles of few rows do not wait for sources";
+  if (p.sources_came != nullptr && (!tile.gather || variant->ctas_per_sm > 1)) {
+    return "only tiles that have an SM each, and fetch rows, wait for sources";
   }
   args.num_w_tiles = static_cast<int>(CeilDiv(p.n, tile.weight_tile));
   args.raster = tile.raster <= 0 ? args.num_w_tiles : std::min(tile.raster, args.num_w_tiles);

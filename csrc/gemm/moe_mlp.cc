@@ -340,7 +340,9 @@ const char* LaunchGateUpOfSources(const Layer& layer,
   }
   const int64_t tokens = p.num_tokens / sources.count;
   for (int source = 0; source < sources.count; ++source) {
-    if (const char* error = sources.arrive(source)) return error;
+    if (source > 0) {
+      if (const char* error = sources.arrive(source)) return error;
+    }
     PermuteSlotsParams permute = PermuteX(layer);
     permute.num_tokens = tokens;
     permute.x = static_cast<const char*>(p.x) + source * tokens * permute.row_bytes;
@@ -371,6 +373,7 @@ const char* LaunchDownOfSources(const Layer& layer,
     finalize.weights += source * tokens * p.top_k;
     finalize.y = static_cast<char*>(p.y) + source * tokens * p.hidden * ElementSize(p.dtype);
     if (const char* error = Reason(LaunchFinalize(finalize, stream))) return error;
+    if (source == 0) break;  // they stay here
     if (const char* error = sources.summed(source)) return error;
   }
   return nullptr;

@@ -101,10 +101,9 @@ struct MlpSources {
   int count = 0;
   const uint32_t* came = nullptr;  // [count], not 0 when x of the source is there
   int* counters = nullptr;         // [2 count], zero
-  // Lets the stream wait for x of a source.
+  // Lets the stream wait for x of a source, but for the first one, whose x is there.
   std::function<const char*(int source)> arrive;
-  // Called when y of a source has been launched: those of the others, then that of the first one,
-  // whose x is there when the layer begins.
+  // Called when y of a source has been launched, but for the first one, whose y comes last.
   std::function<const char*(int source)> summed;
 };
 

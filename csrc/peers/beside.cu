@@ -10,8 +10,6 @@
 namespace jaxmoe {
 namespace {
 
-constexpr int64_t kMaxInt = 0x7fffffff;
-
 int64_t PublishedBytes(const PeerBeside& p) { return PlacesOf(p).arrays[p.num_arrays]; }
 
 int64_t SumBytes(const PeerBeside& p) { return p.sum.hidden * ElementSize(p.sum.dtype); }
@@ -34,21 +32,9 @@ uint32_t TagOf(int64_t kind, const PeerBeside& p) {
                         p.sum.hidden});
 }
 
-bool TooLarge(const PeerBeside& p) {
-  return p.size.num_tokens > kMaxInt / p.size.num_devices || p.size.top_k > kMaxInt ||
-         p.size.num_local > kMaxInt || SumBytes(p) > kMaxInt;
-}
-
 // Of the half with the steps' parity, as it lies in a device's memory.
 char* HalfAt(const Peers& peers, int device, int parity) {
   return peers.bases[device] + kPeerHeaderBytes + parity * peers.half_bytes;
-}
-
-template <typename T, int kSize>
-cudaError_t LaunchSumSized(const PeerBeside& p, const dim3& grid, cudaStream_t stream) {
-  const int row_pieces = static_cast<int>(p.sum.hidden / kSize);
-  return LaunchKernel(
-      PeerSumKernel<T, kSize>, grid, dim3(kManyThreads), 0, stream, false, p, row_pieces);
 }
 
 template <typename T>
@@ -56,8 +42,9 @@ cudaError_t LaunchSumType(const PeerBeside& p, const dim3& grid, cudaStream_t st
   const uintptr_t bits = reinterpret_cast<uintptr_t>(p.sum.own) |
                          reinterpret_cast<uintptr_t>(p.sum.residual) |
                          reinterpret_cast<uintptr_t>(p.sum.y) | static_cast<uintptr_t>(SumBytes(p));
-  return bits % 16 == 0 ? LaunchSumSized<T, 16 / sizeof(T)>(p, grid, stream)
-                        : LaunchSumSized<T, 1>(p, grid, stream);
+  if (bits % 16 != 0) return cudaErrorMisalignedAddress;
+  const int row_pieces = static_cast<int>(SumBytes(p) / 16);
+  return LaunchKernel(PeerSumKernel<T>, grid, dim3(kManyThreads), 0, stream, false, p, row_pieces);
 }
 
 }  // namespace
@@ -67,7 +54,7 @@ int64_t PeerBesideBytes(const PeerBeside& p) {
 }
 
 cudaError_t LaunchPeerPublish(const PeerBeside& params, cudaStream_t stream) {
-  if (TooLarge(params)) return cudaErrorInvalidValue;
+  if (TooLarge(params.size, SumBytes(params))) return cudaErrorInvalidValue;
   PeerBeside p = params;
   p.size.bytes = PeerBesideBytes(p);
   p.size.tag = TagOf(kPublishStep, p);
@@ -100,7 +87,7 @@ cudaError_t CopyPeerSums(
 }
 
 cudaError_t LaunchPeerSum(const PeerBeside& params, cudaStream_t stream) {
-  if (TooLarge(params)) return cudaErrorInvalidValue;
+  if (TooLarge(params.size, SumBytes(params))) return cudaErrorInvalidValue;
   PeerBeside p = params;
   p.size.bytes = PeerBesideBytes(p);
   p.size.tag = TagOf(kSumStep, p);
@@ -118,12 +105,8 @@ cudaError_t LaunchPeerSum(const PeerBeside& params, cudaStream_t stream) {
 }
 
 cudaError_t LoadPeerBesideKernels() {
-  return LoadKernels(PeerPublishKernel,
-                     PeerChoicesKernel,
-                     PeerSumKernel<__nv_bfloat16, 8>,
-                     PeerSumKernel<__nv_bfloat16, 1>,
-                     PeerSumKernel<__half, 8>,
-                     PeerSumKernel<__half, 1>);
+  return LoadKernels(
+      PeerPublishKernel, PeerChoicesKernel, PeerSumKernel<__nv_bfloat16>, PeerSumKernel<__half>);
 }
 
 }  // namespace jaxmoe

@@ -59,7 +59,7 @@ __device__ __forceinline__ void CopyArray(char* to, char* also, const void* from
   if ((reinterpret_cast<uintptr_t>(own) | static_cast<uintptr_t>(bytes)) % 16 == 0) {
     CopyUnits<uint4>(to, also, own, bytes);
   } else {
-    CopyUnits<uint16_t>(to, also, own, bytes);
+    CopyUnits<uint32_t>(to, also, own, bytes);
   }
 }
 
@@ -123,18 +123,26 @@ __global__ void __launch_bounds__(kManyThreads, 1) PeerChoicesKernel(PeerBeside 
   }
 }
 
-template <typename T, int kSize>
+template <typename T>
 __global__ void __launch_bounds__(kManyThreads, 1)
     PeerSumKernel(PeerBeside params, int row_pieces) {
+  constexpr int kSize = 16 / sizeof(T);
   using Bits = typename Piece<T, kSize>::Bits;
   const Peers& peers = *params.peers;
   const uint32_t step = NextStep(peers);
   const bool begins = Begins(peers, params.size, params.place, step);
   if (blockIdx.x == 0 && begins) Announce(peers, step, params.size.tag);
-  const bool failed = WaitForStep(peers, step, params.size.tag) || !begins;
+  bool failed = WaitForStep(peers, step, params.size.tag) || !begins;
   const Received<Bits> received(peers, params.sum, step, row_pieces);
   const TokenRange all{0, params.size.num_tokens};
-  Sum<T, kSize, 2, 2>(peers, params.sum, received, failed, row_pieces, all, WholeGrid());
+  while (true) {
+    Sum<T, kSize, 2, 2>(peers, params.sum, received, failed, row_pieces, all, WholeGrid());
+    // A device that fails in the next step has told so before its copies, which nothing stops, have
+    // written where this one may have been reading.
+    __syncthreads();
+    if (failed || !HasFailed(peers)) break;
+    failed = true;
+  }
   FinishStep(peers, step);
 }
 

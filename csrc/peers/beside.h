@@ -17,7 +17,7 @@ inline constexpr int kMaxPeerArrays = 2;
 struct PeerArray {
   const char* own;    // [T, row_bytes], of this device's tokens
   char* all;          // [n, T, row_bytes], of these, then of those of the devices after this one
-  int64_t row_bytes;  // even
+  int64_t row_bytes;  // whole words
 };
 
 // T tokens of each of n devices, all of which go to all of them, in the order of devices from this

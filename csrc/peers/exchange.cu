@@ -11,7 +11,6 @@
 namespace jaxmoe {
 namespace {
 
-constexpr int64_t kMaxInt = 0x7fffffff;
 // Up to so many rows of 4 KiB are few tokens: CTAs that run at once whatever else does.
 constexpr int64_t kMostFew = 2048;
 constexpr int64_t kMostCtasOfFew = 64;
@@ -105,12 +104,13 @@ cudaError_t LaunchCombineType(const PeerCombineParams& p, cudaStream_t stream) {
   return LaunchKernel(PeerFewCombineKernel<T>, grid, dim3(kFewThreads), 0, stream, false, p);
 }
 
+}  // namespace
+
 bool TooLarge(const ExchangeSize& size, int64_t row_bytes) {
+  constexpr int64_t kMaxInt = 0x7fffffff;
   return size.num_tokens > kMaxInt / size.num_devices || size.top_k > kMaxInt ||
          size.num_local > kMaxInt || row_bytes > kMaxInt;
 }
-
-}  // namespace
 
 cudaError_t LaunchPeerDispatch(PeerDispatchParams params, const Peers& peers, cudaStream_t stream) {
   ExchangeSize& size = params.size;

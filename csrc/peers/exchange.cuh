@@ -191,9 +191,9 @@ __device__ __forceinline__ void TakeTokens(const Peers& peers,
   const int small_floats = static_cast<int>(params.small_floats);
   const int top_k = static_cast<int>(size.top_k);
   const int64_t parts = PartsOf(row_units);
-  const int64_t tasks = (range.end - range.begin) * peers.num_devices * parts;
+  const int64_t tasks = (range.end - range.begin) * size.num_devices * parts;
   for (int64_t task = team.warp; task < tasks; task += team.warps) {
-    RowPart part = PartAt(task, parts, 32 * kPeerUnits, peers);
+    RowPart part = PartAt(task, parts, 32 * kPeerUnits, size, peers.rank);
     part.token += range.begin;
     const int64_t row = part.device * size.num_tokens + part.token;
     const bool own = part.device == peers.rank;
@@ -255,9 +255,9 @@ __device__ __forceinline__ void PushSums(const Peers& peers,
   const ExchangeSize& size = params.size;
   const int64_t small_place = SmallPlace(params);
   const int64_t parts = PartsOf(row_units);
-  const int64_t tasks = (range.end - range.begin) * peers.num_devices * parts;
+  const int64_t tasks = (range.end - range.begin) * size.num_devices * parts;
   for (int64_t task = team.warp; task < tasks; task += team.warps) {
-    RowPart part = PartAt(task, parts, 32 * kPeerUnits, peers);
+    RowPart part = PartAt(task, parts, 32 * kPeerUnits, size, peers.rank);
     part.token += range.begin;
     const int64_t row = part.device * size.num_tokens + part.token;
     if (part.device == peers.rank) continue;  // read where it is

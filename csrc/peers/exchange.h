@@ -54,7 +54,7 @@ struct PeerCombineParams {
   const int32_t* slots;      // [T,K], of this device's tokens
   const int32_t* all_slots;  // [n T,K], as dispatch gave them
   const void* rows;          // [n T,H]
-  const void* own;           // [T,H], those of this device's tokens; the launcher makes it
+  const void* own;           // [T,H], those of this device's tokens; LaunchPeerCombine makes it
   const void* residual;      // [T,H], or null
   const float* small;        // [n T, small_floats], or null
   void* y;                   // [T,H]
@@ -65,6 +65,9 @@ struct PeerCombineParams {
 };
 
 cudaError_t LaunchPeerCombine(PeerCombineParams params, const Peers& peers, cudaStream_t stream);
+
+// Whether a size is none of those above.
+bool TooLarge(const ExchangeSize& size, int64_t row_bytes);
 
 // Bytes of a half that the two need, which whoever launches them has compared with what there is.
 int64_t PeerDispatchBytes(const ExchangeSize& size, int64_t token_bytes, int64_t small_floats);

@@ -162,10 +162,10 @@ __device__ __forceinline__ void ReceiveFew(const Peers& peers,
   const int64_t first_slot = peers.rank * size.num_local;
   const uint4* half = reinterpret_cast<const uint4*>(FewOf(peers, peers.rank, step));
   const Team team = WholeGrid();
-  const int64_t tasks = size.num_tokens * peers.num_devices * parts;
+  const int64_t tasks = size.num_tokens * size.num_devices * parts;
   const unsigned nothing = failed ? 0xffffffffu : 0u;
   for (int64_t task = team.warp; task < tasks; task += team.warps) {
-    const RowPart part = PartAt(task, parts, 32 * kFewPairs, peers);
+    const RowPart part = PartAt(task, parts, 32 * kFewPairs, size, peers.rank);
     const FewPlaces places = FewPlacesOf(params, part.device);
     const int64_t row = part.device * size.num_tokens + part.token;
     const bool own = part.device == peers.rank;
@@ -239,9 +239,9 @@ __device__ __forceinline__ void SendFew(const Peers& peers,
   const int small_pairs = static_cast<int>(PairsOf(params.small_floats * 4));
   const int64_t parts = FewParts(row_pairs);
   const Team team = WholeGrid();
-  const int64_t tasks = size.num_tokens * peers.num_devices * parts;
+  const int64_t tasks = size.num_tokens * size.num_devices * parts;
   for (int64_t task = team.warp; task < tasks; task += team.warps) {
-    const RowPart part = PartAt(task, parts, 32 * kFewPairs, peers);
+    const RowPart part = PartAt(task, parts, 32 * kFewPairs, size, peers.rank);
     if (part.device == peers.rank) continue;  // read where it is
     const int64_t row = part.device * size.num_tokens + part.token;
     const uint2* from = static_cast<const uint2*>(params.rows) + row * row_pairs;

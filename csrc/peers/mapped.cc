@@ -89,17 +89,21 @@ const char* AllocateMapped(int ordinal, int64_t bytes, MappedMemory* memory) {
 
 const char* FreeMapped(const MappedMemory& memory) {
   const Driver& driver = TheDriver();
-  if (const char* error = Reason(driver.unmap(memory.address, memory.bytes))) return error;
-  if (const char* error = Reason(driver.free(memory.address, memory.bytes))) return error;
-  return Reason(driver.release(memory.handle));
+  const CUresult unmapped = driver.unmap(memory.address, memory.bytes);
+  const CUresult freed = driver.free(memory.address, memory.bytes);
+  const CUresult released = driver.release(memory.handle);
+  for (const CUresult status : {unmapped, freed, released}) {
+    if (const char* error = Reason(status)) return error;
+  }
+  return nullptr;
 }
 
 cudaError_t WriteWord(uint32_t* word, uint32_t value, cudaStream_t stream) {
   using Write = decltype(&cuStreamWriteValue32);
   static const Write write = Find<Write>("cuStreamWriteValue32");
   if (write == nullptr) return cudaErrorNotSupported;
-  const CUresult status = write(stream, reinterpret_cast<CUdeviceptr>(word), value, 0);
-  return status == CUDA_SUCCESS ? cudaSuccess : cudaErrorUnknown;
+  // The runtime's errors have the numbers of the driver's.
+  return static_cast<cudaError_t>(write(stream, reinterpret_cast<CUdeviceptr>(word), value, 0));
 }
 
 }  // namespace jaxmoe

@@ -144,35 +144,33 @@ KeptPeers Keep(const std::string& name, int ordinal) {
   return kept[{name, ordinal}] = made;
 }
 
-// Makes those of the current device.
-PeerStreams MakeStreams() {
-  PeerStreams made;
-  for (cudaStream_t* stream : {&made.from_peers, &made.to_peers}) {
+// Makes those of the current device, each in its place as soon as it is there.
+void MakeStreams(PeerStreams* streams) {
+  for (cudaStream_t* stream : {&streams->from_peers, &streams->to_peers}) {
     Check(cudaStreamCreateWithFlags(stream, cudaStreamNonBlocking), "a stream for copies");
   }
   const auto make = [](cudaEvent_t* event) {
     Check(cudaEventCreateWithFlags(event, cudaEventDisableTiming), "an event of copies");
   };
-  make(&made.begun);
-  make(&made.left);
-  for (cudaEvent_t& event : made.arrived) make(&event);
-  for (cudaEvent_t& event : made.summed) make(&event);
-  return made;
+  make(&streams->met);
+  for (cudaEvent_t& event : streams->arrived) make(&event);
 }
 
-// Those that are there, after they have done what they were given.
-void DestroyStreams(PeerStreams* streams) {
-  for (cudaStream_t stream : {streams->from_peers, streams->to_peers}) {
-    if (stream != nullptr) Check(cudaStreamDestroy(stream), "ending a stream");
-  }
-  const auto destroy = [](cudaEvent_t event) {
-    if (event != nullptr) Check(cudaEventDestroy(event), "ending an event");
+// Ends those that are there, after they have done what they were given. Returns the first failure.
+cudaError_t DestroyStreams(PeerStreams* streams) {
+  cudaError_t status = cudaSuccess;
+  const auto keep = [&status](cudaError_t found) {
+    if (status == cudaSuccess) status = found;
   };
-  destroy(streams->begun);
-  destroy(streams->left);
-  for (cudaEvent_t event : streams->arrived) destroy(event);
-  for (cudaEvent_t event : streams->summed) destroy(event);
+  for (cudaStream_t stream : {streams->from_peers, streams->to_peers}) {
+    if (stream != nullptr) keep(cudaStreamDestroy(stream));
+  }
+  if (streams->met != nullptr) keep(cudaEventDestroy(streams->met));
+  for (cudaEvent_t event : streams->arrived) {
+    if (event != nullptr) keep(cudaEventDestroy(event));
+  }
   *streams = {};
+  return status;
 }
 
 }  // namespace
@@ -249,7 +247,7 @@ void ConnectPeers(const std::string& name,
     // Loading a kernel may wait for those that run, and one that waits for a device that loads
     // would never end.
     Check(LoadPeerKernels(), "loading kernels");
-    entry.streams = MakeStreams();
+    MakeStreams(&entry.streams);
     entry.kept = Keep(name, ordinal);
     *entry.kept.failure = PeerFailure{};
     peers.failure = entry.kept.failure;
@@ -266,11 +264,18 @@ void DisconnectPeers(const std::string& name) {
     entry->connected = false;
   }
   OnEach(devices, [](OpenedPeers& entry) {
+    // Kernels that run read what they are told, so it does not change under them; graphs that are
+    // replayed meanwhile may begin before it does.
+    Check(cudaDeviceSynchronize(), "waiting for a GPU");
     if (entry.kept.peers != nullptr) Tell(entry.kept, ClosedPeers(entry));
     Check(cudaDeviceSynchronize(), "waiting for a GPU");
-    DestroyStreams(&entry.streams);
-    for (void* base : entry.foreign) Check(cudaIpcCloseMemHandle(base), "closing memory");
+    cudaError_t status = DestroyStreams(&entry.streams);
+    for (void* base : entry.foreign) {
+      const cudaError_t closed = cudaIpcCloseMemHandle(base);
+      if (status == cudaSuccess) status = closed;
+    }
     entry.foreign.clear();
+    Check(status, "closing memory");
   });
 }
 

@@ -3,8 +3,8 @@
 // Kernels of JAX's programs cannot reach another GPU's arrays, so what is sent lies here. A device
 // has a header, two halves, and two halves more for few tokens, whose rows carry their own flags.
 // Programs take steps, the same on all devices: in a step each writes what the others need, says
-// so, waits until all have, and reads. Step e uses half e % 2: whoever writes in step e has seen
-// all devices begin step e - 1, so they have finished step e - 2.
+// so, waits until all have, and reads. Step e uses half e % 2: whoever writes to others in step e
+// has seen all devices begin step e - 1, so they have finished step e - 2.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -35,7 +35,7 @@ struct PeerHeader {
   uint32_t begun;                  // and begun
   uint32_t arrivals[kPeerChunks];  // CTAs that have written their part of a chunk
   uint32_t departures;             // CTAs that need nothing more of this step
-  uint32_t failed;  // 1 + a device that gave up: nothing is sent any more, and results are NaN
+  uint32_t failed;  // 1 + a device that gave up: results are NaN, and kernels send nothing more
   uint32_t told;    // whether `PeerFailure` has been taken by one that says why
 };
 static_assert(sizeof(PeerHeader) <= kPeerHeaderBytes);
@@ -104,10 +104,9 @@ std::string WhyFailed(const Peers& peers, const std::string& name);
 struct PeerStreams {
   cudaStream_t from_peers = nullptr;
   cudaStream_t to_peers = nullptr;
-  cudaEvent_t begun = nullptr;
+  // One for all that is waited for as soon as it is recorded: who waits has seen that one.
+  cudaEvent_t met = nullptr;
   cudaEvent_t arrived[kMaxPeers] = {};
-  cudaEvent_t summed[kMaxPeers] = {};
-  cudaEvent_t left = nullptr;
 };
 
 // The memory of a device of this process while a step is launched: nobody else launches one there,

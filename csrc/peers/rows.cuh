@@ -68,8 +68,10 @@ __device__ __forceinline__ void FinalizePiece(const Peers& peers,
   const int top_k = static_cast<int>(params.size.top_k);
   const int64_t token = index / row_pieces;
   const unsigned column = static_cast<unsigned>(index % row_pieces);
-  const unsigned num_slots =
-      static_cast<unsigned>(params.size.num_devices) * static_cast<unsigned>(params.size.num_local);
+  // None of a step that failed: there may be less memory than it takes.
+  const unsigned num_slots = failed ? 0
+                                    : static_cast<unsigned>(params.size.num_devices) *
+                                          static_cast<unsigned>(params.size.num_local);
   const int32_t* slots = params.slots + token * top_k;
   // Rows of the token's choices lie side by side.
   const Bits* rows = reinterpret_cast<const Bits*>(HalfOf(peers, peers.rank, step)) +

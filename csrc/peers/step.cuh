@@ -197,16 +197,13 @@ struct RowPart {
 };
 
 // Rows go round the devices, beginning at this one, so that all links are in use. A row has `parts`
-// of so many units.
-__device__ __forceinline__ RowPart PartAt(int64_t task,
-                                          int64_t parts,
-                                          int units,
-                                          const Peers& peers) {
+// of so many units. The devices are those of the call: a step that fails fills its results too,
+// where the memory is that of more.
+__device__ __forceinline__ RowPart
+PartAt(int64_t task, int64_t parts, int units, const ExchangeSize& size, int rank) {
   const int64_t row = task / parts;
-  const int n = peers.num_devices;
-  return {static_cast<int>((row % n + peers.rank) % n),
-          row / n,
-          static_cast<int>(task % parts) * units};
+  const int n = size.num_devices;
+  return {static_cast<int>((row % n + rank) % n), row / n, static_cast<int>(task % parts) * units};
 }
 
 // Warps that share tasks: this one's place among them, and how many they are.

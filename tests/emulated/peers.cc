@@ -8,12 +8,16 @@
 //   peers DEVICES STEPS SEED beside    among them exchanges beside products, and nothing goes
 //   wrong;
 //                                      nobody waits long
+//   peers DEVICES STEPS SEED spoils    so too, but when device 1 adds the sums of the last exchange
+//                                      another one gives up, whose copies of the next one come
 //
 // Prints why each device failed.
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <mutex>
 #include <random>
 #include <string>
 
@@ -234,9 +238,10 @@ int Run(const Step& step,
 }
 
 // An exchange beside products, whose products are none: rows are drawn. Memory is copied, as copy
-// engines do, between its kernels, and late at times. Returns the number of wrong results.
-template <int kSize>
-int RunBeside(const Step& step, const Peers& peers, int32_t place, uint32_t tag, bool late) {
+// engines do, between its kernels, and late at times. With `spoilt` another device gives up while
+// sums are read, and sends others. Returns the number of wrong results; NaN are right then.
+int RunBeside(
+    const Step& step, const Peers& peers, int32_t place, uint32_t tag, bool late, bool spoilt) {
   const int n = peers.num_devices, me = peers.rank, tokens = step.num_tokens;
   const Given& given = step.of_device[me];
   const int choices = tokens * step.top_k;
@@ -299,8 +304,15 @@ int RunBeside(const Step& step, const Peers& peers, int32_t place, uint32_t tag,
     const float* rows = given.rows.data() + device * tokens * step.hidden;
     std::memcpy(half(device, 0) + me * bytes, rows, bytes);
   }
-  emulated::Launch(
-      step.ctas, 64, [&] { PeerSumKernel<float, kSize>(params, step.hidden / kSize); });
+  std::once_flag once;
+  const std::function<void()> spoil = [&] {
+    std::call_once(once, [&] {
+      StoreReleaseSystem(&peers.own->failed, 1);
+      std::memset(half(me, 0), 0, n * bytes);
+    });
+  };
+  const auto add = [&] { PeerSumKernel<float>(params, step.hidden / 4); };
+  emulated::Launch(step.ctas, 64, add, spoilt ? &spoil : nullptr, spoilt ? 1 : 0);
   for (int t = 0; t < tokens; ++t) {
     for (int h = 0; h < step.hidden; ++h) {
       float sum = 0.0f;
@@ -309,7 +321,8 @@ int RunBeside(const Step& step, const Peers& peers, int32_t place, uint32_t tag,
         sum += step.of_device[device].rows[(me * tokens + t) * step.hidden + h];
       }
       if (step.has_residual) sum += given.residual[t * step.hidden + h];
-      wrong += got[t * step.hidden + h] != sum;
+      const float result = got[t * step.hidden + h];
+      wrong += result != sum && !(spoilt && std::isnan(result));
     }
   }
   return wrong;
@@ -330,28 +343,29 @@ int Main(int devices, int steps, int seed, const std::string& fault, int fault_s
       peers.place = 100 + me;
       peers.half_bytes = kHalfBytes;
       peers.few_bytes = kFewBytes;
+      const bool spoils = fault == "spoils", is_beside = spoils || fault == "beside";
       const bool soon = fault == "leaves" || fault == "none";
-      peers.timeout_ns = soon ? 2'000'000'000 : fault == "beside" ? 8'000'000'000 : 60'000'000'000;
+      peers.timeout_ns = soon ? 2'000'000'000 : is_beside ? 8'000'000'000 : 60'000'000'000;
       peers.failure = &failures[me];
       std::mt19937 random(seed + 7 * me);
-      for (int number = 0; number < steps && fault == "beside"; ++number) {
+      for (int number = 0; number < steps && is_beside; ++number) {
         const Step step = Draw(devices, seed, number);
+        const bool spoilt = spoils && me == 1 && number == steps - 1;
         std::this_thread::sleep_for(std::chrono::microseconds(random() % 3000));
         const bool whole = step.hidden % 4 == 0, late = random() % 4 == 0;
-        const bool beside = std::mt19937(seed * 7919 + number)() % 3 == 0;
+        const bool beside = whole && std::mt19937(seed * 7919 + number)() % 2 == 0;
         // A CTA that only takes what came begins when all others have come to what is next.
         const uint32_t next = NextStep(peers) + 1;
         const std::function<void()> wait = [&, next] { AwaitOthers(peers, next); };
         const bool slow = IsSlow(peers, number) && number + 1 < steps && !step.few && !beside;
         emulated::before_last = slow ? &wait : nullptr;
         const auto run = whole ? Run<uint4, 4> : Run<uint32_t, 1>;
-        const auto run_beside = whole ? RunBeside<4> : RunBeside<1>;
-        const int found = beside ? run_beside(step, peers, peers.place, number, late)
+        const int found = beside ? RunBeside(step, peers, peers.place, number, late, spoilt)
                                  : run(step, peers, peers.place, number, 0, false);
         if (found != 0) std::printf("device %d step %d: %d wrong\n", me, number, found);
         wrong += found;
       }
-      for (int number = 0; number < steps && fault != "beside"; ++number) {
+      for (int number = 0; number < steps && !is_beside; ++number) {
         const bool at_fault = me == 1 && number == fault_step;
         if (at_fault && fault == "leaves") return;
         const Step step = Draw(devices, seed, number);

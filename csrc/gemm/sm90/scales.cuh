@@ -25,7 +25,9 @@ __device__ __forceinline__ float TokenScale(const MoeGemmArgs& args,
   }
   if (s.by_step || t >= share.rows) return 1.0f;
   if (s.x_index != nullptr && s.x_row_stride != 0) row = s.x_index[row];
-  return s.x[info.weight % s.num_x + row * s.x_row_stride];
+  // Scales may come while the kernel runs, behind a word that another CTA of the cluster has read:
+  // L1 of this one may have a line of before.
+  return __ldcg(s.x + info.weight % s.num_x + row * s.x_row_stride);
 }
 
 // Index of the scale of row `row`, in block `block`, among those of its weight. Rows past the last

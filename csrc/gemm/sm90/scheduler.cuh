@@ -141,7 +141,9 @@ __device__ __forceinline__ int DrawTile(const MoeGemmArgs& args, int lane) {
   return lane == 0 ? atomicAdd(args.tile_counter, 1) : 0;
 }
 
-// Waits, as a warp, until the rows of a group have come, if they come while the kernel runs.
+// Waits, as a warp, until the rows of a group have come, if they come while the kernel runs. Other
+// CTAs of the cluster learn of it by their rings, which do not clear L1: what comes is read past
+// it.
 __device__ __forceinline__ void WaitForSource(const MoeGemmArgs& args, int group) {
   const uint32_t* came = args.sources_came;
   ptx::WaitForWord(came == nullptr ? nullptr : came + group / args.groups_per_source);
@@ -170,7 +172,7 @@ __device__ void RunScheduler(const Args& args, const SharedStorage<T>& smem, int
       continue;
     }
     if (second) info.w_tile = ~info.w_tile;
-    if constexpr (!kGoesOn<Args> && !T::kDecode) {
+    if constexpr (!kGoesOn<Args> && T::kGatherByThreads) {
       WaitForSource(first, scheduler.found_group());  // behind the last tile nothing new
     }
     PublishTile(smem, slot, info, lane);
