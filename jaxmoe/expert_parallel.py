@@ -186,7 +186,7 @@ def sharded_moe_mlp(
     routing: Routing,
     experts: Experts,
     *,
-    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None,
     axis_name: str | tuple[str, ...],
     data_axis: str | tuple[str, ...] | None = None,
     tensor_axis: str | None = None,
@@ -205,7 +205,8 @@ def sharded_moe_mlp(
       routing: of all tokens, split in the same way.
       experts: all n * E_local experts in the order of the devices, split over `axis_name`, and I
         over `tensor_axis`.
-      mesh: the mesh, of any kind of axes; on Explicit ones arguments are resharded as needed.
+      mesh: the mesh, of any kind of axes; on Explicit ones arguments are resharded as needed. None
+        for the one that `jax.set_mesh` has set.
       axis_name: the axis, or axes, of experts.
       data_axis: further axes that split the tokens; experts are the same along them.
       tensor_axis: a further axis that splits I; if gated it needs order="interleaved", or gate and
@@ -249,7 +250,7 @@ def sharded_moe_mlp(
         residual = lead.flat("residual", residual)
     expert_axes, data, tensor = map(_ep_mesh.names_of, (axis_name, data_axis, tensor_axis))
     axes = {"axis_name": expert_axes, "data_axis": data, "tensor_axis": tensor}
-    _ep_mesh.check_mesh(mesh, axes)
+    mesh = _ep_mesh.check_mesh(mesh, axes)
     on_tokens = data + (expert_axes if tokens == "sharded" else ())
     token_devices, num_devices = (_ep_mesh.size_of(mesh, a) for a in (on_tokens, expert_axes))
     _ep_mesh.check_split(x, experts, token_devices, num_devices, repr(axis_name))

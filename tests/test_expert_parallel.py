@@ -307,6 +307,10 @@ def test_meshes_of_two_kinds_of_axes(kinds, data):
         jnp.asarray(a["x"]), routing, experts, mesh=of_both, axis_name="expert", data_axis=data
     )
     close(y, jax.jit(moe_mlp)(jnp.asarray(a["x"]), routing, experts))
+    with jax.set_mesh(of_both):
+        call = functools.partial(expert_parallel.sharded_moe_mlp, data_axis=data)
+        again = jax.jit(functools.partial(call, axis_name="expert"))(a["x"], routing, experts)
+    close(again, y)
 
 
 def test_derivatives_of_gelu_inside_of_shard_map():

@@ -155,6 +155,7 @@ AROUND = [
         "axis_name='expert' must be named once",
     ),
     (arrays(), {"mesh": 4}, TypeError, "mesh must be a jax.sharding.Mesh"),
+    (arrays(), {"mesh": None}, ValueError, "mesh must be given where jax.set_mesh has set none"),
     (arrays(), {"tokens": "all"}, ValueError, "tokens='all' must be one of sharded, replicated"),
     (
         arrays(),

@@ -40,8 +40,13 @@ def of_one_device(devices: int) -> Generator[None]:
         raise type(error)(f"{error} These are on one of {devices} devices.") from error
 
 
-def check_mesh(mesh: Any, axes: dict[str, tuple[str, ...]]) -> None:
-    """Checks that every named axis is one of the mesh, and each named once."""
+def check_mesh(mesh: Any, axes: dict[str, tuple[str, ...]]) -> Any:
+    """The mesh, or that of `jax.set_mesh` for None; every named axis is in it, and named once."""
+    if mesh is None:
+        mesh = jax.sharding.get_abstract_mesh()
+        if mesh.empty:
+            rule = "mesh must be given where jax.set_mesh has set none"
+            raise ValueError(_checks.message(OP, rule, mesh=None))
     if not isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh):
         raise TypeError(_checks.message(OP, "mesh must be a jax.sharding.Mesh", mesh=mesh))
     used: dict[str, str] = {}
@@ -57,6 +62,7 @@ def check_mesh(mesh: Any, axes: dict[str, tuple[str, ...]]) -> None:
                 rule = f"{argument}={name!r} must be {other}"
                 raise ValueError(_checks.message(OP, rule))
             used[name] = argument
+    return mesh
 
 
 def size_of(mesh: Any, names: tuple[str, ...]) -> int:
