@@ -1,7 +1,7 @@
 # Every task of the project; each target works on a fresh clone.
 .DEFAULT_GOAL := help
-.PHONY: demo test test-all test-oldest test-gpu test-multi-gpu test-matrix test-parity mutation sanitize bench native-bench \
-  lint format wheel build-matrix clean help
+.PHONY: demo test test-all test-oldest test-gpu test-multi-gpu test-matrix test-parity \
+  test-seams mutation sanitize bench native-bench lint format wheel build-matrix clean help
 
 PYTHON ?=
 BIN := .venv/bin
@@ -40,6 +40,9 @@ test-matrix: $(INSTALLED)  ## Run the tests on the oldest supported jax and on t
 
 test-parity: $(INSTALLED)  ## Check docs/models.md against the newest transformers (downloads torch)
 	$(BIN)/python tools/test_parity.py $(ARGS)
+
+test-seams: $(INSTALLED)  ## Check jaxmoe.seams against the libraries it is for (downloads them)
+	$(BIN)/python tools/test_seams.py $(ARGS)
 
 mutation: $(INSTALLED)  ## Make mistakes in the package that the tests should notice (ARGS="--sample 50")
 	$(BIN)/python tools/mutation.py plan $(ARGS)

@@ -16,6 +16,7 @@ from jaxmoe import expert_parallel, quantize
 from jaxmoe._ep import connect, direct, peers
 from jaxmoe._jax import targets as _targets
 from jaxmoe._testing import assert_equal
+from tests.lowered import calls, cuda_text
 from tests.test_expert_parallel import (
     DATA,
     EIGHT,
@@ -456,6 +457,59 @@ def test_a_program_with_another_mesh_is_refused():
             jax.eval_shape(four, ids_of("uniform"), arrays())
 
 
+def test_an_axis_of_one_device_may_be_left_to_xla():
+    grid = mesh(data=1, expert=8)
+    ids, a = ids_of("uniform"), arrays()
+
+    def part(ids, a):
+        w = jaxmoe.Experts(gate_up=a["w_gate_up"], down=a["w_down"], order="interleaved")
+        routing = jaxmoe.Routing(ids, a["weights"])
+        return expert_parallel.moe_mlp(a["x"], routing, w, axis_name="expert", dispatch="direct")
+
+    split = functools.partial(jax.shard_map, mesh=grid, in_specs=P("expert"))
+    call = split(part, out_specs=P("expert"), axis_names={"expert"})
+    with expert_parallel.open_peer_memory(grid, "expert", num_bytes=ENOUGH):
+        assert jax.eval_shape(call, ids, a).shape == a["x"].shape
+
+
+def test_a_dispatch_of_tokens_alone_has_nothing_beside_them(on_gpus):
+    """An operand without elements stands for small numbers, and no result."""
+    way = direct.way_of("expert", 2, on_gpus)
+    split = jax.shard_map(
+        lambda slots, x: direct.send(way, slots, x, None),
+        mesh=mesh(**EIGHT),
+        in_specs=P("expert"),
+        out_specs=P("expert"),
+    )
+    ids, a = half_precision()
+    assert [x.shape for x in jax.eval_shape(split, ids, a["x"])] == [(128, 3), (128, 16)]
+    ((_, _, operands, _),) = calls(cuda_text(split, ids, a["x"]))
+    assert operands == ["i32", "2x3xi32", "2x16xbf16", "0x0xf32"]
+
+
+@pytest.mark.parametrize(
+    "op, names", [("send", ("tokens", "small")), ("combine", ("rows", "residual", "small"))]
+)
+def test_the_tangent_of_a_call_is_the_call_of_tangents(op, names):
+    """Read from the program, as no CPU runs it: each in the place of what it is a tangent of."""
+    call = getattr(direct, f"peer_{op}_p")
+    way = direct.Way("expert", 8, 2, "expert")
+    where = jnp.int32(0), jnp.zeros((2, 3), jnp.int32), jnp.zeros((16, 3), jnp.int32)
+    count = {"tokens": 2, "rows": 16, "residual": 2, "small": 2 if op == "send" else 16}
+    numbers = [jnp.ones((count[name], 4 + i), jnp.float32) for i, name in enumerate(names)]
+    if op == "combine":
+        numbers[1] = jnp.ones((2, 4))
+
+    def along(primals, tangents):
+        return jax.jvp(lambda *a: call(*where, *a, way=way), primals, tangents)
+
+    jaxpr = jax.make_jaxpr(along)(tuple(numbers), tuple(numbers)).jaxpr
+    of_values, of_tangents = [eqn for eqn in jaxpr.eqns if "peer" in str(eqn.primitive)]
+    values, tangents = jaxpr.invars[: len(names)], jaxpr.invars[len(names) :]
+    assert list(of_values.invars[3:]) == values
+    assert list(of_tangents.invars[3:]) == tangents
+
+
 def test_a_place_is_one_of_the_whole_mesh():
     """Which kernels compare with the one that the memory was opened for."""
     with expert_parallel.open_peer_memory(mesh(**DATA), "expert", num_bytes=ENOUGH) as opened:
@@ -479,6 +533,24 @@ def test_memory_has_room_for_the_backward_pass():
     assert bytes_ == peers.HEADER_BYTES + 8 * 8 * 256 * (8 + 4 * 8 + 4 * 16)
     packed = peers.needed_bytes(256, 8, 1, 16, 0, 4096, quantized=True)
     assert packed == peers.HEADER_BYTES + 8 * peers.dispatch_bytes(256, 8, 1, 4096, 0)
+
+
+def test_memory_is_that_of_what_takes_most():
+    """Of wide tokens with their weights, quantized or not; of cotangents; of a row a choice."""
+    dispatched = peers.dispatch_bytes(4096, 8, 8, 2 * 7168, 8)
+    needed = expert_parallel.peer_memory_bytes(4096, 7168, 8, 8)
+    assert needed == peers.total_bytes(dispatched)  # scales of quantized tokens do not come home
+    chosen = peers.rows_bytes(4096, 16, 2 * 7168)
+    assert expert_parallel.peer_memory_bytes(4096, 7168, 16, 2) == peers.total_bytes(chosen)
+
+
+@pytest.mark.parametrize("name", ("num_tokens", "hidden", "top_k", "num_devices", "itemsize"))
+def test_memory_is_of_positive_sizes(name):
+    given = {"num_tokens": 2, "hidden": 16, "top_k": 2, "num_devices": 2, "itemsize": 2}
+    with pytest.raises(ValueError, match=f"peer_memory_bytes: {name}=0 must be at least 1"):
+        expert_parallel.peer_memory_bytes(**given | {name: 0})
+    with pytest.raises(TypeError, match=f"peer_memory_bytes: {name} must be a Python int"):
+        expert_parallel.peer_memory_bytes(**given | {name: 1.5})
 
 
 @pytest.mark.parametrize("half", (256, 98304, 1 << 23, 1 << 30))

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.metadata
+import importlib.util
 import inspect
 import json
 import subprocess
@@ -303,16 +304,58 @@ def test_other_cards_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
             lowering.lower(lowering_platforms=("cuda",))
 
 
-def test_seams_are_imported_by_name_alone() -> None:
-    """Neither by `import jaxmoe`, nor with the library that they are for."""
-    names = ("aqt", "levanter", "maxtext", "megablox", "qwix", "tokamax", "transformer_engine")
-    code = f"""
-import sys
-import jaxmoe
-assert not any("jaxmoe.seams" in name for name in sys.modules)
-for name in {names}:
-    __import__(f"jaxmoe.seams.{{name}}")
-foreign = ("aqt", "flax", "haliax", "levanter", "maxtext", "qwix", "tokamax", "transformer_engine")
-assert not sys.modules.keys() & set(foreign)
+# Imports `jax`, then what it is told to. Prints who came with that, and the CPU seconds of each.
+# Whether this process may write bytecode or not, that of the second import is in a folder.
+_IMPORTS = """
+import importlib, json, sys, time
+start = time.process_time()
+import jax
+middle, before = time.process_time(), set(sys.modules)
+sys.dont_write_bytecode, sys.pycache_prefix = False, sys.argv[1]
+for name in sys.argv[2:]:
+    importlib.import_module(name)
+seconds = middle - start, time.process_time() - middle
+print(json.dumps({"s": seconds, "before": sorted(before), "after": sorted(sys.modules)}))
 """
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def _imports(folder: Path, *names: str) -> dict[str, list]:
+    child = subprocess.run(
+        [sys.executable, "-c", _IMPORTS, str(folder), *names],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return json.loads(child.stdout)
+
+
+def _packages(modules: list[str]) -> set[str]:
+    return {name.split(".")[0] for name in modules} - sys.stdlib_module_names
+
+
+_SEAMS = sorted(f"jaxmoe.seams.{path.stem}" for path in (ROOT / "jaxmoe/seams").glob("[a-z]*.py"))
+
+
+def test_import_brings_jax_and_what_every_layer_needs_alone(tmp_path) -> None:
+    """No other package that is not there with JAX, and no module that is for one purpose."""
+    names = ("autotuning", "inspect", "loading", "lora", "nn", "seams")
+    unasked = {f"jaxmoe.{name}" for name in (*names, "reference", "_load", "_testing")}
+    for name in unasked:
+        assert importlib.util.find_spec(name), name  # not one that has another name today
+    found = _imports(tmp_path, "jaxmoe")
+    assert _packages(found["after"]) - _packages(found["before"]) == {"jaxmoe"}
+    assert unasked.isdisjoint(found["after"])
+
+
+def test_seams_are_imported_by_name_alone(tmp_path) -> None:
+    """Without the library that each is for; `jaxmoe.nn` too."""
+    found = _imports(tmp_path, "jaxmoe.nn", *_SEAMS)
+    assert _packages(found["after"]) - _packages(found["before"]) == {"jaxmoe"}
+
+
+def test_import_takes_a_part_of_the_time_of_jax(tmp_path) -> None:
+    """CPU time, which hardly depends on other processes: 0.18 of that of jax, or 0.5 with flax."""
+    times = [_imports(tmp_path, "jaxmoe")["s"] for _ in range(5)]  # the first one compiles
+    of_jax, of_jaxmoe = map(min, zip(*times, strict=True))
+    assert of_jaxmoe < 0.4 * of_jax

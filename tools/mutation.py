@@ -57,7 +57,10 @@ def plan(args: argparse.Namespace) -> None:
         python = develop.environment(ROOT / "build" / "cosmic_ray")
         develop.pip_install(python, *groups["mutation"])
         sys.exit(subprocess.run([str(python), *sys.argv], check=False).returncode)
-    drawn, places, count = mutants.draw(read_config(), args.sample, args.seed)
+    config = read_config()
+    if args.only:
+        config |= {"module-path": args.only}
+    drawn, places, count = mutants.draw(config, args.sample, args.seed)
     path = args.folder / "plan.json"
     path.write_text(json.dumps([dataclasses.asdict(mutant) for mutant in drawn], indent=1))
     print(f"{len(drawn)} mistakes, of {places} places in {count} modules: {path}")
@@ -400,6 +403,7 @@ def main() -> None:
         plan,
         ("--sample", {"type": int, "default": 400}),
         ("--seed", {"type": int, "default": 0}),
+        ("--only", {"nargs": "+", "help": "these modules instead of those in cosmic-ray.toml"}),
     )
     step(cover, jobs, extension, ("tests", {"nargs": "*", "help": "test files; all by default"}))
     step(
