@@ -70,7 +70,11 @@ class AutotuningResult:
 
     @classmethod
     def loads(cls, text: str) -> Self:
-        """Reads what `dumps` gave."""
+        """Reads what `dumps` gave.
+
+        Raises:
+          ValueError: the text is no such result.
+        """
         try:
             read = json.loads(text)
             data = tuple((_problem(p), tuple(map(_timed, times))) for p, times in read["data"])

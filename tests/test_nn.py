@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 import subprocess
 import sys
 
@@ -249,6 +250,32 @@ def test_refused_arrays():
         apply(config, p, x, mask=np.ones(5, bool))
     with pytest.raises(TypeError, match="mask.dtype"):
         apply(config, p, x, mask=np.ones((3, 5), np.int32))
+
+
+def test_what_is_no_config_key_or_layer_is_named():
+    config, p, x = example("plain")
+    nnx = pytest.importorskip("flax.nnx")
+    blocks = [importlib.import_module(f"jaxmoe.nn.{n}") for n in ("nnx", "linen", "equinox")]
+    NnxMoE, LinenMoE, EquinoxMoE = (block.MoE for block in blocks)  # noqa: N806
+    key, rngs = jax.random.key(0), nnx.Rngs(0)
+    for call, message in (
+        (lambda: apply({"hidden": 8}, p, x), "config must be a jaxmoe.nn.MoEConfig"),
+        (lambda: init(None, key), "config must be a jaxmoe.nn.MoEConfig"),
+        (lambda: init(config, 3), "key must be that of jax.random.key"),
+        (lambda: apply(config, None, x), "params must be a dict of arrays by name"),
+        (lambda: apply(config, p, x, layer=3), "layer must be a function such as jaxmoe.moe_mlp"),
+        (lambda: NnxMoE({}, rngs=rngs), "config must be a jaxmoe.nn.MoEConfig"),
+        (lambda: NnxMoE(config, rngs=3), "rngs must be a flax.nnx.Rngs"),
+        (lambda: NnxMoE(config, rngs=rngs, layer=3), "layer must be a function"),
+        (lambda: LinenMoE({}).init(key, x), "config must be a jaxmoe.nn.MoEConfig"),
+        (lambda: EquinoxMoE(None, key=key), "config must be a jaxmoe.nn.MoEConfig"),
+        (lambda: EquinoxMoE(config, key=3), "key must be that of jax.random.key"),
+        (lambda: EquinoxMoE(config, key=key, layer=3), "layer must be a function"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            call()
+    with pytest.raises(TypeError, match=r"params\['router'\].dtype=i32 must be bf16 or"):
+        apply(config, p | {"router": np.ones((8, 4), np.int32)}, x)
 
 
 @pytest.mark.parametrize(

@@ -139,6 +139,11 @@ class TestLevanter:
     [
         ({"expert_chunks": 2}, ValueError, "moe_mlp_local: expert_chunks=2 must be 1"),
         ({"num_experts": 5}, ValueError, r"moe_w13.shape\[0\]=6 must be 5 \(num_experts\)"),
+        (
+            {"selected_experts": np.ones((1, K), np.int32)},
+            ValueError,
+            r"selected_experts.shape\[0\]=1 must equal x.shape\[0\]=24",
+        ),
         ({"token_valid": np.ones(T)}, TypeError, "token_valid.dtype=f64 must be bool"),
         ({"token_valid": np.ones(3, bool)}, ValueError, r"token_valid.shape=\[3\] must be \[24\]"),
         (

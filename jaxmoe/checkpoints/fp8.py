@@ -146,7 +146,8 @@ def join_gate_up(gate: QuantizedArray, up: QuantizedArray) -> QuantizedArray:
     fp8_tensor: one scale for both, s = max(s_gate, s_up), and values = fp8(values * (s_gate / s)).
 
     Args:
-      gate: [E, I, H] ("nk") or [E, H, I] ("kn") weights of any format.
+      gate: [E, I, H] ("nk") or [E, H, I] ("kn") weights in an FP8 format; packed ones stay two
+        arrays.
       up: the same.
 
     Returns:

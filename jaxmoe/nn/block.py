@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxmoe._jax import checks as _checks
 from jaxmoe._route import scores_of
@@ -142,6 +143,7 @@ def parameters(config: MoEConfig) -> dict[str, Parameter]:
       >>> {name: p.shape for name, p in found.items()}
       {'router': (8, 4), 'gate': (4, 8, 16), 'up': (4, 8, 16), 'down': (4, 16, 8)}
     """
+    checks.check_config(config)
     c, stored, wide = config, jnp.dtype(config.param_dtype), jnp.dtype(jnp.float32)
     found = {"router": Parameter((c.hidden, c.num_experts), ("embed", None), c.hidden, wide)}
     if c.router_bias:
@@ -197,6 +199,7 @@ def init(config: MoEConfig, key: jax.Array) -> dict[str, jax.Array]:
       (4, 16, 8)
     """
     named = parameters(config)
+    _checks.check_type("MoE", "key", key, jax.Array | np.ndarray, "that of jax.random.key")
     keys = jax.random.split(key, len(named))
     return {name: initial(k, p) for k, (name, p) in zip(keys, named.items(), strict=True)}
 
@@ -246,6 +249,8 @@ def apply(
       >>> y.shape, int(aux.load.sum())
       ((3, 8), 6)
     """
+    checks.check_config(config)
+    checks.check_layer(layer)
     checks.check_tokens(config, x, mask)
     checks.check_params(parameters(config), params)
     tokens = x.astype(config.product_dtype)

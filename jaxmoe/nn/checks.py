@@ -54,6 +54,20 @@ def check_dtypes(config: Any) -> None:
         raise ValueError(_checks.message(_CONFIG, rule))
 
 
+def check_config(config: Any) -> None:
+    """Refuses what is no config, before its fields are read."""
+    from jaxmoe.nn.block import MoEConfig  # which imports this module
+
+    _checks.check_type(_BLOCK, "config", config, MoEConfig, "a jaxmoe.nn.MoEConfig")
+
+
+def check_layer(layer: Any) -> None:
+    """Refuses a layer that cannot be called."""
+    if not callable(layer):
+        rule = "layer must be a function such as jaxmoe.moe_mlp"
+        raise TypeError(_checks.message(_BLOCK, rule, layer=layer))
+
+
 def check_tokens(config: Any, x: Any, mask: Any) -> None:
     """Checks what a block is called with."""
     _checks.check_dtype(_BLOCK, "x", x, _checks.FLOATS)
@@ -69,6 +83,7 @@ def check_tokens(config: Any, x: Any, mask: Any) -> None:
 
 def check_params(named: Mapping[str, Any], params: Mapping[str, Any]) -> None:
     """Checks the arrays of a block against its parameters by name."""
+    _checks.check_type(_BLOCK, "params", params, Mapping, "a dict of arrays by name")
     missing = [f"{name} {list(p.shape)}" for name, p in named.items() if name not in params]
     if missing:
         raise KeyError(_checks.message(_BLOCK, f"params must have {', '.join(missing)}"))
@@ -86,6 +101,7 @@ def check_params(named: Mapping[str, Any], params: Mapping[str, Any]) -> None:
         sizes = zip(p.axes, p.shape, array.shape, strict=True)
         shape = [given if axis in parts else size for axis, size, given in sizes]
         _checks.check_shape(_BLOCK, of, array, shape, "that of the config")
+        _checks.check_dtype(_BLOCK, of, array, _checks.FLOATS)
 
 
 def check_has_bias(config: Any) -> None:

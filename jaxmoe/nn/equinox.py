@@ -39,6 +39,7 @@ class MoE(eqx.Module):
 
     def __init__(self, config: MoEConfig, *, key: jax.Array, layer: Layer = moe_mlp) -> None:
         """Draws the parameters."""
+        checks.check_layer(layer)
         drawn, named = init(config, key), parameters(config)
         self.params = {name: a for name, a in drawn.items() if named[name].trained}
         self.state = {name: a for name, a in drawn.items() if not named[name].trained}

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from jaxmoe._jax import checks as _checks
 from jaxmoe.losses import update_selection_bias
 from jaxmoe.mlp import moe_mlp
 from jaxmoe.nn import checks
@@ -45,6 +46,9 @@ class MoE(nnx.Module):
         eager_sharding: bool = False,
     ) -> None:
         """Draws the parameters."""
+        checks.check_config(config)
+        checks.check_layer(layer)
+        _checks.check_type("MoE", "rngs", rngs, nnx.Rngs, "a flax.nnx.Rngs")
         self.config = config
         self.layer = layer
         for name, parameter in parameters(config).items():
