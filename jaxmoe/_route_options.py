@@ -27,6 +27,7 @@ class Options:
       scale: float32 scalar, or None if it is in the rule.
       expert_scale: [E] float32, or None.
       num_shared_experts: S.
+      shared_logits: [T, S], or None where shared experts have weight 1.
       num_valid: int32 scalar, the number of rows that are no padding, or None for all.
       mask: [T] bool, False for padding, or None.
       expert_ids: [T, K] int32, -1 where it names no expert with a score, or None to choose.
@@ -40,6 +41,7 @@ class Options:
     scale: jax.Array | None
     expert_scale: jax.Array | None
     num_shared_experts: int
+    shared_logits: jax.Array | None
     num_valid: jax.Array | None
     mask: jax.Array | None
     expert_ids: jax.Array | None
@@ -69,12 +71,11 @@ def check_options(
     """Checks the arguments of `route` in the name of `op`."""
     _checks.check_rank(op, "logits", logits, "T,E")
     _checks.check_dtype(op, "logits", logits, _checks.FLOATS)
-    num_experts = logits.shape[1]
-    if num_experts == 0:
-        rule = "logits.shape[1]=0 must be at least 1 (num_experts)"
-        raise ValueError(_checks.message(op, rule, logits=logits))
-    top_k = _checks.check_int(op, "top_k", top_k, 1, num_experts, "the last axis is E")
     row = method_of(op, method)
+    num_shared_experts = _checks.check_int(op, "num_shared_experts", num_shared_experts, 0)
+    logits, shared_logits = _apart(op, logits, row, num_shared_experts)
+    num_experts = logits.shape[1]
+    top_k = _checks.check_int(op, "top_k", top_k, 1, num_experts, "the last axis is E")
     if row.top_k and top_k != row.top_k:
         rule = f"top_k={top_k} must be {row.top_k} for {_named(method)}"
         raise ValueError(_checks.message(op, rule))
@@ -102,7 +103,6 @@ def check_options(
         top_groups=top_groups,
         masked_value=masked_value,
     )
-    num_shared_experts = _checks.check_int(op, "num_shared_experts", num_shared_experts, 0)
     if mask is not None:
         _check_mask(op, logits, mask, num_valid_tokens)
         mask = jnp.asarray(mask)
@@ -121,11 +121,29 @@ def check_options(
         scale=scale,
         expert_scale=None if expert_scale is None else jnp.asarray(expert_scale, jnp.float32),
         num_shared_experts=num_shared_experts,
+        shared_logits=shared_logits,
         num_valid=num_valid,
         mask=mask,
         expert_ids=None if expert_ids is None else _forced_ids(op, logits, top_k, expert_ids),
         return_scores=return_scores,
     )
+
+
+def _apart(
+    op: str, logits: Any, row: RoutingMethod, num_shared: int
+) -> tuple[Any, jax.Array | None]:
+    """The logits of routed experts, and those of shared ones if these have some."""
+    if row.shared and num_shared == 0:
+        rule = "num_shared_experts=0 must be at least 1: shared experts have logits in this rule"
+        raise ValueError(_checks.message(op, rule))
+    least = 1 + (num_shared if row.shared else 0)
+    if logits.shape[1] < least:
+        rule = f"logits.shape[1]={logits.shape[1]} must be at least {least} (num_experts)"
+        raise ValueError(_checks.message(op, rule, logits=logits))
+    if not row.shared:
+        return logits, None
+    logits = jnp.asarray(logits)
+    return logits[:, :-num_shared], logits[:, -num_shared:]
 
 
 def _named(method: str | RoutingMethod) -> str:

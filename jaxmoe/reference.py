@@ -45,7 +45,7 @@ def route(
     """
     row = METHODS[method] if isinstance(method, str) else method
     x = logits.astype(jnp.float32)
-    num_tokens, num_experts = x.shape
+    num_tokens, num_experts = x.shape[0], x.shape[1] - (num_shared_experts if row.shared else 0)
     scored = ~jnp.isnan(x)
     score = {
         "logits": x,
@@ -54,6 +54,11 @@ def route(
         "sqrtsoftplus": jnp.sqrt(jnp.logaddexp(x, 0.0)),
     }[row.score]
     score = jnp.where(scored, score, jnp.nan)
+    shared_scores = jnp.ones((num_tokens, num_shared_experts), jnp.float32)
+    if row.shared:
+        shared_scores = jnp.where(scored, score, 0.0)[:, num_experts:]
+    shared_there = scored[:, num_experts:] if row.shared else shared_scores > 0
+    x, scored, score = (a[:, :num_experts] for a in (x, scored, score))
     if expert_ids is None:
         key = score if row.by_score else x
         if bias is not None:
@@ -79,6 +84,9 @@ def route(
     chosen = here.any(axis=2)
     ids = jnp.where(chosen, ids, -1)
     weights = jnp.where(here, score[:, None, :], 0.0).sum(axis=2)
+    if row.shared:  # part of what follows as the chosen ones are
+        weights = jnp.concatenate([weights, shared_scores], axis=1)
+        chosen = jnp.concatenate([chosen, shared_there], axis=1)
     divides = row.norm_topk_prob if norm_topk_prob is None else norm_topk_prob
     if row.normalize == "softmax":
         weights = softmax(weights, chosen)
@@ -89,12 +97,13 @@ def route(
         weights = weights / jnp.where(total == 0, 1.0, total)
     weights = weights * jnp.asarray(scale, jnp.float32)
     if expert_scale is not None:
-        weights = weights * expert_scale.astype(jnp.float32)[ids]
+        factor = expert_scale.astype(jnp.float32)[ids]
+        weights = weights.at[:, :top_k].multiply(factor)
     weights = jnp.where(chosen, weights, 0.0)
     shared = jnp.arange(num_experts, num_experts + num_shared_experts, dtype=jnp.int32)
-    ids = jnp.concatenate([ids, jnp.tile(shared, (num_tokens, 1))], axis=1)
-    ones = jnp.ones((num_tokens, num_shared_experts), jnp.float32)
-    weights = jnp.concatenate([weights, ones], axis=1)
+    ids = jnp.concatenate([ids, jnp.where(shared_there, shared[None, :], -1)], axis=1)
+    if not row.shared:
+        weights = jnp.concatenate([weights, shared_scores], axis=1)
     valid = jnp.ones((num_tokens, 1), bool) if mask is None else mask[:, None]
     if num_valid_tokens is not None:
         valid = (jnp.arange(num_tokens) < num_valid_tokens)[:, None]

@@ -127,9 +127,9 @@ def route_and_plan(
     )
     check_rows(_OP, num_tokens * (given.top_k + shared), logits=logits)
     window = {"expert_offset": offset, "num_local_experts": local}
-    shared_of_some = shared > 0 and given.mask is not None
+    shared_of_some = shared > 0 and (given.mask is not None or given.shared_logits is not None)
     if given.expert_ids is not None or num_experts > MAX_CUDA_EXPERTS or shared_of_some:
-        # XLA chooses, or takes shared experts from some tokens: the plan comes after it.
+        # XLA chooses, takes shared experts from some tokens or weighs them: the plan comes after.
         routing = routing_of(given)
         return routing, plan_of(routing.expert_ids, expert_map, num_experts=total, **window)
     ids, weights, *arrays = _route_plan(

@@ -66,7 +66,8 @@ def route(
     remaining places. -inf is the lowest logit there is.
 
     Args:
-      logits: [T, E] bfloat16, float16 or float32. T stands for one axis or several, [B, S, E].
+      logits: [T, E] bfloat16, float16 or float32. T stands for one axis or several, [B, S, E]. With
+        a `RoutingMethod` whose `shared` is True [T, E + S].
       top_k: experts for each token, 1 to E; 1 for "llama4".
       method: the name of a rule, such as "renormalize" (Mixtral, Qwen3), "softmax" (OLMoE) or
         "deepseek_v3", or a `RoutingMethod`.
@@ -83,7 +84,7 @@ def route(
         as in transformers 4, lets them win over negative keys.
       expert_scale: [E], a factor of each expert's weight.
       num_shared_experts: S experts that every token takes: S more columns with ids E to E + S - 1
-        and weight 1.
+        and weight 1, or that of their logits.
       num_valid_tokens: rows from there on are padding: id -1, weight 0. For one axis of tokens.
       mask: [T] bool, True for valid tokens; the others are padding, wherever they are, and whatever
         their logits hold. Not with num_valid_tokens.
@@ -162,7 +163,14 @@ def routing_of(given: Options) -> Routing:
     valid = given.mask if shared else None  # the logits say it of the others
     if given.num_valid is not None:
         valid = first_tokens(num_tokens, given.num_valid)
-    return finished(given, *completed(ids, weights, num_experts, shared, valid))
+    ids, weights = completed(ids, weights, num_experts, shared, valid)
+    if given.shared_logits is not None:  # in one sum with the chosen ones
+        there = ~jnp.isnan(given.shared_logits)
+        before = ((0, 0), (given.top_k, 0))
+        ids = jnp.where(jnp.pad(there, before, constant_values=True), ids, -1)
+        logits = jnp.concatenate([given.logits, given.shared_logits], axis=1)
+        weights = weights_xla(logits, ids, rule=given.rule)
+    return finished(given, ids, weights)
 
 
 def finished(given: Options, expert_ids: jax.Array, weights: jax.Array) -> Routing:
@@ -171,6 +179,8 @@ def finished(given: Options, expert_ids: jax.Array, weights: jax.Array) -> Routi
     if given.scale is not None or given.expert_scale is not None:
         routed = _scaled(weights[:, : given.top_k], expert_ids[:, : given.top_k], given)
         rest = [weights[:, given.top_k :]] if shared else []
+        if given.shared_logits is not None and given.scale is not None:
+            rest = [rest[0] * given.scale]
         weights = jnp.concatenate([routed, *rest], axis=1)
     scores = None
     if given.return_scores:

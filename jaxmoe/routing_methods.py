@@ -31,6 +31,8 @@ class RoutingMethod:
       group_value: what a group of experts is worth: "top2", the sum of its two largest keys, or
         "max", its largest key. "": no groups.
       top_k: the only number of experts the rule is for, 0 for any.
+      shared: whether shared experts have logits, the last `num_shared_experts` of them, and so
+        weights as the chosen ones have, in the same sum (Inkling). Not with score "softmax".
 
     Raises:
       TypeError, ValueError: a field of another type, an unknown name, or a `norm_topk_prob` where
@@ -44,6 +46,7 @@ class RoutingMethod:
     bias: bool = False
     group_value: str = ""
     top_k: int = 0
+    shared: bool = False
 
     def __post_init__(self) -> None:
         """Checks the fields."""
@@ -51,7 +54,7 @@ class RoutingMethod:
         choices = (("score", _SCORES), ("normalize", _NORMALIZE), ("group_value", _GROUP_VALUES))
         for name, allowed in choices:
             _checks.check_choice(op, name, getattr(self, name), allowed)
-        for name in ("by_score", "bias"):
+        for name in ("by_score", "bias", "shared"):
             if type(getattr(self, name)) is not bool:
                 rule = f"{name} must be a bool"
                 raise TypeError(_checks.message(op, rule, **{name: getattr(self, name)}))
@@ -59,6 +62,9 @@ class RoutingMethod:
             rule = "norm_topk_prob must be a bool or None"
             raise TypeError(_checks.message(op, rule, norm_topk_prob=self.norm_topk_prob))
         _checks.check_int(op, "top_k", self.top_k, 0)
+        if self.shared and self.score == "softmax":
+            rule = "shared must be False with score='softmax', a softmax of routed experts alone"
+            raise ValueError(_checks.message(op, rule))
         if self.norm_topk_prob is not None and not self.divides:
             rule = f"norm_topk_prob must be None with normalize={self.normalize!r}"
             raise ValueError(_checks.message(op, rule, norm_topk_prob=self.norm_topk_prob))

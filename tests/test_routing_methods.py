@@ -79,6 +79,60 @@ def test_ernie_is_one_call():
     assert call[0] == "jaxmoe_route_v2" and call[1]["by_score"] == "1:i64"
 
 
+INKLING = RoutingMethod("sigmoid", True, "sum", True, bias=True, shared=True)
+
+
+def test_shared_experts_in_the_sum():
+    """Inkling: sigmoids of the chosen and of the shared ones, all divided by their sum."""
+    logits, bias = draw(22, 16)
+    routed, shared, bias = np.asarray(logits)[:, :20], np.asarray(logits)[:, 20:], bias[:20]
+    score = lambda x: 1 / (1 + np.exp(-x))  # noqa: E731
+    ids = np.argsort(-(score(routed) + np.asarray(bias)), axis=1, kind="stable")[:, :4]
+    weights = [np.take_along_axis(score(routed), ids, 1), score(shared)]
+    weights = np.concatenate(weights, axis=1)
+    want = 2.5 * weights / weights.sum(1, keepdims=True)
+    options = {"top_k": 4, "method": INKLING, "bias": bias, "num_shared_experts": 2}
+    got = route(logits, scale=2.5, **options)
+    np.testing.assert_array_equal(got.expert_ids[:, :4], ids)
+    assert (np.asarray(got.expert_ids)[:, 4:] == [20, 21]).all() and got.num_experts == 22
+    np.testing.assert_allclose(got.weights, want, rtol=1e-5)
+    traced = jax.jit(lambda s: route(logits, scale=s, **options))(jnp.float32(2.5))
+    np.testing.assert_allclose(traced.weights, want, rtol=1e-5)
+    calls_of = calls(cuda_text(lambda x, b: route(x, **options | {"bias": b}), logits, bias))
+    assert [call[0] for call in calls_of] == ["jaxmoe_route_v2"]
+
+
+@pytest.mark.parametrize("normalize", ("none", "sum", "clamped_sum", "softmax"))
+@pytest.mark.parametrize("score", ("logits", "sigmoid", "sqrtsoftplus"))
+def test_shared_experts_with_logits_are_those_of_the_reference(score, normalize):
+    """Values and gradients, NaN logits and padding, a plan, replays."""
+    method = RoutingMethod(score, score != "logits", normalize, shared=True)
+    logits, factor = draw(14, 9)
+    logits = np.array(abs(logits))  # sums of logits are no differences
+    logits[2, 3] = logits[3, 13] = logits[4] = np.nan
+    options = {"top_k": 3, "method": method, "num_shared_experts": 2}
+    options |= {"mask": jnp.arange(9) != 6, "expert_scale": abs(factor[:12]), "scale": 1.5}
+    got = route(logits, **options)
+    ids, weights = reference.route(logits, **options)
+    np.testing.assert_array_equal(got.expert_ids, ids)
+    np.testing.assert_allclose(got.weights, weights, rtol=1e-5)
+    assert got.expert_ids[3].tolist()[3:] == [12, -1] and (got.expert_ids[6] == -1).all()
+    again = route(logits, **options, expert_ids=got.expert_ids[:, :3])
+    np.testing.assert_allclose(again.weights, weights, rtol=1e-5)
+    routing, plan = route_and_plan(logits, **options)
+    np.testing.assert_array_equal(routing.weights, got.weights)
+    assert plan.group_sizes[-2:].tolist() == [7, 6]  # rows 4 and 6 have none, 3 one
+    clean = jnp.where(jnp.isnan(logits), 0.25, logits)
+
+    def loss(fn, x):
+        return jnp.sum(
+            jnp.sin(fn(x, **options)[1] if fn is reference.route else fn(x, **options).weights)
+        )
+
+    slopes = [jax.grad(lambda x, fn=fn: loss(fn, x))(clean) for fn in (route, reference.route)]
+    np.testing.assert_allclose(*slopes, rtol=1e-4, atol=1e-6)
+
+
 def test_the_kernel_runs_them():
     logits, bias = draw()
     with _targets.force_cuda_lowering():
@@ -110,6 +164,12 @@ def test_logits_may_have_a_negative_sum():
         ({"score": "tanh"}, ValueError, "score='tanh' must be one of logits, softmax, sigmoid, "),
         ({"normalize": None}, TypeError, "normalize must be one of none, softmax, sum, clamped_"),
         ({"group_value": "sum"}, ValueError, "group_value='sum' must be one of , top2, max"),
+        ({"shared": 1}, TypeError, "shared must be a bool. Got shared: 1."),
+        (
+            {"score": "softmax", "shared": True},
+            ValueError,
+            "shared must be False with score='softm",
+        ),
         ({"by_score": 1}, TypeError, "by_score must be a bool. Got by_score: 1."),
         ({"bias": "yes"}, TypeError, "bias must be a bool. Got bias: 'yes'."),
         ({"top_k": -1}, ValueError, "top_k=-1 must be at least 0"),
@@ -133,6 +193,16 @@ def test_fields_that_are_refused(fields, kind, message):
             {"method": RoutingMethod("sigmoid"), "norm_topk_prob": True},
             ValueError,
             "norm_topk_prob=True must be None: this RoutingMethod has one normalization",
+        ),
+        (
+            {"method": INKLING},
+            ValueError,
+            "num_shared_experts=0 must be at least 1: shared experts have logits in this rule",
+        ),
+        (
+            {"method": INKLING, "num_shared_experts": 12},
+            ValueError,
+            "logits.shape[1]=12 must be at least 13 (num_experts)",
         ),
         (
             {"method": RoutingMethod("sigmoid", top_k=1)},

@@ -94,24 +94,14 @@ def normed_rows(b: Layer) -> jax.Array:
     return b.names.linear(b["post_expert_proj"], jaxmoe.finalize(rows, out, out.weights))
 
 
-def weighted_shared(b: Layer) -> jax.Array:
-    """Inkling: shared experts have logits, and one sum divides the weights of all."""
-    num_shared = b["n_shared_experts"]
-    routed, shared = b["logits"][:, :-num_shared], b["logits"][:, -num_shared:]
-    scores = jax.nn.sigmoid(routed)
-    ids = largest(scores + b["e_score_correction_bias"], b["num_experts_per_tok"])
-    weights = [jnp.take_along_axis(scores, ids, 1), jax.nn.sigmoid(shared)]
-    scale = b["route_scale"] * b["global_scale"]
-    weights = [scale * w / sum(w.sum(1, keepdims=True) for w in weights) for w in weights]
-    all_ids = jnp.broadcast_to(jnp.arange(num_shared, dtype=jnp.int32), shared.shape)
+def appended_experts(b: Layer) -> jax.Array:
+    """Inkling: shared experts, which have logits, are further experts of the one call."""
     w = b["shared_experts"]
-    y = jaxmoe.moe_mlp(
-        b.x,
-        jaxmoe.Routing(all_ids, weights[1], num_shared),
-        jaxmoe.Experts(gate=w.gate_proj, up=w.up_proj, down=w.down_proj, layout="nk"),
+    gate_up = jnp.concatenate([b["gate_up_proj"], jnp.concatenate([w.gate_proj, w.up_proj], 1)])
+    experts = jaxmoe.Experts(
+        gate_up=gate_up, down=jnp.concatenate([b["down_proj"], w.down_proj]), layout="nk"
     )
-    routing = jaxmoe.Routing(ids, weights[0], b["n_routed_experts"])
-    return jaxmoe.moe_mlp(b.x, routing, b.experts, residual=y)
+    return jaxmoe.moe_mlp(b.x, b.routing, experts)
 
 
 def two_modalities(b: Layer) -> jax.Array:

@@ -196,7 +196,7 @@ CASES = (
     Case("granitemoeshared", "GraniteMoeSharedMoE", "GraniteMoeSharedConfig"),
     Case("hy_v3", "HYV3MoE", "HYV3Config", {"router_scaling_factor": 2.5}),
     grouped("hy_v4", "HYV4MoE", "HYV4Config", {**GROUPS, "swiglu_limit": 0.5}),
-    Case("inkling", "InklingMoE", "InklingTextConfig", own=layers.weighted_shared),
+    Case("inkling", "InklingMoE", "InklingTextConfig", own=layers.appended_experts),
     Case(
         "inkling2",
         "Inkling2SparseMoeBlock",
