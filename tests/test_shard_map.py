@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxmoe import Routing, grouped_gemm, reference
@@ -240,3 +240,19 @@ def test_replicated_arguments_on_an_explicit_mesh():
         got = value_and_gradients(layer, ids, arrays)
     assert got[0].sharding.is_fully_replicated
     close(got, want)
+
+
+def test_axes_that_are_left_to_xla():
+    """Arguments split over these are gathered: a loop that XLA divides would wait for ever."""
+    three = jax.make_mesh((2, 2, 2), ("data", "seq", "expert"), axis_types=(AxisType.Auto,) * 3)
+    ids, arrays = arguments()
+    split = {n: P() for n in arrays} | {"x": P("data", "expert"), "weights": P("data")}
+    split |= {"w_gate_up": P(None, None, "expert"), "w_down": P(None, "expert")}
+    placed = {n: jax.device_put(a, NamedSharding(three, split[n])) for n, a in arrays.items()}
+    data = specs(P("data"), P())
+    of_data = jax.shard_map(
+        layer, mesh=three, in_specs=data, out_specs=P("data"), axis_names={"data"}
+    )
+    at = jax.device_put(jnp.asarray(ids), NamedSharding(three, P("data")))
+    got = value_and_gradients(of_data, at, placed)
+    close(got, value_and_gradients(layer, ids, arrays))

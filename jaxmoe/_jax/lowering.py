@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
 from jax.interpreters import mlir
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmoe._jax import mesh as _mesh
 from jaxmoe._jax import sharding as _sharding
@@ -118,6 +119,37 @@ def _partitioned(ctx: Any) -> bool:
         manual = axes.manual_axes | set(axes.mesh.manual_axes)
         return not manual.issuperset(axes.mesh.axis_names)
     return axes.num_devices != 1
+
+
+def lower_local(op: "Op", lower: Any, ctx: Any, /, *operands: Any, **params: Any) -> Any:
+    """Lowers what each device does for itself, of whole arrays along the axes left to XLA.
+
+    NOTE: XLA would divide the loops of products, which take as many turns as there are rows: on
+    CPUs their collectives wait for the devices that are elsewhere along the axes of the
+    `jax.shard_map`, and these take other turns.
+    """
+    if op.rule is None or op.expands(**params) or not _leaves_axes_to_xla(ctx):
+        return lower(ctx, *operands, **params)
+    outs = lower(ctx, *_whole(ctx, ctx.avals_in, operands), **params)
+    return _whole(ctx, ctx.avals_out, outs)
+
+
+def _leaves_axes_to_xla(ctx: Any) -> bool:
+    """Whether an op is inside of a `jax.shard_map` over some of the axes of its mesh."""
+    axes = ctx.module_context.axis_context
+    return isinstance(axes, mlir.SPMDAxisContext) and bool(axes.manual_axes) and _partitioned(ctx)
+
+
+def _whole(ctx: Any, avals: Sequence[Any], values: Sequence[Any]) -> Sequence[Any]:
+    """Arrays of which each device has all, along the axes that are left to XLA."""
+    place = NamedSharding(ctx.module_context.axis_context.mesh, PartitionSpec())
+    plain = [ShapedArray(a.shape, a.dtype) for a in avals]
+
+    def replicated(*arrays: jax.Array) -> list[jax.Array]:
+        return [jax.lax.with_sharding_constraint(a, place) for a in arrays]
+
+    rule = mlir.lower_fun(replicated, multiple_results=True)
+    return rule(ctx.replace(avals_in=plain, avals_out=plain), *values)
 
 
 def lower_divided(

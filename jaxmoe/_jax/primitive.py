@@ -186,7 +186,8 @@ def define(
         if transpose is not None:
             ad.primitive_transposes[primitive] = functools.partial(_transpose, op, transpose)
     for lower, platform in ((xla_rule, None), (cuda_rule, "cuda")):
-        mlir.register_lowering(op.local, lower, platform=platform)
+        local = functools.partial(_lowering.lower_local, op, lower)
+        mlir.register_lowering(op.local, local, platform=platform)
         divided = functools.partial(_lowering.lower_divided, op, xla_rule, lower)
         mlir.register_lowering(op.primitive, divided, platform=platform)
     if rule is not None or composed is not False:
