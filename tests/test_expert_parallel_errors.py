@@ -51,7 +51,7 @@ INSIDE = [
     ({"tensor_axis": "expert"}, ValueError, "must be another mesh axis than axis_name"),
     ({"dispatch": "nccl"}, ValueError, "must be one of auto, all_gather, all_to_all, ragged"),
     ({"tokens": "split"}, ValueError, "tokens='split' must be one of sharded, replicated"),
-    ({"tokens": "replicated"}, ValueError, "of an x that differs along 'expert'"),
+    ({"tokens": "replicated"}, ValueError, "x must be the same on every device along 'expert'"),
     ({"capacity_factor": 0.0}, ValueError, "capacity_factor=0.0 must be above 0 and finite"),
     ({"capacity_factor": -1}, ValueError, "or None for room for every token"),
     ({"capacity_factor": float("inf")}, ValueError, "capacity_factor=inf"),
@@ -110,6 +110,23 @@ def test_replicated_tokens_are_not_dispatched():
     specs = (P(), P(), P("expert"), P("expert"))
     with pytest.raises(ValueError, match="dispatch='ragged' must be 'auto' or 'all_gather'"):
         inside(arrays(), specs, tokens="replicated", dispatch="ragged")
+
+
+def test_what_replicated_tokens_have_beside_them_is_the_same_everywhere():
+    x, routing, w1, w2 = arrays()
+    of_one = (P(), Routing(P("expert"), P()), P("expert"), P("expert"))
+    text = r"routing.expert_ids must be the same on every device along 'expert' with tokens='repl"
+    with pytest.raises(ValueError, match=text):
+        few = Routing(routing.expert_ids, routing.weights[:2])
+        inside((x[:2], few, w1, w2), of_one, tokens="replicated")
+
+    def with_own_map(*args):
+        table = jnp.zeros((4, E), jnp.int32) + jax.lax.axis_index("expert")
+        return layers.expert_parallel(*args, axis_name="expert", expert_map=table)
+
+    split = jax.shard_map(with_own_map, mesh=mesh(), in_specs=SPLIT, out_specs=SPLIT)
+    with pytest.raises(ValueError, match="expert_map must be the same on every device along 'exp"):
+        jax.eval_shape(split, *arrays())
 
 
 def test_no_tokens_are_no_error():

@@ -187,6 +187,24 @@ def test_experts_over_devices(kind, split, dispatch):
         check_spec(grads["x"], split)
 
 
+def test_tokens_that_lie_whole_and_whose_first_axis_does_not_divide():
+    """Results of tokens that are split by the call are put together again."""
+    mesh = jax.make_mesh((8,), ("e",), axis_types=(EXPLICIT,))
+    rng = np.random.default_rng(5)
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)  # noqa: E731
+    x, routing = draw(2, 16, 8), jaxmoe.route(draw(2, 16, 8), top_k=2)
+    experts = jaxmoe.Experts(gate_up=draw(8, 8, 8), down=draw(8, 4, 8))
+    want = jaxmoe.moe_mlp(x, routing, experts)
+    with jax.set_mesh(mesh):
+        whole = jax.device_put((x, routing, experts), NamedSharding(mesh, P()))
+        by_devices = functools.partial(expert_parallel.sharded_moe_mlp, axis_name="e")
+        gathered = functools.partial(jaxmoe.moe_mlp, gather_weights="e")
+        for fn in (by_devices, gathered):
+            y = jax.jit(fn)(*whole)
+            close(y, want)
+            check_spec(y, P())
+
+
 def test_experts_over_devices_in_a_shard_map():
     mesh = jax.make_mesh((2, 2), ("b", "e"), axis_types=(AUTO,) * 2)
 

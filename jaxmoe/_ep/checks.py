@@ -93,7 +93,9 @@ def check_all(
     if not 1 <= top_k <= num_experts:
         rule = f"top_k={top_k} (routing.expert_ids.shape[1]) must be in [1, {num_experts}]"
         raise ValueError(_checks.message(OP, rule, expert_ids=routing.expert_ids))
-    _check_tokens_axis(x, tokens, axis_name)
+    _check_tokens_axis(x, routing, residual, tokens, axis_name)
+    if expert_map is not None:
+        _refuse_varying("expert_map", expert_map, axis_name)
     _check_weights_axes(experts, axis_name, tensor_axis, expert_map)
     num_chunks = _checks.check_int(OP, "num_chunks", num_chunks, 1)
     if num_tokens % num_chunks:
@@ -238,16 +240,21 @@ def _tracked(axes: Any) -> list[str]:
     return [name for name in several if name in _varying(jax.lax.axis_index(name))]
 
 
-def _check_tokens_axis(x: Any, tokens: Any, axis_name: Any) -> None:
+def _refuse_varying(name: str, value: Any, axis_name: Any, where: str = "") -> None:
+    if split := [axis for axis in _names(axis_name) if axis in _varying(value)]:
+        rule = f"{name} must be the same on every device along {split[0]!r}{where}"
+        raise ValueError(_checks.message(OP, rule, **{name: value}))
+
+
+def _check_tokens_axis(x: Any, routing: Any, residual: Any, tokens: Any, axis_name: Any) -> None:
     _checks.check_choice(OP, "tokens", tokens, TOKENS)
     varies = _varying(x)
     if tokens == "replicated":
-        if split := [name for name in _names(axis_name) if name in varies]:
-            rule = (
-                f"tokens='replicated' must not be said of an x that differs along {split[0]!r}; "
-                "tokens='sharded' is for that"
-            )
-            raise ValueError(_checks.message(OP, rule, x=x))
+        given = {"x": x, "residual": residual}
+        given |= {f"routing.{n}": getattr(routing, n) for n in ("expert_ids", "weights")}
+        for name, value in given.items():
+            if value is not None:
+                _refuse_varying(name, value, axis_name, " with tokens='replicated'")
         return
     if same := [name for name in _tracked(axis_name) if name not in varies]:
         rule = (

@@ -56,7 +56,15 @@ class Leading:
         return self.flat("mask", mask[..., None])[:, 0]
 
     def unflat(self, a: jax.Array) -> jax.Array:
-        """Makes [...,n] of [T,n], split as the arguments were."""
+        """Makes [...,n] of [T,n], split as the arguments were.
+
+        Where these were whole and the tokens are split now, the first axis is, if it divides.
+        """
+        aval = jax.typeof(a)
+        rows, rest = _mesh.explicit_dims(aval)
+        mesh = aval.sharding.mesh
+        if not self.split and self.shape[0] % math.prod(mesh.shape[axis] for axis in rows):
+            a = jax.sharding.reshard(a, NamedSharding(mesh, _mesh.to_spec(((), rest))))
         return self._reshaped(a, (self.split,), self.axes, self._local())
 
     def _local(self) -> tuple[int, ...]:
