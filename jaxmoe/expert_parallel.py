@@ -20,6 +20,7 @@ from jaxmoe._ep.peers import open_peer_memory as open_peer_memory
 from jaxmoe._ep.peers import peer_memory_bytes as peer_memory_bytes
 from jaxmoe._jax import checks as _checks
 from jaxmoe._jax import leading as _leading
+from jaxmoe._mlp import checks as _mlp_checks
 from jaxmoe.experts import Experts
 from jaxmoe.mlp import flat_routing as _flat_routing
 from jaxmoe.quantize import QuantizedArray
@@ -121,9 +122,9 @@ def moe_mlp(
       devices, it has the bits of a single device (docs/expert_parallel.md says when). all_gather
       adds in `sum_dtype`, in an order that XLA chooses, and with own_apart the device's own part in
       float32 after that. With K = 1 every way has the bits of a single device. Of several ways each
-      rounds what it adds. In fp8_tensor a dynamic scale of the intermediate is made of the rows of
-      one device, with num_chunks and own_apart of one part of them; with tensor_axis, as in
-      fp8_channel, of a device's part of I.
+      rounds what it adds. In fp8_tensor, and with tokens in nvfp4, a dynamic scale of the
+      intermediate is made of the rows of one device, with num_chunks and own_apart of one part of
+      them; with tensor_axis, as in fp8_channel, of a device's part of I.
     Sharding: call it where `axis_name` and `tensor_axis` are manual axes, and for "direct" all axes
       of the mesh; any other axis may split tokens (data parallelism), each part for itself.
       Differentiable in everything that `jaxmoe.moe_mlp` is, with check_vma on and off.
@@ -218,8 +219,8 @@ def sharded_moe_mlp(
       **options: of `moe_mlp` of this module and of `jaxmoe.moe_mlp`.
 
     Returns:
-      As `x`, in its dtype and split as it is. With a `capacity_factor` (y, lost): lost is a []
-      int32 for all devices together.
+      As `x`, in its dtype and split as it is, on Auto axes along one axis of tokens. With a
+      `capacity_factor` (y, lost): lost is a [] int32 for all devices together.
 
     Raises:
       TypeError, ValueError, NotImplementedError: as `moe_mlp`; an axis that the mesh does not have
@@ -253,8 +254,8 @@ def sharded_moe_mlp(
     mesh = _ep_mesh.check_mesh(mesh, axes)
     on_tokens = data + (expert_axes if tokens == "sharded" else ())
     token_devices, num_devices = (_ep_mesh.size_of(mesh, a) for a in (on_tokens, expert_axes))
+    _mlp_checks.check_tokens(_ep_mesh.OP, x, routing, residual)
     _ep_mesh.check_split(x, experts, token_devices, num_devices, repr(axis_name))
-    _ep_mesh.check_rows(x, routing, residual)
     if expert_map is not None:  # inside of the jax.shard_map it is not known any more
         _checks.check_rank(_ep_mesh.OP, "expert_map", expert_map, "n,E")
         _checks.check_dtype(_ep_mesh.OP, "expert_map", expert_map, ("int32",))

@@ -172,6 +172,13 @@ AROUND = [
         "axis_name='expert' must be named once",
     ),
     (arrays(), {"mesh": 4}, TypeError, "mesh must be a jax.sharding.Mesh"),
+    (arrays(), {"residual": 1.0}, TypeError, "residual must be a JAX or NumPy array"),
+    (arrays(), {"own_apart": 1}, TypeError, "own_apart must be a bool. Got own_apart: 1"),
+    (
+        (*arrays()[:2], zeros((1, E, H, 2 * WIDTH)), zeros((1, E, WIDTH, H))),
+        *({}, ValueError, "experts must be those of one layer, whose weights have 3 axes"),
+    ),
+    ((zeros((T,)), *arrays()[1:]), {}, ValueError, "x must have 2 axes [T,H], not 1"),
     (arrays(), {"mesh": None}, ValueError, "mesh must be given where jax.set_mesh has set none"),
     (arrays(), {"tokens": "all"}, ValueError, "tokens='all' must be one of sharded, replicated"),
     (
@@ -215,16 +222,16 @@ AROUND = [
         arrays(),
         {"residual": zeros((T + 1, H))},
         ValueError,
-        "residual.shape[0]=9 must be 8 (x.shap",
+        "residual.shape[0]=9 must equal x.shape[0]=8",
     ),
     (
         (arrays()[0], arrays(t=2 * T)[1], *arrays()[2:]),
         {},
         ValueError,
-        "routing.expert_ids.shape[0]=16 must be 8 (x.shape[0])",
+        "routing.expert_ids.shape[0]=16 must equal x.shape[0]=8",
     ),
     ((arrays()[0], None, *arrays()[2:]), {}, TypeError, "routing must be a jaxmoe.Routing"),
-    ((None, *arrays()[1:]), {}, TypeError, "x must be an array"),
+    ((None, *arrays()[1:]), {}, TypeError, "x must be a JAX or NumPy array"),
 ]
 
 

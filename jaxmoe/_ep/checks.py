@@ -108,10 +108,13 @@ def check_all(
     per_chunk = num_tokens // num_chunks
     one_byte = quantizes or isinstance(x, QuantizedArray)
     ways = _hops.names_of(dispatch, axis_name, tokens)
-    sent = _hops.Tokens(x, per_chunk, top_k, 1 if one_byte else None, bool(own_apart))
+    sent = _hops.Tokens(x, per_chunk, top_k, 1 if one_byte else None, own_apart is True)
     dtype = x.dtype if sum_dtype is None else sum_dtype
     hops = _hops.hops_of(ways, sent, experts.num_experts, capacity_factor, dtype)
     name = "+".join(hop.dispatch for hop in hops)
+    if type(own_apart) is not bool:
+        rule = "own_apart must be a bool"
+        raise TypeError(_checks.message(OP, rule, own_apart=own_apart))
     if own_apart and name != "all_gather":
         rule = f"own_apart=True needs dispatch 'all_gather', and this is {name!r}"
         raise ValueError(_checks.message(OP, rule, x=x))
@@ -123,7 +126,7 @@ def check_all(
         format,
         quantizes,
         tensor_axis or "",
-        bool(own_apart),
+        own_apart,
     )
 
 

@@ -8,7 +8,6 @@ from collections.abc import Generator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -17,7 +16,6 @@ from jaxmoe._jax import checks as _checks
 from jaxmoe.activation import resolve
 from jaxmoe.experts import Experts
 from jaxmoe.quantize import QuantizedArray
-from jaxmoe.routing import Routing
 
 OP = "expert_parallel.sharded_moe_mlp"
 
@@ -75,8 +73,6 @@ def size_of(mesh: Any, names: tuple[str, ...]) -> int:
 
 def check_split(x: Any, experts: Any, token_devices: int, expert_devices: int, axis: str) -> None:
     """Checks that tokens and experts divide over their devices."""
-    if not hasattr(x, "shape") or not x.shape:
-        raise TypeError(_checks.message(OP, "x must be an array", x=x))
     if x.shape[0] % token_devices:
         rule = (
             f"x.shape[0]={x.shape[0]} must be a multiple of {token_devices} "
@@ -86,21 +82,15 @@ def check_split(x: Any, experts: Any, token_devices: int, expert_devices: int, a
     if not isinstance(experts, Experts):
         rule = "experts must be a jaxmoe.Experts: jaxmoe.Experts(gate_up=..., down=...)"
         raise TypeError(_checks.message(OP, rule, experts=experts))
+    if len(experts.down.shape) != 3:
+        rule = "experts must be those of one layer, whose weights have 3 axes"
+        raise ValueError(_checks.message(OP, rule, **{"experts.down": experts.down}))
     if experts.num_experts % expert_devices:
         rule = (
             f"experts.num_experts={experts.num_experts} must be a multiple of {expert_devices} "
             f"(devices of axis {axis}); jaxmoe.expert_parallel.place_experts pads the weights"
         )
         raise ValueError(_checks.message(OP, rule, **{"experts.down": experts.down}))
-
-
-def check_rows(x: Any, routing: Any, residual: Any) -> None:
-    """Checks that routing and residual are of all tokens, before each device has a part of them."""
-    _checks.check_type(OP, "routing", routing, Routing, "a jaxmoe.Routing")
-    parts = {"routing.expert_ids": routing.expert_ids, "routing.weights": routing.weights}
-    for name, a in (parts | {"residual": residual}).items():
-        if a is not None and jnp.ndim(a):
-            _checks.check_dim(OP, name, a, 0, x.shape[0], "x.shape[0]")
 
 
 def check_tensor_axis(mesh: Any, tensor: tuple[str, ...], experts: Experts) -> None:
@@ -119,9 +109,10 @@ def check_tensor_axis(mesh: Any, tensor: tuple[str, ...], experts: Experts) -> N
     unit = math.lcm(*(format.unit(size, axis) for axis in "nk"))
     if size % (count * unit) == 0:
         return
+    named = tensor[0] if len(tensor) == 1 else tensor
     rule = (
         f"experts.intermediate={size} must be a multiple of {count * unit} "
-        f"(devices of tensor_axis={tensor[0]!r}" + (f", blocks of {unit})" if unit > 1 else ")")
+        f"(devices of tensor_axis={named!r}" + (f", blocks of {unit})" if unit > 1 else ")")
     )
     if unit == size > 1:
         rule = (
