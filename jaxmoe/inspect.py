@@ -1,7 +1,9 @@
 """`python -m jaxmoe.inspect DIR`: the layers of experts of a model's files, and their kernels."""
 
 import argparse
+import functools
 import sys
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,7 @@ import jax.numpy as jnp
 from jaxmoe._explain import explain
 from jaxmoe._jax import targets
 from jaxmoe._load.ahead import Ahead
+from jaxmoe._load.stored import Stored
 from jaxmoe.experts import Experts
 from jaxmoe.loading import Block, Model
 from jaxmoe.mlp import moe_mlp
@@ -36,6 +39,22 @@ def _formats(experts: Experts) -> str:
     return ", ".join(dict.fromkeys(names))
 
 
+def _kind(model: Model, weight: Stored) -> tuple[object, ...]:
+    """What layers of one report have in common."""
+    return weight.kind, *map(model.shards.kind, weight.names(range(1)))
+
+
+def _numbers(numbers: Sequence[int]) -> str:
+    """Numbers of layers in rising order, neighbours as a range."""
+    firsts = [n for n in numbers if n - 1 not in numbers]
+    lasts = [n for n in numbers if n + 1 not in numbers]
+    runs = [
+        f"{first}" if first == last else f"{first} to {last}"
+        for first, last in zip(firsts, lasts, strict=True)
+    ]
+    return f"layer{'s' if len(numbers) > 1 else ''} {', '.join(runs)}"
+
+
 def _size(nbytes: int) -> str:
     power = max((i for i in range(4) if nbytes >= 1000**i), default=0)
     return f"{nbytes / 1000**power:.4g} {('bytes', 'kB', 'MB', 'GB')[power]}"
@@ -49,21 +68,21 @@ def describe(directory: str, tokens: int) -> str:
     first = model.family.at_layer(model.config, min(model.blocks))
     lines = [
         f"{model.config.get('model_type')}: {len(model.blocks)} layers with experts, "
-        f"{model.num_experts} experts, {model.family.route(first)}"
+        f"{model.num_experts} experts, {model.family.routing(first)}"
     ]
-    seen: dict[tuple[object, ...], tuple[str, str]] = {}
+    seen: dict[object, tuple[str, str, list[int]]] = {}
     total = 0
     for number in model.blocks:
         block = model.block(number)
         nbytes = sum(w.nbytes(model.shards, range(model.num_experts)) for w in block.weights)
         total += nbytes
-        key = *(w.kind for w in block.weights), nbytes
+        key = tuple(map(functools.partial(_kind, model), block.weights)), block.activation
         if key not in seen:
             experts = _shapes(model, block)
             first = experts.first
             dtype = jnp.bfloat16 if isinstance(first, QuantizedArray) else first.dtype
             x = jax.ShapeDtypeStruct((tokens, experts.hidden), dtype)
-            k = model.family.route(block.config)["top_k"]
+            k = block.options["top_k"]
             routing = Routing(
                 jax.ShapeDtypeStruct((tokens, k), jnp.int32),  # type: ignore[arg-type]
                 jax.ShapeDtypeStruct((tokens, k), jnp.float32),  # type: ignore[arg-type]
@@ -71,10 +90,13 @@ def describe(directory: str, tokens: int) -> str:
             with targets.force_cuda_lowering():
                 found = explain(moe_mlp, x, routing, experts, **dict(model.family.call))
             found = f"{experts.hidden} x {experts.intermediate}, {tokens} tokens:\n{found}"
-            seen[key] = _formats(experts), found
+            seen[key] = _formats(experts), found, []
+        seen[key][2].append(number)
         lines.append(f"layer {number}: {seen[key][0]}, {_size(nbytes)}")
     lines.append(f"experts: {_size(total)}")
-    return "\n".join([*lines, *(found for _, found in seen.values())])
+    for formats, found, numbers in seen.values():
+        lines.append(f"{_numbers(numbers)}: {formats}, {found}")
+    return "\n".join(lines)
 
 
 def main(argv: list[str] | None = None) -> int:

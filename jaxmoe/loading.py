@@ -2,26 +2,28 @@
 
 import contextlib
 import dataclasses
-import math
+import functools
 import operator
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from jaxmoe import _saved
 from jaxmoe._jax import checks as _checks
 from jaxmoe._load import families, find, latent, router, settings
 from jaxmoe._load.ahead import Ahead
-from jaxmoe._load.files import OP, naming, parsed
+from jaxmoe._load.files import OP, naming, other, parsed
 from jaxmoe._load.latent import LatentSpace
 from jaxmoe._load.shards import Shards
+from jaxmoe._load.spread import Spread
 from jaxmoe._load.stored import Stored
+from jaxmoe.activation import Activation
 from jaxmoe.experts import Experts
 from jaxmoe.mlp import moe_mlp
 from jaxmoe.quantize import QuantizedArray
@@ -29,6 +31,7 @@ from jaxmoe.routing import Routing, route
 from jaxmoe.routing_methods import RoutingMethod
 
 Progress = Callable[[int, int, str], None]
+_INTEGERS = tuple(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64))
 
 
 @_saved.register
@@ -65,11 +68,13 @@ class LoadedLayer:
     def route(self, x: jax.Array, token_ids: jax.Array | None = None) -> Routing:
         """Chooses the experts of tokens x [.., H] by float32 logits.
 
-        token_ids: [..] integers, for a layer with an `expert_table`.
+        token_ids: [..] integers, for a layer with an `expert_table`. A number that is in no row of
+          the table chooses no expert: ids -1 and weights 0.
 
         Raises:
-          TypeError: x is no array of floats.
-          ValueError: x has another H, or the layer has a table and there are no `token_ids`.
+          TypeError: x is no array of floats, or `token_ids` none of integers.
+          ValueError: x has another H, `token_ids` another shape, or the layer has a table and there
+            are none.
         """
         op, hidden = "LoadedLayer.route", self.router.shape[1]
         _checks.check_float(op, "x", x)
@@ -82,13 +87,9 @@ class LoadedLayer:
         if self.router_bias is not None:
             lead = (1,) * (logits.ndim - 1)
             logits = logits + self.router_bias.astype(jnp.float32).reshape(*lead, -1)
-        given: dict[str, Any] = dict(self.options)
-        if isinstance(given.get("method"), tuple):
-            given["method"] = RoutingMethod(**dict(given["method"]))
+        given = _given(self.options)
         if self.expert_table is not None:
-            if token_ids is None:
-                raise ValueError(f"jaxmoe.{OP}: token_ids must be given to a layer with a table")
-            given["expert_ids"] = self.expert_table[token_ids]
+            given["expert_ids"] = _looked_up(op, self.expert_table, token_ids, x)
         elif self.selection_bias is not None:
             given["bias"] = self.selection_bias
         return route(logits, **given)
@@ -147,11 +148,12 @@ def load(
       FileNotFoundError: no config.json or no files, or one that the index names is missing, or one
         of a set that is numbered.
       LookupError: a tensor, bias or scale is missing, which the message names; no such layer.
-      TypeError: `layers`, `dtype` or `mesh` of another kind.
+      TypeError: `layers`, `dtype`, `mesh` or `progress` of another kind.
       ValueError: a file that is cut off or broken, a configuration without a number that is needed,
-        tensors that do not go together, a tensor that is in two files, experts that `axis` does not
-        divide, another `dtype`.
-      NotImplementedError: a model or a format that is not known, or a tensor that has no reader.
+        tensors that do not go together or with the configuration, a tensor that is in two files,
+        experts that `axis` does not divide, another `dtype`.
+      NotImplementedError: a model or a format that is not known, a rule of routing that the model
+        type does not have, or a tensor that has no reader.
 
     Numerics: no number changes but where `jaxmoe.checkpoints` says so. Routing is float32.
     Source: config.json and the model code of Hugging Face transformers.
@@ -161,9 +163,12 @@ def load(
       >>> layers = jaxmoe.load("Qwen3-30B-A3B")  # doctest: +SKIP
       >>> y = jax.jit(lambda layer, x: layer(x))(layers[0], x)  # doctest: +SKIP
     """
+    if progress is not None and not callable(progress):
+        rule = "progress must be a function of bytes read, bytes to read and a name, or None"
+        raise TypeError(_checks.message(OP, rule, progress=progress))
     model = Model(directory, dtype)
     chosen = list(model.blocks) if layers is None else _numbers(layers)
-    spread = _Spread(mesh, axis, model.num_experts)
+    spread = Spread(mesh, axis, model.num_experts)
     blocks = {number: model.block(number) for number in chosen}
     everyone = range(model.num_experts)
     weights = [weight for block in blocks.values() for weight in block.weights]
@@ -188,6 +193,27 @@ def load(
     return out
 
 
+def _looked_up(op: str, table: jax.Array, token_ids: Any, x: jax.Array) -> jax.Array:
+    """The experts of tokens, -1 for a token that the table does not have."""
+    if token_ids is None:
+        rule = "token_ids must be given to a layer with a table"
+        raise ValueError(_checks.message(op, rule))
+    _checks.check_dtype(op, "token_ids", token_ids, _INTEGERS)
+    _checks.check_shape(op, "token_ids", token_ids, x.shape[:-1], "the axes of tokens of x")
+    if token_ids.dtype.itemsize < 4:  # a number of rows may be none of so few bits
+        token_ids = token_ids.astype(np.int32)
+    known = (token_ids >= 0) & (token_ids < table.shape[0])
+    return jnp.where(known[..., None], table[jnp.where(known, token_ids, 0)], -1)
+
+
+def _given(options: Any) -> dict[str, Any]:
+    """Options of `jaxmoe.route`, which a pytree has as pairs."""
+    given = dict(options)
+    if isinstance(given.get("method"), tuple):
+        given["method"] = RoutingMethod(**dict(given["method"]))
+    return given
+
+
 def _numbers(layers: Sequence[int]) -> list[int]:
     try:
         return list(map(operator.index, layers))
@@ -203,6 +229,8 @@ class Block(NamedTuple):
     weights: list[Stored]
     router: router.Router
     config: settings.Config
+    options: dict[str, Any]  # of `jaxmoe.route`
+    activation: str | Activation
 
 
 class Model:
@@ -216,8 +244,8 @@ class Model:
         _checks.check_choice(OP, "dtype", dtype, _checks.FLOATS)
         _checks.check_type(OP, "directory", directory, str | os.PathLike, "a path")
         path = Path(directory) / "config.json"
-        if not path.exists():
-            raise FileNotFoundError(f"jaxmoe.{OP}: {directory} has no config.json")
+        if not path.is_file():
+            raise FileNotFoundError(f"jaxmoe.{OP}: {directory} has no config.json{other(path)}")
         family, self.config = families.of(parsed(path, path.read_bytes()))
         self.quantization = settings.section(self.config, "quantization_config")
         self.shards = Shards(directory)
@@ -251,11 +279,23 @@ class Model:
         weights: list[Stored] = []
         for stem in self.family.weights:
             weight = find.find(self.shards, f"{at}.{stem}", self.quantization, self.dtype)
-            weight.check(self.shards, self.num_experts)
+            said = settings.name_of(self.config, settings.EXPERTS)
+            weight.check(self.shards, self.num_experts, said)
             weights.append(weight)
         config = self.family.at_layer(self.config, number)
+        options, activation = self.family.routing(config), self.family.acts(config)
         found = router.find(self.shards, at, self.family, config, self.num_experts)
-        return Block(at, weights, found, config)
+        self._check_options(found, options)
+        return Block(at, weights, found, config, options, activation)
+
+    def _check_options(self, names: router.Router, options: dict[str, Any]) -> None:
+        """Refuses now what `jaxmoe.route` would refuse when the layer is called."""
+        rows: dict[str, tuple[int, ...]] = {"logits": (1, self.num_experts)}
+        if names.selection_bias is not None and names.table is None:
+            rows["bias"] = (self.num_experts,)
+        shapes = {name: jax.ShapeDtypeStruct(row, np.float32) for name, row in rows.items()}
+        with naming("config.json"):
+            jax.eval_shape(functools.partial(route, **_given(options)), **shapes)
 
     def layer(
         self, block: Block, weights: Sequence[Any], place: Callable[[Any], Any]
@@ -270,10 +310,11 @@ class Model:
         fields = dict(zip(family.parts, weights, strict=True))
         fields |= self._biases(block, place, quantized)
         fields |= self._input_scales(block, place)
+        self._check_formats(block.at, dict(zip(family.parts, weights, strict=True)))
         with naming(block.at):
             experts = Experts(
                 **fields,
-                activation=family.activation(block.config),
+                activation=block.activation,
                 order=family.order,
                 layout="nk" if quantized else family.layout,
             )
@@ -288,10 +329,20 @@ class Model:
             tensor(names.bias),
             None if choice is None else place(self.shards[choice].reshape(-1)),
             None if table is None else place(table.astype(np.int32)),  # int64 in the files
-            tuple(sorted(family.route(block.config).items())),
+            tuple(sorted(block.options.items())),
             family.call,
             jax.tree.map(place, around),
         )
+
+    def _check_formats(self, at: str, weights: Mapping[str, Any]) -> None:
+        """Refuses rows with one scale of which only `group_size` says how they are stored."""
+        said = {k: w.format for k, w in weights.items() if isinstance(w, QuantizedArray)}
+        unknown = find.group_size(self.quantization) is None
+        if unknown and len(set(said.values())) > 1 and "channel" in str(said):
+            raise ValueError(
+                f"jaxmoe.{OP}: {at} has weights in {said}: group_size of quantization_config of "
+                "config.json must say whether a row with one scale is a group or has no groups"
+            )
 
     def _latent(self, block: Block, inner: int) -> LatentSpace | None:
         hidden = self.shards.shape(block.router.weight)[1]
@@ -316,70 +367,3 @@ class Model:
             weight.largest_input_scale(self.shards, self.num_experts) for weight in block.weights
         )
         return {"x_scale": place(max(first)), "h_scale": place(last)}
-
-
-class _Spread:
-    """Puts arrays of experts where they are to lie."""
-
-    def __init__(
-        self, mesh: Mesh | None, axis: str | tuple[str, ...] | None, num_experts: int
-    ) -> None:
-        given: Any = mesh
-        if given is not None and not isinstance(given, Mesh):
-            rule = "mesh must be a jax.sharding.Mesh, whose devices weights are put on"
-            raise TypeError(_checks.message(OP, rule, mesh=mesh))
-        axes = axis if isinstance(axis, tuple) else () if axis is None else (axis,)
-        names = None if mesh is None else mesh.axis_names
-        if any(name not in (names or ()) for name in axes) or len(set(axes)) < len(axes):
-            what = "different axes" if isinstance(axis, tuple) else "an axis"
-            raise ValueError(
-                f"jaxmoe.{OP}: axis={axis!r} must be {what} of mesh, which has {names}"
-            )
-        devices = 1 if mesh is None else math.prod(mesh.shape[name] for name in axes)
-        if num_experts % devices:
-            raise ValueError(
-                f"jaxmoe.{OP}: {num_experts} experts must be a multiple of the {devices} devices "
-                f"of axis={axis!r}"
-            )
-        self._mesh, self._axis, self._num_experts = mesh, axis, num_experts
-
-    def everywhere(self, value: Any) -> jax.Array:
-        """A small array, on every device of the mesh."""
-        if self._mesh is None:
-            return jnp.asarray(value)
-        sharding = NamedSharding(self._mesh, PartitionSpec())
-        value = np.asarray(value)
-        return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
-
-    def parts(self) -> list[range]:
-        """The experts that are read, in order."""
-        if self._mesh is None:
-            return [range(self._num_experts)]
-        return list(dict.fromkeys(self._where().values()))
-
-    def _where(self) -> dict[Any, range]:
-        """The experts of each device of this process."""
-        assert self._mesh is not None
-        sharding = NamedSharding(self._mesh, PartitionSpec(self._axis))
-        where = sharding.addressable_devices_indices_map((self._num_experts,))
-        everyone = range(self._num_experts)
-        return {device: everyone[index[0]] for device, index in where.items() if index}
-
-    def __call__(self, read: Callable[[range], Any]) -> Any:
-        """The weight of all experts, of what `read` gives for some."""
-        if self._mesh is None:
-            return read(range(self._num_experts))
-        sharding = NamedSharding(self._mesh, PartitionSpec(self._axis))
-        parts: dict[range, Any] = {}
-        pieces = []
-        for device, mine in self._where().items():
-            if mine not in parts:
-                with jax.default_device(device):
-                    parts[mine] = read(mine)
-            pieces.append(jax.device_put(parts[mine], device))
-
-        def joined(*leaves: jax.Array) -> jax.Array:
-            shape = (self._num_experts, *leaves[0].shape[1:])
-            return jax.make_array_from_single_device_arrays(shape, sharding, list(leaves))
-
-        return jax.tree.map(joined, *pieces)

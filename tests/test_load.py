@@ -284,7 +284,7 @@ FILES = {
     ),
     "deepseek_v2": Files(
         "deepseek_v2",
-        {**V3, "topk_method": "group_limited_greedy"},
+        {**V3, "topk_method": "group_limited_greedy", "norm_topk_prob": False},
         route={**V3_CALL, "method": "deepseek_v2"},
     ),
     "deepseek_v2_lite": Files(
@@ -825,6 +825,7 @@ def test_errors_of_readers_name_the_weight(tmp_path):
     stem = "experts.{e}.up_proj"
     odd = {k: a[:40] for k, a in tensors.items() if "up_proj.weight_packed" in k}
     odd |= {k: a[:40] for k, a in tensors.items() if "up_proj.weight_scale" in k}
+    odd |= {k: np.array([40, H]) for k in tensors if "up_proj.weight_shape" in k}
     message = rf"jaxmoe.load: .*{stem}: jaxmoe.checkpoints.from_int4: codes.shape\[1\]=40 \(N\)"
     with pytest.raises(ValueError, match=message):
         jaxmoe.load(save_folder(path, config, tensors | odd))

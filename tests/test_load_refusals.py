@@ -99,8 +99,9 @@ def test_the_bias_of_the_choice_is_needed(kind, tmp_path):
     message = f"has no tensor '{AT}gate.e_score_correction_bias'"
     refuses(path, tensors, LookupError, message)
     refuses(path, tensors, LookupError, message, {**config_of(path), "topk_method": "noaux_tc"})
-    save_folder(path, {**config_of(path), "topk_method": "greedy"}, tensors)
-    assert jaxmoe.load(path)[0].selection_bias is None
+    other = {**config_of(path), "topk_method": "greedy"}  # of a predecessor, without a bias
+    message = f"topk_method='greedy', which must be noaux_tc for model_type='{kind}'"
+    refuses(path, tensors, NotImplementedError, message, other)
 
 
 def test_the_bias_of_the_choice_is_needed_where_the_configuration_says_so(tmp_path):
@@ -269,7 +270,7 @@ def test_a_rule_of_another_family_is_named():
     other = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "norm_topk_prob": True}
     base = {"num_experts": 4, "num_experts_per_tok": 2} | other
     right = families.of(base | {"model_type": "deepseek_v3", "scoring_func": "sigmoid"})
-    assert right[0].route(right[1])["method"] == "deepseek_v3"
+    assert right[0].routing(right[1])["method"] == "deepseek_v3"
     for kind, change in (
         ("deepseek_v3", {"scoring_func": "softmax"}),
         ("deepseek_v2", {"topk_method": "noaux_tc"}),
@@ -279,7 +280,7 @@ def test_a_rule_of_another_family_is_named():
         family, config = families.of(base | {"model_type": kind} | change)
         ((name, value),) = change.items()
         with pytest.raises(NotImplementedError, match=f"{name}='{value}', which must be .*{kind}"):
-            family.route(config)
+            family.routing(config)
 
 
 def test_experts_past_the_last_are_named(qwen):

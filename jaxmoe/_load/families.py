@@ -15,27 +15,13 @@ _JOINED = ("experts.gate_up_proj", "experts.down_proj")
 _SPARSE = "block_sparse_moe"
 
 
-def _always(*names: str) -> Callable[[Config], tuple[str, ...]]:
-    return lambda _: names
-
-
-def _bias_of_v3(config: Config) -> tuple[str, ...]:
-    # A rule of its predecessors, which choose without one, is named.
-    return (_V3_BIAS,) if config.get("topk_method") in (None, "noaux_tc") else ()
-
-
-def _where(setting: str, bias: str, default: bool = False) -> Callable[[Config], tuple[str, ...]]:
-    """The bias is needed where the configuration says that there is one."""
-    return lambda config: (bias,) if config.get(setting, default) else ()
-
-
 def _biased(route: Callable[[Config], rules.Options], bias: str, **more: Any) -> Family:
     """A family whose layers all have a bias of that name."""
-    return Family(route, selection_bias=bias, biases=_always(bias), **more)
+    return Family(route, selection_bias=bias, needed=(bias,), **more)
 
 
 _SOFTMAX, _QWEN = Family(rules.softmax), Family(rules.qwen3_next)
-_DEEPSEEK = Family(rules.deepseek_v3, selection_bias=_V3_BIAS, biases=_bias_of_v3)
+_DEEPSEEK = _biased(rules.deepseek_v3, _V3_BIAS)
 _MIXTRAL = Family(rules.renormalize, _SPARSE, _W123)
 _GRANITE = Family(
     rules.renormalize, _SPARSE, ("input_linear", "output_linear"), router="router.layer"
@@ -45,14 +31,14 @@ _STEP = Family(
     "moe",
     ("gate_proj", "up_proj", "down_proj"),
     selection_bias="router_bias",
-    biases=_where("use_moe_router_bias", "router_bias", True),
+    bias_flag=("use_moe_router_bias", True),
     activation=rules.swiglu_of_step,
     by_layer=("swiglu_limits",),
 )
 _BAILING = Family(
     rules.bailing,
     selection_bias="gate.expert_bias",
-    biases=_where("moe_router_enable_expert_bias", "gate.expert_bias"),
+    bias_flag=("moe_router_enable_expert_bias", False),
 )
 _KIMI = _biased(
     rules.kimi_linear,
@@ -84,7 +70,7 @@ FAMILIES: dict[str, Family] = {
     "ernie4_5_moe": Family(
         rules.ernie,
         selection_bias="moe_statics.e_score_correction_bias",
-        biases=_where("moe_use_aux_free", "moe_statics.e_score_correction_bias", True),
+        bias_flag=("moe_use_aux_free", True),
     ),
     "deepseek_v2": Family(rules.deepseek_v2),
     **dict.fromkeys(("deepseek_v3", "deepseek_v32", "kimi_k2", "glm_moe_dsa", "dots1"), _DEEPSEEK),
@@ -93,7 +79,9 @@ FAMILIES: dict[str, Family] = {
     "mimo_v2_flash": dataclasses.replace(_DEEPSEEK, route=rules.mimo),
     "exaone_moe": _biased(rules.deepseek_v3, _M2_BIAS),
     **dict.fromkeys(("bailing_moe", "bailing_moe_v2"), _BAILING),
-    "bailing_hybrid": _biased(rules.bailing_hybrid, "gate.expert_bias"),
+    "bailing_hybrid": dataclasses.replace(
+        _BAILING, route=rules.bailing_hybrid, bias_flag=("moe_router_enable_expert_bias", True)
+    ),
     "afmoe": _biased(rules.afmoe, "expert_bias", router="router.gate"),
     "hy_v3": _biased(rules.hy_v3, "expert_bias", router="router.gate"),
     "lfm2_moe": Family(
@@ -101,7 +89,7 @@ FAMILIES: dict[str, Family] = {
         "feed_forward",
         _W123,
         selection_bias="expert_bias",
-        biases=_where("use_expert_bias", "expert_bias", True),
+        bias_flag=("use_expert_bias", True),
     ),
     **dict.fromkeys(("kimi_linear", "kimi_k3"), _KIMI),
     "nemotron_h": _biased(
@@ -119,7 +107,7 @@ FAMILIES: dict[str, Family] = {
         _W123,
         selection_bias="gate.bias",
         table="gate.tid2eid",
-        biases=_always("gate.bias", "gate.tid2eid"),
+        needed=("gate.bias", "gate.tid2eid"),
         activation=rules.clamped,
     ),
     "minimax_m2": Family(
@@ -127,21 +115,21 @@ FAMILIES: dict[str, Family] = {
         _SPARSE,
         _W123,
         selection_bias=_M2_BIAS,
-        biases=_where("use_routing_bias", _M2_BIAS),
+        bias_flag=("use_routing_bias", None),
     ),
     "minimax_m3_vl": Family(
         rules.minimax_m3,
         _SPARSE,
         _W123,
         selection_bias=_M2_BIAS,
-        biases=_where("use_routing_bias", _M2_BIAS),
+        bias_flag=("use_routing_bias", None),
         activation=rules.swiglu_of_minimax_m3,
     ),
     "laguna": _biased(rules.laguna, "experts.e_score_correction_bias"),
     **dict.fromkeys(("step3p5", "step3p7"), _STEP),
     "gpt_oss": Family(
         *(rules.renormalize, "mlp", _JOINED, "router"),
-        biases=_always("router.bias"),
+        needed=("router.bias",),
         activation=rules.swiglu_of_gpt_oss,
         order="interleaved",
         layout="kn",

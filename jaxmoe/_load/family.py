@@ -5,10 +5,12 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from jaxmoe._load import rules
+from jaxmoe._load import rules, unread
 from jaxmoe._load.files import OP
-from jaxmoe._load.settings import Config
+from jaxmoe._load.settings import Config, flag
 from jaxmoe.activation import Activation
+
+_NUMBER = r"(?:0|[1-9][0-9]*)"  # of an expert; 00 is another name, which nothing would read
 
 
 class Latent(NamedTuple):
@@ -40,10 +42,12 @@ class Family:
       router: stem of the router's weight in it.
       selection_bias: name in it of what is added to scores for the choice, if there may be one.
       table: name in it of the experts of each token, if there may be one.
-      biases: from the configuration to names of which each layer has at least one.
+      bias_flag: what the configuration calls whether there is that bias, and what it means that it
+        does not say; None: there may be one.
+      needed: names in it of which each layer has at least one.
       route: from the configuration to the options of `jaxmoe.route`; a `method` of pairs has the
-        fields of a `jaxmoe.RoutingMethod`.
-      activation: from the configuration to that of `jaxmoe.Experts`.
+        fields of a `jaxmoe.RoutingMethod`. `routing` has checked what else is said.
+      activation: from the configuration to that of `jaxmoe.Experts`; checked as well by `acts`.
       gated: the first of two weights is gate_up, not up.
       order, layout: of plain weights, as in `jaxmoe.Experts`.
       call: options of `jaxmoe.moe_mlp`.
@@ -59,7 +63,8 @@ class Family:
     router: str = "gate"
     selection_bias: str | None = None
     table: str | None = None
-    biases: Callable[[Config], tuple[str, ...]] = lambda _: ()
+    bias_flag: tuple[str, bool | None] = ("", None)
+    needed: tuple[str, ...] = ()
     activation: Callable[[Config], str | Activation] = rules.gated
     gated: bool = True
     order: str = "gate_up"
@@ -76,6 +81,23 @@ class Family:
         if len(self.weights) == 3:
             return "gate", "up", "down"
         return ("gate_up" if self.gated else "up"), "down"
+
+    def routing(self, config: Config) -> dict[str, Any]:
+        """The options of `jaxmoe.route`, by which a layer does all that the configuration says."""
+        options = self.route(config)
+        unread.check_routing(config, options)
+        return options
+
+    def acts(self, config: Config) -> str | Activation:
+        """The activation, which is all that the configuration says of one."""
+        activation = self.activation(config)
+        unread.check_activation(config, activation)
+        return activation
+
+    def has_bias(self, config: Config) -> bool | None:
+        """Whether there is a bias of the choice by the configuration; None: it does not say."""
+        name, default = self.bias_flag
+        return default if config.get(name) is None else flag(config, name)
 
     def at_layer(self, config: Config, number: int) -> Config:
         """The configuration of a layer.
@@ -101,11 +123,11 @@ class Family:
     def of_no_weight(self, parts: Iterable[str]) -> list[str]:
         """Of what follows `<block>.experts` in names of tensors, what belongs to no weight."""
         stems = (
-            re.escape(w.removeprefix("experts")).replace(r"\{e\}", r"\d+") for w in self.weights
+            re.escape(w.removeprefix("experts")).replace(r"\{e\}", _NUMBER) for w in self.weights
         )
         known = re.compile(rf"(?:{'|'.join(stems)})(?:[._].*)?")
-        bias = (self.selection_bias or "").removeprefix("experts")
-        return sorted(part for part in parts if part != bias and not known.fullmatch(part))
+        bias = f"{self.selection_bias}"
+        return sorted(p for p in parts if f"experts{p}" != bias and not known.fullmatch(p))
 
     def blocks(self, names: Iterable[str]) -> dict[int, str]:
         """The module of each layer with experts, by the layer's number, among names of tensors.

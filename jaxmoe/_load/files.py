@@ -1,8 +1,10 @@
 """Where the tensors of a folder lie, by what its files and their index say in JSON."""
 
 import contextlib
+import itertools
 import json
 import math
+import os
 import re
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
@@ -43,6 +45,13 @@ def naming(what: str) -> Generator[None]:
         raise type(error)(f"jaxmoe.{OP}: {what}: {why}") from error
 
 
+def other(path: Path) -> str:
+    """What is there in the place of a file, if anything is."""
+    if path.is_dir():
+        return " (a directory of that name)"
+    return " (a link to nothing)" if path.is_symlink() and not path.exists() else ""
+
+
 def mapping(what: str, value: Any) -> dict[str, Any]:
     """Refuses what is no object of JSON."""
     if not isinstance(value, dict):
@@ -62,8 +71,10 @@ def parsed(path: Path, text: bytes) -> dict[str, Any]:
 def index_of(directory: Path) -> dict[str, str]:
     """The file of each tensor by the index; empty where there is none."""
     path = directory / _INDEX
-    if not path.exists():
+    if not os.path.lexists(path):
         return {}
+    if not path.is_file():
+        raise FileNotFoundError(f"jaxmoe.{OP}: {directory} has no {_INDEX}{other(path)}")
     files = mapping(f"weight_map of {path}", parsed(path, path.read_bytes()).get("weight_map"))
     for name, file in files.items():
         if not isinstance(file, str):
@@ -93,12 +104,12 @@ def _files(directory: Path, index: Mapping[str, str]) -> list[str]:
     if index:
         files = sorted(set(index.values()))
         wanted = files
-    elif (directory / _WHOLE).exists():
-        return [_WHOLE]  # others beside it are older, or of another format
+    elif os.path.lexists(directory / _WHOLE):
+        files = wanted = [_WHOLE]  # others beside it are older, or of another format
     else:
         files = sorted(path.name for path in directory.glob("*.safetensors"))
-        wanted = _sets(files)
-    missing = [file for file in wanted if not (directory / file).exists()]
+        wanted = [*files, *(file for file in _sets(files) if file not in files)]
+    missing = [file + other(path) for file in wanted if not (path := directory / file).is_file()]
     if missing or not files:
         more = f" and {len(missing) - 9} more" if len(missing) > 9 else ""
         what = ", ".join(missing[:9]) + more or "*.safetensors"
@@ -127,7 +138,18 @@ def _header(path: Path) -> dict[str, Place]:
             raise ValueError(f"jaxmoe.{OP}: {path} is cut off, or no safetensors file")
         header = parsed(path, file.read(length))
     header.pop("__metadata__", None)
-    return {name: _place(path, name, said, 8 + length, size) for name, said in header.items()}
+    found = {name: _place(path, name, said, 8 + length, size) for name, said in header.items()}
+    _check_apart(found)
+    return found
+
+
+def _check_apart(found: Mapping[str, Place]) -> None:
+    """Refuses tensors of one file that share bytes."""
+    there = sorted((at.begin, at.end, name) for name, at in found.items() if at.begin < at.end)
+    for (_, end, one), (begin, _, name) in itertools.pairwise(there):
+        if begin < end:
+            path = found[one].path
+            raise ValueError(f"jaxmoe.{OP}: {path} has {one} and {name} in the same bytes")
 
 
 def _place(path: Path, name: str, said: Any, start: int, size: int) -> Place:

@@ -10,11 +10,11 @@ import numpy as np
 
 from jaxmoe import checkpoints
 from jaxmoe._formats.quantization import BLOCK
-from jaxmoe._jax.checks import FLOATS
+from jaxmoe._jax.checks import FLOATS, dtype_name
 from jaxmoe._load.files import OP, mapping
-from jaxmoe._load.settings import section
+from jaxmoe._load.settings import flag, section
 from jaxmoe._load.shards import Shards
-from jaxmoe._load.stored import INPUT_SCALE, Stored
+from jaxmoe._load.stored import INPUT_SCALE, SHAPE, Stored
 
 _GPTQ = ("gptq", "gptq_v2")
 # How AutoRound packs: `auto_gptq` has zero points less 1, the others have them as they are.
@@ -64,16 +64,23 @@ class _Weight:
         named: tuple[str, ...] = (),
         checked: bool = False,
         static: bool = False,
+        shaped: bool = False,
         **options: Any,
     ) -> Stored:
         for part in parts:
             self.dtype_of(part)  # names the one that is missing
         kind = reader.__name__.removeprefix("from_")
         read = _with(reader, named, dtype=self.dtype, **options)
-        return Stored(kind, self.stem, parts, read, checked, static)
+        return Stored(kind, self.stem, parts, read, checked, static, shaped)
 
     def refused(self, why: str) -> NotImplementedError:
         return NotImplementedError(f"jaxmoe.{OP}: {self.first}{why}")
+
+    def missing(self, part: str, said: str) -> LookupError:
+        return LookupError(
+            f"jaxmoe.{OP}: quantization_config has {said}, and {self.shards.directory} has no "
+            f"tensor {self.first + part!r}"
+        )
 
 
 def find(shards: Shards, stem: str, quantization: Mapping[str, Any], dtype: str) -> Stored:
@@ -108,10 +115,12 @@ def _gptq_or_awq(weight: _Weight) -> Stored:
     bits = weight.quantization.get("bits", 4)
     if str(bits) != "4":
         raise weight.refused(f".qweight has {bits} bits, not 4")
-    parts, group = (".qweight", ".qzeros", ".scales"), _group_size(weight.quantization)
+    parts, group = (".qweight", ".qzeros", ".scales"), group_size(weight.quantization)
     variant = _variant(weight)
     if variant == "awq":
         return weight.stored(checkpoints.from_awq, *parts, named=("scales",), group_size=group)
+    if flag(weight.quantization, "desc_act", default=False) and not weight.has(".g_idx"):
+        raise weight.missing(".g_idx", "desc_act=true, which sorts columns")
     order = (".g_idx",) if weight.has(".g_idx") else ()
     options: dict[str, Any] = {"checkpoint_format": variant, "group_size": group}
     named = ("scales", "g_idx")
@@ -145,7 +154,7 @@ def _variant(weight: _Weight) -> str:
     )
 
 
-def _group_size(quantization: Mapping[str, Any]) -> int | None:
+def group_size(quantization: Mapping[str, Any]) -> int | None:
     """The group of k that has a scale, if the configuration says one and no other."""
     said = [quantization]
     for name, group in section(quantization, "config_groups").items():
@@ -154,22 +163,49 @@ def _group_size(quantization: Mapping[str, Any]) -> int | None:
     return max(sizes) if len(sizes) == 1 and max(sizes) > 0 else None  # -1: all of K
 
 
+def _asymmetric(quantization: Mapping[str, Any]) -> bool:
+    """Whether all weights have zero points."""
+    said: list[bool] = []
+    for name, group in section(quantization, "config_groups").items():
+        weights = section(mapping(f"{name} of config_groups", group), "weights")
+        if weights:
+            said.append(not flag(weights, "symmetric", default=True))
+    return bool(said) and all(said)
+
+
+def _check_words(weight: _Weight) -> None:
+    """Refuses words of other bits than 4, by what the first expert's shape says."""
+    if not weight.has(SHAPE):
+        return
+    *rows, words = shape = weight.shape_of(".weight_packed") or (0,)
+    name, kind, got = weight.first + SHAPE, weight.dtype_of(SHAPE), weight.shape_of(SHAPE)
+    if kind.name not in ("int32", "int64") or got != (len(shape),):
+        raise ValueError(
+            f"jaxmoe.{OP}: {name} must be i32 or i64 [{len(shape)}], not {dtype_name(kind)} "
+            f"{list(got)}"
+        )
+    *said, k = weight.shards[name].tolist()
+    if k != 8 * words:
+        raise weight.refused(f".weight_packed has {words} words for K={k}: not 4 bits")
+    if said != rows:
+        raise ValueError(f"jaxmoe.{OP}: {name}={[*said, k]} must be {[*rows, k]}, by the words")
+
+
 def _packed(weight: _Weight) -> Stored:
     """compressed-tensors: int4, mxfp4 and nvfp4."""
     parts = (".weight_packed", ".weight_scale")
     if weight.dtype_of(".weight_packed") == np.int32:
-        words = weight.shape_of(".weight_packed")[-1]
-        if weight.has(".weight_shape"):
-            k = weight.shards[weight.first + ".weight_shape"][-1]
-            if k != 8 * words:
-                raise weight.refused(f".weight_packed has {words} words for K={k}: not 4 bits")
+        _check_words(weight)
+        if not weight.has(".weight_zero_point") and _asymmetric(weight.quantization):
+            raise weight.missing(".weight_zero_point", "symmetric=false")
         more = {".weight_zero_point": "weight_zero_point", ".weight_g_idx": "g_idx"}
         more = {part: name for part, name in more.items() if weight.has(part)}
         return weight.stored(
             *(checkpoints.from_int4, *parts, *more),
             named=tuple(more.values()),
             checked=".weight_g_idx" in more,
-            group_size=_group_size(weight.quantization),
+            shaped=weight.has(SHAPE) and "{e}" in weight.stem,
+            group_size=group_size(weight.quantization),
         )
     if weight.dtype_of(".weight_scale") == np.uint8:
         return weight.stored(checkpoints.from_mxfp4, *parts)
@@ -209,6 +245,8 @@ def _fp8(weight: _Weight, part: str) -> Stored:
     if of_scales == blocks and blocks != (*shape[:1], 1):
         return weight.stored(checkpoints.from_block, part, scale)
     # Beside one scale a matrix the inputs may have one as well.
-    static = math.prod(of_scales) == 1 and weight.has(INPUT_SCALE)
-    static = static and weight.quantization.get("activation_scheme") != "dynamic"
+    one, scheme = math.prod(of_scales) == 1, weight.quantization.get("activation_scheme")
+    if one and scheme == "static" and not weight.has(INPUT_SCALE):
+        raise weight.missing(INPUT_SCALE, 'activation_scheme="static"')
+    static = one and scheme != "dynamic" and weight.has(INPUT_SCALE)
     return weight.stored(checkpoints.from_compressed_tensors, part, scale, static=static)

@@ -11,7 +11,7 @@ import numpy as np
 from jaxmoe import _saved
 from jaxmoe._load.family import Family
 from jaxmoe._load.files import OP
-from jaxmoe._load.settings import Config, flag, real
+from jaxmoe._load.settings import Config, count, flag, real
 from jaxmoe._load.shards import Shards
 from jaxmoe._load.stored import INPUT_SCALE
 
@@ -76,6 +76,11 @@ def find(
     names = family.latent
     if names is None or config.get(names.size) is None:
         return None
+    if (said := count(config, names.size)) != inner:
+        raise ValueError(
+            f"jaxmoe.{OP}: config.json has {names.size}={said}, and experts of {at} read {inner} "
+            "numbers of a token"
+        )
     norm: Any = None
     if names.norm and flag(config, names.normed, default=False):
         norm = _weight(shards, f"{at}.{names.norm}", dtype, inner)
@@ -92,7 +97,7 @@ def _weight(shards: Shards, stem: str, dtype: str, *shape: int) -> Any:
     name, scale = f"{stem}.weight", f"{stem}{_SCALE}"
     eight = shards.dtype(name).name == "float8_e4m3fn"
     known = {".weight", _SCALE, INPUT_SCALE} if eight else {".weight"}
-    for part in sorted(part for part in shards.parts(stem) if part[0] == "."):
+    for part in sorted(part for part in shards.parts(stem) if part[:1] != "_"):
         if part not in known:
             raise NotImplementedError(f"jaxmoe.{OP}: {stem}{part} has no reader, beside {name}")
     if not eight:
@@ -105,4 +110,7 @@ def _weight(shards: Shards, stem: str, dtype: str, *shape: int) -> Any:
         )
     shards.check_float(scale)
     factor = shards[scale].astype(np.float32).reshape(())
+    if not 0 < factor < np.inf:
+        rule = "must be one number, positive and finite"
+        raise ValueError(f"jaxmoe.{OP}: {scale}={float(factor)} {rule}")
     return (shards[name].astype(np.float32) * factor).astype(np.dtype(dtype))

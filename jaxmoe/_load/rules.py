@@ -3,7 +3,19 @@
 from typing import Any
 
 from jaxmoe._load.files import OP
-from jaxmoe._load.settings import Config, count, flag, needed, one_of, real, top_k
+from jaxmoe._load.settings import (
+    EXPERTS,
+    TOP_K,
+    Config,
+    count,
+    flag,
+    name_of,
+    needed,
+    num_experts,
+    one_of,
+    real,
+    top_k,
+)
 from jaxmoe.activation import Activation, SoftcapSwiglu, Swiglu, SwigluStep
 
 Options = dict[str, Any]
@@ -12,13 +24,11 @@ _GATED = {"silu": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh"}
 
 def renormalize(config: Config) -> Options:
     """The largest logits, softmax over those."""
-    one_of(config, "scoring_func", "softmax")
     return {"top_k": top_k(config)}
 
 
 def softmax(config: Config) -> Options:
     """Softmax, then the largest."""
-    one_of(config, "scoring_func", "softmax")
     norm = flag(config, "norm_topk_prob", default=False)
     return {"top_k": top_k(config), "method": "softmax", "norm_topk_prob": norm}
 
@@ -44,22 +54,38 @@ def deepseek_v2(config: Config) -> Options:
     one_of(config, "topk_method", "greedy", "group_limited_greedy")
     if needed(config, "topk_method") == "greedy":
         return softmax(config) | scale
-    groups = {"num_groups": count(config, "n_group"), "top_groups": count(config, "topk_group")}
-    return {"top_k": top_k(config), "method": "deepseek_v2"} | groups | scale
+    return {"top_k": top_k(config), "method": "deepseek_v2"} | _groups(config, "n_group") | scale
 
 
 def deepseek_v3(config: Config) -> Options:
     """Sigmoid and bias, then groups by their two largest scores."""
-    if config.get("scoring_func") == "softmax":  # other names are taken for the family's
-        one_of(config, "scoring_func", "sigmoid")
+    return _sigmoid_in_groups(config, "n_group", "norm_topk_prob")
+
+
+def _sigmoid_in_groups(config: Config, groups: str, norm: str) -> Options:
     return {
         "top_k": top_k(config),
         "method": "deepseek_v3",
-        "num_groups": count(config, "n_group"),
-        "top_groups": count(config, "topk_group"),
+        **_groups(config, groups),
         "scale": real(config, "routed_scaling_factor"),
-        "norm_topk_prob": flag(config, "norm_topk_prob"),
+        "norm_topk_prob": flag(config, norm),
     }
+
+
+def _groups(config: Config, name: str) -> Options:
+    """The groups of experts, which hold as many as a token has."""
+    groups, top = count(config, name), count(config, "topk_group")
+    experts, k, said = num_experts(config), top_k(config), f"{name}={groups}"
+    if experts % groups:
+        rule = f"{said}, which must divide {name_of(config, EXPERTS)}={experts}"
+    elif top > groups:
+        rule = f"topk_group={top}, which must be at most {said}"
+    elif k > top * (experts // groups):
+        most = f"{top * (experts // groups)}, the experts of topk_group={top} of {said} groups"
+        rule = f"{name_of(config, TOP_K)}={k}, which must be at most {most}"
+    else:
+        return {"num_groups": groups, "top_groups": top}
+    raise ValueError(f"jaxmoe.{OP}: config.json has {rule}")
 
 
 def mimo(config: Config) -> Options:
@@ -70,23 +96,19 @@ def mimo(config: Config) -> Options:
 
 def kimi_linear(config: Config) -> Options:
     """DeepSeek-V3's by other names."""
-    one_of(config, "moe_router_activation_func", "sigmoid")
     if count(config, "num_expert_group") > 1:
         one_of(config, "use_grouped_topk", True)
-    names = {"n_group": "num_expert_group", "norm_topk_prob": "moe_renormalize"}
-    return deepseek_v3({**config, **{ours: config.get(name) for ours, name in names.items()}})
+    return _sigmoid_in_groups(config, "num_expert_group", "moe_renormalize")
 
 
 def bailing(config: Config) -> Options:
     """DeepSeek-V3's where experts have a bias, else softmax, then the largest."""
     biased = flag(config, "moe_router_enable_expert_bias", default=False)
-    one_of(config, "score_function", "sigmoid" if biased else "softmax")
     one_of(config, "multi_gate", False)
     one_of(config, "router_type", "topN")
     one_of(config, "moe_router_enable_routed_scaling", True)
     if biased:
         return deepseek_v3(config)
-    one_of(config, "n_group", 0, 1)
     return softmax(config) | {"scale": real(config, "routed_scaling_factor", 1.0)}
 
 
@@ -103,16 +125,11 @@ def _without_groups(config: Config, scale: float, norm: bool = True, **more: Any
 
 def afmoe(config: Config) -> Options:
     """Sigmoid and bias."""
-    one_of(config, "score_func", "sigmoid")
-    # Implementations differ in these.
-    one_of(config, "n_group", 1)
-    one_of(config, "route_norm", True)
     return _without_groups(config, real(config, "route_scale", 1.0))
 
 
 def hy_v3(config: Config) -> Options:
     """Sigmoid and bias."""
-    one_of(config, "route_norm", True)  # implementations differ
     return _without_groups(config, real(config, "router_scaling_factor"))
 
 
@@ -125,7 +142,6 @@ def lfm2(config: Config) -> Options:
 
 def ernie(config: Config) -> Options:
     """Softmax and bias, a rule of its own: the fields of `jaxmoe.RoutingMethod` as pairs."""
-    one_of(config, "moe_gate_act", "softmax")
     rule = {"score": "softmax", "by_score": True, "normalize": "clamped_sum", "bias": True}
     method = (*rule.items(), ("norm_topk_prob", True))
     return {
@@ -153,16 +169,11 @@ def minimax_m3(config: Config) -> Options:
 
 def step(config: Config) -> Options:
     """MiniMax-M2's, scaled."""
-    one_of(config, "moe_router_activation", "sigmoid")
-    one_of(config, "norm_expert_weight", True)
     return minimax_m2(config) | {"scale": real(config, "moe_router_scaling_factor")}
 
 
 def laguna(config: Config) -> Options:
     """MiniMax-M2's, scaled."""
-    one_of(config, "moe_router_score_func", "sigmoid")
-    one_of(config, "moe_router_logit_softcapping", 0)
-    one_of(config, "moe_apply_router_weight_on_input", False)
     return minimax_m2(config) | {"scale": real(config, "moe_routed_scaling_factor")}
 
 
@@ -186,8 +197,9 @@ def relu2(config: Config) -> str:
 
 
 def swiglu_of_gpt_oss(config: Config) -> Activation:
-    """With the limit of the configuration."""
-    return Swiglu(1.702, 1.0, real(config, "swiglu_limit", 7.0))
+    """With the constants of the configuration."""
+    one_of(config, "hidden_act", "silu")
+    return Swiglu(real(config, "swiglu_alpha", 1.702), 1.0, real(config, "swiglu_limit", 7.0))
 
 
 def swiglu_of_minimax_m3(config: Config) -> Activation:
@@ -198,6 +210,8 @@ def swiglu_of_minimax_m3(config: Config) -> Activation:
 
 def clamped(config: Config) -> Activation:
     """Gate and up are clamped."""
+    one_of(config, "hidden_act", "silu")
+    one_of(config, "swiglu_alpha", 1)
     return Swiglu(limit=real(config, "swiglu_limit"))
 
 

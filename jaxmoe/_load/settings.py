@@ -6,6 +6,9 @@ from typing import Any
 from jaxmoe._load.files import OP, mapping
 
 Config = Mapping[str, Any]
+# What families call the experts of a token, and those that they are chosen from.
+TOP_K = "num_experts_per_tok", "moe_topk", "num_experts_per_token", "moe_k", "moe_top_k"
+EXPERTS = "n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts"
 
 
 def needed(config: Config, *names: str) -> Any:
@@ -67,20 +70,22 @@ def section(config: Config, name: str) -> dict[str, Any]:
     return {} if value is None else mapping(f"{name} of config.json", value)
 
 
+def name_of(config: Config, names: tuple[str, ...]) -> str:
+    """The first of these names that the configuration has."""
+    return next((name for name in names if config.get(name) is not None), names[0])
+
+
 def top_k(config: Config) -> int:
     """The experts of a token."""
-    names = "num_experts_per_tok", "moe_topk", "num_experts_per_token", "moe_k", "moe_top_k"
-    k, most = count(config, *names), num_experts(config)
+    k, most = count(config, *TOP_K), num_experts(config)
     if k > most:
-        name = next(name for name in names if config.get(name) is not None)
         raise ValueError(
-            f"jaxmoe.{OP}: config.json has {name}={k}, which must be at most {most}, the number "
-            "of experts"
+            f"jaxmoe.{OP}: config.json has {name_of(config, TOP_K)}={k}, which must be at most "
+            f"{most}, the number of experts"
         )
     return k
 
 
 def num_experts(config: Config) -> int:
     """The experts that a token's are chosen from."""
-    names = "n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts"
-    return count(config, *names)
+    return count(config, *EXPERTS)

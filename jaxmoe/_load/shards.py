@@ -43,11 +43,11 @@ class Shards:
         return self._sorted
 
     def parts(self, stem: str) -> set[str]:
-        """What follows the stem, after a dot or a "_", in the names that begin with it."""
+        """What follows the stem in the names that begin with it: "", or a dot or "_" and more."""
         first = bisect.bisect_left(self._sorted, stem)
         last = bisect.bisect_left(self._sorted, stem + "`", first)  # behind "_" and before "a"
         ends = (name[len(stem) :] for name in self._sorted[first:last])
-        return {end for end in ends if end[:1] in (".", "_")}
+        return {end for end in ends if end[:1] in ("", ".", "_")}
 
     def numbers(self, before: str, after: str) -> Iterator[str]:
         """The digits between the two in the names that are no more than that."""
@@ -56,7 +56,7 @@ class Shards:
             if not names[at].startswith(before):
                 return
             digits = names[at][len(before) :].removesuffix(after)
-            if digits.isdigit() and names[at].endswith(after):
+            if digits.isdecimal() and names[at].endswith(after):
                 yield digits
 
     def __contains__(self, name: str) -> bool:

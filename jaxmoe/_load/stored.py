@@ -9,14 +9,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmoe._jax.checks import FLOATS
 from jaxmoe._load.ahead import Ahead
 from jaxmoe._load.files import OP, naming
 from jaxmoe._load.shards import Piece, Shards
 
 INPUT_SCALE = ".input_scale"
+SHAPE = ".weight_shape"
 # Of a weight's tensors those that no reader takes: scales of inputs, which are of use where all
 # inputs of an expert have one, and what is checked.
-_OTHERS = frozenset((INPUT_SCALE, ".input_global_scale", ".weight_shape"))
+_OTHERS = frozenset((INPUT_SCALE, ".input_global_scale", SHAPE))
+# Factors of all of a weight, where an expert has one number; those of its parts may be 0.
+_FACTORS = (".weight_scale", ".weight_scale_2", ".weight_global_scale")
 _CHUNK_BYTES = 1 << 29  # of host memory, for tensors that are stacked
 
 
@@ -31,6 +35,7 @@ class Stored:
       reader: from the stacked tensors to an array or `jaxmoe.QuantizedArray`; None: as they are.
       checked: the last part does not change, and is checked against the others.
       static: the inputs of each expert have a scale, `INPUT_SCALE`.
+      shaped: each expert has `SHAPE`, which is checked against words of eight codes along k.
     """
 
     kind: str
@@ -39,6 +44,7 @@ class Stored:
     reader: Callable[..., Any] | None
     checked: bool = False
     static: bool = False
+    shaped: bool = False
 
     @property
     def stacked(self) -> bool:
@@ -51,8 +57,14 @@ class Stored:
         """The tensors of these experts."""
         return [stem + part for stem in self._stems(experts) for part in self.parts]
 
-    def check(self, shards: Shards, num_experts: int) -> None:
+    @property
+    def _read_parts(self) -> tuple[str, ...]:
+        return (*self.parts, SHAPE) if self.shaped else self.parts
+
+    def check(self, shards: Shards, num_experts: int, said: str) -> None:
         """Refuses tensors that are missing, that no reader knows, or that do not go together.
+
+        said: what the configuration calls the number of experts.
 
         Raises:
           LookupError: an expert lacks a tensor, which the message names.
@@ -60,8 +72,8 @@ class Stored:
           NotImplementedError: a tensor that the reader does not take, like `pre_quant_scale`.
         """
         stems = self._stems(range(num_experts))
+        self._check_count(shards, num_experts, f"jaxmoe.{OP}: {said} of config.json says ")
         self._check_kinds(shards, stems)
-        self._check_count(shards, num_experts)
         there = shards.parts(stems[0])
         apart = {"_bias"} if self.stacked else set[str]()  # read by the layer
         for part in sorted(there.difference(self.parts, _OTHERS, apart)):
@@ -79,7 +91,8 @@ class Stored:
                 )
 
     def _check_kinds(self, shards: Shards, stems: list[str]) -> None:
-        for part in (*self.parts, INPUT_SCALE) if self.static else self.parts:
+        static = (INPUT_SCALE,) if self.static else ()
+        for part in (*self._read_parts, *static):
             first = shards.kind(stems[0] + part)
             for stem in stems:
                 dtype, shape = kind = shards.kind(stem + part)
@@ -89,14 +102,17 @@ class Stored:
                         f"{first[0]} {list(first[1])}: experts must have one dtype and shape"
                     )
 
-    def _check_count(self, shards: Shards, num_experts: int) -> None:
-        says = f"jaxmoe.{OP}: config.json says {num_experts} experts, "
+    def _check_count(self, shards: Shards, num_experts: int, says: str) -> None:
+        says += f"{num_experts} experts, "
         if not self.stacked:
             before, after = self.stem.split("{e}")
-            for number in shards.numbers(before, after + self.parts[0]):
-                if int(number) >= num_experts:
-                    more = f"{before}{number}{after}{self.parts[0]}"
-                    raise ValueError(f"{says}the files have more: {more}")
+            after += self.parts[0]
+            there = set(map(int, shards.numbers(before, after)))
+            if (last := max(there)) >= num_experts:
+                raise ValueError(f"{says}the files have more: {before}{last}{after}")
+            if left := set(range(num_experts)) - there:
+                missing = f"{before}{min(left)}{after}"
+                raise LookupError(f"{says}{shards.directory} has no tensor {missing!r}")
             return
         for part in self.parts:
             shape = shards.shape(self.stem + part)
@@ -118,6 +134,8 @@ class Stored:
           ValueError: one that is no positive, finite number.
         """
         names = [stem + INPUT_SCALE for stem in self._stems(range(num_experts))]
+        for name in names:
+            shards.check_float(name)
         scales = [np.asarray(shards[name], np.float32) for name in names]
         for name, scale in zip(names, scales, strict=True):
             if scale.size != 1 or not 0 < scale.max() < np.inf:
@@ -143,7 +161,7 @@ class Stored:
     def pieces(self, shards: Shards, experts: range) -> Iterator[Piece]:
         """What `read` takes from files, in its order."""
         for some in self._chunks(shards, experts):
-            for part in self.parts:
+            for part in self._read_parts:
                 yield self._piece(shards, part, some)
 
     def _chunks(self, shards: Shards, experts: range) -> list[range]:
@@ -152,7 +170,12 @@ class Stored:
 
     def _chunk(self, files: Ahead, experts: range) -> Any:
         taken = (self._piece(files.shards, part, experts) for part in self.parts)
-        *parts, last = [files.take(piece) for piece in taken]
+        arrays = [files.take(piece) for piece in taken]
+        if self.shaped:
+            shapes = files.take(self._piece(files.shards, SHAPE, experts))
+            self._check_shapes(shapes, arrays, experts)
+        self._check_factors(arrays, experts)
+        *parts, last = arrays
         if self.reader is None:
             return jax.device_put(last)
         with naming(self.stem):
@@ -161,6 +184,31 @@ class Stored:
             # By its numbers, which a compiled program would not know.
             jax.eval_shape(functools.partial(self._checked, last), *parts)
             return _compiled(self.reader)(*parts)
+
+    def _check_shapes(
+        self, shapes: np.ndarray[Any, Any], arrays: list[np.ndarray[Any, Any]], experts: range
+    ) -> None:
+        """Refuses words [E, N, K / 8] of other N and K than the files say."""
+        words, *_ = arrays
+        wanted = [*words.shape[1:-1], 8 * words.shape[-1]]
+        for e, said in zip(experts, shapes.tolist(), strict=True):
+            if said != wanted:
+                raise ValueError(
+                    f"jaxmoe.{OP}: {self.stem.format(e=e)}{SHAPE}={said} must be {wanted} "
+                    "(N and K), by the words"
+                )
+
+    def _check_factors(self, arrays: list[np.ndarray[Any, Any]], experts: range) -> None:
+        """Refuses factors of whole weights that are no positive, finite numbers."""
+        for part, array in zip(self.parts, arrays, strict=True):
+            if part not in _FACTORS or array.size != len(array) or array.dtype.name not in FLOATS:
+                continue
+            factors = array.astype(np.float32).reshape(-1)
+            for e, factor in zip(experts, factors.tolist(), strict=True):
+                if not 0 < factor < np.inf:
+                    name = self.stem.format(e=e) + part
+                    rule = "must be one number, positive and finite"
+                    raise ValueError(f"jaxmoe.{OP}: {name}={factor} {rule}")
 
     def _checked(self, last: Any, *parts: Any) -> Any:
         assert self.reader is not None

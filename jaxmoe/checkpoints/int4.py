@@ -19,7 +19,7 @@ def codes_of_words(
     bits = jax.lax.bitcast_convert_type(jnp.asarray(words), jnp.uint32)
     shifts = [jnp.uint32(4 * nibble) for nibble in nibbles]
     codes = jnp.stack([(bits >> shift) & jnp.uint32(15) for shift in shifts], axis=-1)
-    return codes.astype(jnp.uint8).reshape(*bits.shape[:-1], -1)
+    return codes.astype(jnp.uint8).reshape(*bits.shape[:-1], 8 * bits.shape[-1])
 
 
 def zeros_of_words(

@@ -56,7 +56,7 @@ def from_mxfp4(weight: jax.Array, scale: jax.Array, *, dtype: Any = "bfloat16") 
     if weight.ndim == 4:
         wanted = (*weight.shape[:3], _MX_GROUP // 2)
         _checks.check_shape(op, "weight", weight, wanted, "[E, N, K / 32, 16]")
-        weight = weight.reshape(*weight.shape[:2], -1)
+        weight = weight.reshape(*weight.shape[:2], weight.shape[2] * weight.shape[3])
     codes = _nibbles(op, weight)
     _check_groups(op, "scale", scale, codes, _MX_GROUP, ("uint8", "float8_e8m0fnu"))
     return pack("mxfp4", codes, _bytes(scale), weight_layout="nk", dtype=dtype, op=op)
@@ -359,7 +359,8 @@ def _nibbles(op: str, weight: jax.Array) -> jax.Array:
     """Codes [E, N, K] of bytes [E, N, K / 2], the first in the low bits."""
     _checks.check_rank(op, "weight", weight, "E,N,K/2")
     data = _bytes(weight)
-    return jnp.stack([data & 15, data >> 4], axis=-1).reshape(*data.shape[:2], -1)
+    pairs = jnp.stack([data & 15, data >> 4], axis=-1)
+    return pairs.reshape(*data.shape[:2], 2 * data.shape[2])
 
 
 def _bytes(a: Any) -> jax.Array:
