@@ -78,8 +78,6 @@ def _gate_up(
         return None
     if residual is not None and residual.dtype != layer.dtype:
         return None
-    if a.h_scale is not None and a.h_scale.size > 1:
-        return None
     if layer.format.quantizes_tokens and (a.x_scales is None or a.x_scales.ndim == 0):
         return None
     if op.rounds_tokens(a, layer):

@@ -146,7 +146,6 @@ def needed_bytes(
         dispatch_bytes(num_tokens, top_k, num_devices, token_bytes, small),
         dispatch_bytes(num_tokens, top_k, num_devices, row_bytes, 0),
         combine_bytes(num_tokens, num_devices, row_bytes, 0 if quantized else small),
-        combine_bytes(num_tokens, num_devices, 4 * small, 0),
     ]
     return total_bytes(max(halves))
 
