@@ -54,6 +54,13 @@ _KIMI = _biased(
         "latent_moe_use_norm",
     ),
 )
+_MINIMAX = Family(
+    rules.minimax_m2,
+    _SPARSE,
+    _W123,
+    selection_bias=_M2_BIAS,
+    bias_flag=("use_routing_bias", None),
+)
 
 FAMILIES: dict[str, Family] = {
     "qwen3_moe": Family(rules.qwen3),
@@ -110,20 +117,9 @@ FAMILIES: dict[str, Family] = {
         needed=("gate.bias", "gate.tid2eid"),
         activation=rules.clamped,
     ),
-    "minimax_m2": Family(
-        rules.minimax_m2,
-        _SPARSE,
-        _W123,
-        selection_bias=_M2_BIAS,
-        bias_flag=("use_routing_bias", None),
-    ),
-    "minimax_m3_vl": Family(
-        rules.minimax_m3,
-        _SPARSE,
-        _W123,
-        selection_bias=_M2_BIAS,
-        bias_flag=("use_routing_bias", None),
-        activation=rules.swiglu_of_minimax_m3,
+    "minimax_m2": _MINIMAX,
+    "minimax_m3_vl": dataclasses.replace(
+        _MINIMAX, route=rules.minimax_m3, activation=rules.swiglu_of_minimax_m3
     ),
     "laguna": _biased(rules.laguna, "experts.e_score_correction_bias"),
     **dict.fromkeys(("step3p5", "step3p7"), _STEP),
