@@ -19,6 +19,7 @@ from benchmarks import bounds, timing
 
 _PROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
 _HOST_BOUND = "upper limit: launching takes as long"
+_UNSTEADY = "not timed: the machine's own delays were longer than a batch"
 
 
 @dataclasses.dataclass
@@ -116,8 +117,13 @@ def _per_joule(tflops: float | None, power_w: float | None) -> float | None:
 def with_time(
     row: Row, work: bounds.Work, ceiling: bounds.Ceiling | None, measured: timing.Measured
 ) -> Row:
-    """Returns the row with its times and with what follows from them and from the work."""
+    """Returns the row with its times and with what follows from them and from the work.
+
+    A time that is not positive (timing.bursts subtracts batches) is no time: the row says so.
+    """
     us, floor_us = measured.us, work.floor_us(ceiling, row.scheme)
+    if not us > 0:
+        return dataclasses.replace(row, reason=_UNSTEADY)
     tflops = work.flops / us * 1e-6 if work.flops else None
     host_bound = measured.dispatch_us > 0.8 * us
     return dataclasses.replace(

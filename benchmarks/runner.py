@@ -124,7 +124,7 @@ def _measure_op(
     }
     _compare_with_dense(rows)
     _compare_with_best(rows)
-    if case.num_tokens == 1 and "jaxmoe" in ready and measured["jaxmoe"].us < _SHORT_US:
+    if case.num_tokens == 1 and "jaxmoe" in ready and 0 < measured["jaxmoe"].us < _SHORT_US:
         rows["jaxmoe"].us_half_chain = _half_chain_us(ready["jaxmoe"], settings)
     for row in rows.values():
         out.add(row)
@@ -170,8 +170,9 @@ def _row(
         weight_sets=None if entry.weight_sets is None else min(entry.weight_sets, entry.layers),
         **(entry.memory()._asdict() if entry.memory else {}),
         devices=entry.devices,
-        sent_gbps=entry.sent_bytes / measured.us * 1e-3 if entry.sent_bytes else None,
     )
+    if entry.sent_bytes and measured.us > 0:
+        row.sent_gbps = entry.sent_bytes / measured.us * 1e-3
     if jax.default_backend() != "gpu":  # CPUs run small programs inside the launch
         measured = dataclasses.replace(measured, dispatch_us=0.0)
     return with_time(row, entry.work, case.ceiling, measured)

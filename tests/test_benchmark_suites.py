@@ -44,6 +44,8 @@ from jaxmoe._ep import peers  # noqa: E402
 from jaxmoe._ep.cost import share_per_device  # noqa: E402
 from jaxmoe._gemm.tiles import mlp_configs  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("steady_batches")
+
 
 def _product(mean_rows: float, most_rows: int, gathers: bool = False) -> tiles.Product:
     chosen = jaxmoe.GemmConfig(128, 8)

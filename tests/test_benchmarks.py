@@ -196,6 +196,7 @@ def test_percentile_interpolates() -> None:
     assert timing.percentile([1.0, 2.0, 3.0], 0.9) == pytest.approx(2.8)
 
 
+@pytest.mark.usefixtures("steady_batches")
 def test_a_run_writes_every_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "out.json"
     command = "--suite layer,ops --models one --tokens 3 --skew zipf --repeats 3 --commit abc"
@@ -278,6 +279,7 @@ def test_unknown_names_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--models gpt-5: choose from mixtral-8x7b" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("steady_batches")
 def test_wrong_results_are_not_timed_and_failures_stop_nothing() -> None:
     model = MODELS["odd"]
     case = Case(model, 3, "uniform", 0, WeightSets(weight_sets(model, 0)[:1]))
@@ -294,6 +296,31 @@ def test_wrong_results_are_not_timed_and_failures_stop_nothing() -> None:
     assert by_impl["wrong"].reason == "not timed: wrong result" and by_impl["wrong"].us is None
     assert by_impl["large"].reason == "failed: RESOURCE_EXHAUSTED: too large"
     assert by_impl["jaxmoe"].us and by_impl["jaxmoe"].reason is None
+
+
+def test_no_time_is_made_of_a_difference_that_is_not_positive() -> None:
+    work = bounds.Work(flops=1e9, weight_bytes=1e6, activation_bytes=0.0)
+    row = rows.Row("layer", "moe_mlp", "odd", 8, "bf16", "forward", "jaxmoe", rel_err=1e-3)
+    for us in (-48.6, 0.0, float("nan")):
+        made = rows.with_time(row, work, H200, timing.Measured(us, us, 5.0, dispatch_us=2.0))
+        assert made.reason == "not timed: the machine's own delays were longer than a batch"
+        assert dataclasses.replace(made, reason=None) == row
+
+
+@pytest.mark.usefixtures("clock")
+def test_a_row_without_a_time_ends_no_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = MODELS["odd"]
+    case = Case(model, 3, "uniform", 0, WeightSets(weight_sets(model, 0)[:1]))
+    good = next(e for e in SUITES["layer"](case) if (e.op, e.impl) == ("moe_mlp", "jaxmoe"))
+    monkeypatch.setattr(timing, "_batch_s", lambda item, count: 1.0 / count)
+    monkeypatch.setattr(timing, "execution_s", lambda *_, **__: 0.01)
+    out = rows.Results({}, None)
+    sends = dataclasses.replace(good, sent_bytes=8)
+    runner.measure("layer", case, [sends], runner.Settings(repeats=3), out)
+    (row,) = (row for row in out.rows if row.impl == "jaxmoe")
+    assert row.us is None and row.sent_gbps is None
+    assert row.reason is not None and row.reason.startswith("not timed: the machine")
+    assert row.reason in rows.line(row)
 
 
 def test_ragged_dot_is_refused_where_its_masks_do_not_fit() -> None:

@@ -25,6 +25,8 @@ from jaxmoe.activation import resolve, split_gate_up  # noqa: E402
 H200 = bounds.CEILINGS["NVIDIA H200"]
 PEERS = json.loads((ROOT / "benchmarks" / "peers_h200.json").read_text())
 
+pytestmark = pytest.mark.usefixtures("steady_batches")
+
 
 def small_case(name: str = "odd", num_tokens: int = 5, sets: int = 2) -> Case:
     model = MODELS[name]
