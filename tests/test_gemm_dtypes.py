@@ -1,5 +1,6 @@
 """`grouped_gemm` with integers and with factors of two dtypes, against `jax.lax.ragged_dot`."""
 
+import functools
 import itertools
 
 import jax
@@ -9,7 +10,10 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 
 from jaxmoe import grouped_gemm, reference
+from jaxmoe._formats import PLAIN
+from jaxmoe._gemm import split
 from jaxmoe._gemm.dtypes import INTEGERS
+from jaxmoe._gemm.op import gmm
 from jaxmoe._jax import targets as _targets
 from jaxmoe._testing import assert_equal
 
@@ -108,10 +112,41 @@ def lower_for_cuda(lhs, rhs):
         return function.trace(*shapes, sizes).lower(lowering_platforms=("cuda",)).as_text()
 
 
-def test_cuda_has_no_product_of_integers():
-    message = "lhs and rhs must not both be integers on CUDA; give one of them in bf16 or f16"
-    with pytest.raises(NotImplementedError, match=message):
-        lower_for_cuda(jnp.int8, jnp.int8)
+@pytest.mark.parametrize(("lhs", "rhs"), [("int8", "int4"), ("uint8", "uint8"), ("int8", "uint8")])
+def test_cuda_multiplies_integers_as_bf16(lhs, rhs):
+    text = lower_for_cuda(lhs, rhs)
+    assert text.count("@jaxmoe_grouped_gemm_v1") == 1 and "tensor<1x32x64xbf16>" in text
+
+
+@pytest.mark.parametrize("layout", ["kn", "nk"])
+@pytest.mark.parametrize(
+    ("dtype", "least", "most", "products"),
+    [("int8", -128, 127, 3), ("uint8", 0, 255, 10), ("int16", -128, 255, 10)],
+)
+def test_sums_of_integers_are_exact_in_parts(dtype, least, most, products, layout):
+    """What CUDA computes, of the largest factors: each part has an exact sum in float32."""
+    k, n, calls = 2500, 12, []
+    rng = np.random.default_rng(7)
+    x = rng.choice([least, most], (1, 9, k)).astype(dtype)
+    w = rng.choice([least, most], (1, 3, k, n)).astype(dtype)
+    x[0, :2], w[0, 0] = (least, most)[least == 0], (least, most)[least == 0]  # all of one sign
+    sizes, group = np.array([[2, 0, 6]], np.int32), np.repeat([0, 1, 2], [2, 0, 6])
+
+    def product(x, w, *groups, **params):
+        calls.append((x.shape, w.shape))
+        assert x.dtype == w.dtype == jnp.bfloat16
+        return gmm(x, w, *groups, **params)
+
+    of_layout = jnp.asarray(w if layout == "kn" else w.swapaxes(2, 3))
+    of_parts = split.gmm_of_parts(product, jnp.asarray(x), of_layout, PLAIN)
+    starts = np.cumsum(sizes, axis=1, dtype=np.int32) - sizes
+    params = {"weight_layout": layout, "out_dtype": jnp.dtype("int32"), "precision": None}
+    (out,) = jax.jit(functools.partial(of_parts, **params))(x, of_layout, starts, sizes)
+    want = np.einsum("rk,rkn->rn", x[0, :8].astype(np.int64), w[0].astype(np.int64)[group])
+    assert len(calls) == products
+    assert all(size % 8 == 0 for shapes in calls for shape in shapes for size in shape[2:])
+    np.testing.assert_array_equal(out[0, :8], want)
+    np.testing.assert_array_equal(out[0, 8:], 0)
 
 
 @pytest.mark.parametrize(("lhs", "rhs"), [("float32", "int8"), ("bfloat16", "float16")])

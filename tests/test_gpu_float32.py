@@ -96,3 +96,21 @@ def test_batches_of_experts():
     counts = jnp.array([24, 0, 5, 1, 8], jnp.int32)
     ours = jax.jit(expert_batches)(x, counts, experts)
     assert error(ours, on_cpu(expert_batches, x, counts, experts)) < 2e-5
+
+
+@pytest.mark.parametrize("lhs, rhs", (("int8", "int8"), ("uint8", "uint8"), ("int8", "uint8")))
+def test_sums_of_integers_are_exact(lhs, rhs):
+    """Of the largest factors: the partial sums reach 2^24, where float32 still has each integer."""
+    rng = np.random.default_rng(6)
+    rows, k, n = 300, 2500, 72
+    edges = {"int8": (-128, 127), "uint8": (0, 255)}
+    x, w = (rng.choice(edges[t], s).astype(t) for t, s in ((lhs, (rows, k)), (rhs, (E, k, n))))
+    x[:20], w[0] = edges[lhs][lhs == "uint8"], edges[rhs][rhs == "uint8"]
+    sizes = np.array([20, 1, 0, 200, 60], np.int32)
+    got = jax.jit(functools.partial(grouped_gemm, preferred_element_type=jnp.int32))(x, w, sizes)
+    group = np.repeat(np.arange(E), sizes)
+    want = np.zeros((rows, n), np.int64)
+    for e in range(E):
+        own = np.flatnonzero(group == e)
+        want[own] = x[own].astype(np.int64) @ w[e].astype(np.int64)
+    np.testing.assert_array_equal(got, want)

@@ -96,12 +96,6 @@ def dtype_reason(op: str, **arrays: Any) -> str | None:
     if len(names) == 1 and names <= {"bfloat16", "float16"}:
         return None
     listed = " and ".join(arrays)
-    if all(jnp.issubdtype(x.dtype, jnp.integer) for x in arrays.values()):
-        rule = (
-            f"{listed} must not both be integers on CUDA; give one of them in bf16 or f16, or "
-            "weights with their scales as a jaxmoe.QuantizedArray"
-        )
-        return _checks.message(op, rule, **arrays)
     return _checks.message(op, f"{listed} must all be bf16 or all be f16 on CUDA", **arrays)
 
 

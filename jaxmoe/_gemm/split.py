@@ -1,10 +1,11 @@
-"""Grouped products of float32 factors on kernels that multiply bf16: sums of products of parts.
+"""Grouped products of float32 or integer factors on kernels that multiply bf16.
 
 A float32 number is a sum of bf16 numbers, a = a0 + a1 + .., of which each has the next eight bits.
 The products of parts with i + j < count are summed in float32: three for count = 2, with an error
 of some 2^-16 |x| |w| each, and six for count = 3, with one of float32's own size.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,8 @@ import jax.numpy as jnp
 from jaxmoe._formats import Format
 
 BF16 = jnp.dtype(jnp.bfloat16)
+# Length of k of which a sum is at most 2^24: of products of -128, or of 255. int16 has both.
+_EXACT_K = {"int8": 1024, "uint8": 256, "int16": 256}
 _COLUMNS = 8  # rows of bf16 are multiples of 16 bytes
 _HIGHEST = (jax.lax.Precision.HIGHEST, "highest", "float32")
 
@@ -79,7 +82,11 @@ def side_by_side(
 
 def gmm_of_parts(gmm: Callable[..., Any], x: Any, w: Any, format: Format) -> Any:
     """Returns the function that computes `gmm` of these factors in parts, or None."""
-    if format.quantized or format.master or not is_split(x, w):
+    if format.quantized or format.master:
+        return None
+    if jnp.dtype(x.dtype).name in _EXACT_K and x.dtype == w.dtype:
+        return functools.partial(_gmm_of_integers, gmm)
+    if not is_split(x, w):
         return None
 
     def of_parts(
@@ -100,6 +107,34 @@ def gmm_of_parts(gmm: Callable[..., Any], x: Any, w: Any, format: Format) -> Any
         return (out[..., : w.shape[5 - k_axis]].astype(out_dtype),)
 
     return of_parts
+
+
+def _gmm_of_integers(
+    gmm: Callable[..., Any],
+    x: jax.Array,
+    w: jax.Array,
+    starts: jax.Array,
+    sizes: jax.Array,
+    *_none: None,
+    weight_layout: str,
+    out_dtype: Any,
+    **_of_this: Any,
+) -> tuple[jax.Array]:
+    k_axis, k, step = 2 if weight_layout == "kn" else 3, x.shape[2], _EXACT_K[x.dtype.name]
+    total: Any = None
+    for first in range(0, max(k, 1), step):
+        last = min(first + step, k)
+        x_part = jax.lax.slice_in_dim(x, first, last, axis=2).astype(BF16)
+        w_part = jax.lax.slice_in_dim(w, first, last, axis=k_axis).astype(BF16)
+        w_part = _filled(_filled(w_part, k_axis), 5 - k_axis)
+        (out,) = gmm(
+            *(_filled(x_part, 2), w_part, starts, sizes),
+            weight_layout=weight_layout,
+            out_dtype=jnp.dtype("float32"),
+        )
+        sums = out[..., : w.shape[5 - k_axis]].astype(jnp.int32)
+        total = sums if total is None else total + sums
+    return (total.astype(out_dtype),)
 
 
 def tgmm_of_parts(tgmm: Callable[..., Any], x: Any, dy: Any) -> Any:
