@@ -3,6 +3,9 @@
 A float32 number is a sum of bf16 numbers, a = a0 + a1 + .., of which each has the next eight bits.
 The products of parts with i + j < count are summed in float32: three for count = 2, with an error
 of some 2^-16 |x| |w| each, and six for count = 3, with one of float32's own size.
+
+Integers of eight bits are bf16 numbers. Their products are summed in float32 over so many k that no
+sum is beyond 2^24, up to where float32 has every integer, and those sums in int32.
 """
 
 import functools
@@ -15,7 +18,7 @@ import jax.numpy as jnp
 from jaxmoe._formats import Format
 
 BF16 = jnp.dtype(jnp.bfloat16)
-# Length of k of which a sum is at most 2^24: of products of -128, or of 255. int16 has both.
+# That many k, by factors of at most -128 or 255 in magnitude; int16 holds both kinds.
 _EXACT_K = {"int8": 1024, "uint8": 256, "int16": 256}
 _COLUMNS = 8  # rows of bf16 are multiples of 16 bytes
 _HIGHEST = (jax.lax.Precision.HIGHEST, "highest", "float32")
