@@ -130,8 +130,7 @@ permute_p = _primitive.define(
     batch=_batch,
     jvp=_jvp,
     transpose=_transpose,
-    # slot_to_row is there for the transpose alone.
-    cuda=_primitive.CudaTarget("jaxmoe_permute_v1", operands=("x", "row_to_token")),
+    cuda=_primitive.CudaTarget("jaxmoe_permute_v2"),
     rule=_sharding.independent(
         lambda *arrays: permute_p(*arrays),
         ("permute", "x", "plan.row_to_token", "plan.slot_to_row"),

@@ -148,7 +148,11 @@ def _plan_of(row_to_token, slot_to_row):
 def _check_permute(num_tokens, top_k, hidden, dtype):
     rng = np.random.default_rng([num_tokens, top_k, hidden])
     index = _garbage_indices(rng, (num_tokens * top_k,), num_tokens)
-    plan = _plan_of(index, np.zeros((num_tokens, top_k), np.int32))
+    # Slots that name their row, and others: what comes out depends on the index alone.
+    slots = _garbage_indices(rng, (num_tokens, top_k), index.size)
+    named = np.flatnonzero((index >= 0) & (index < num_tokens) & (rng.random(index.size) < 0.7))
+    slots[index[named], rng.integers(0, top_k, named.size)] = named
+    plan = _plan_of(index, slots)
     x = normal(rng, (num_tokens, hidden), dtype)
     x = _with_nan(x, num_tokens // 2)
     poison((index.size, hidden), dtype)
@@ -276,7 +280,7 @@ def test_every_op_runs_its_kernel():
     calls = {
         "jaxmoe_route_v2": lambda x, _: _route(x, top_k=2),
         "jaxmoe_plan_v1": lambda _, plan: _plan(plan.slot_to_row, num_experts=4),
-        "jaxmoe_permute_v1": _permute,
+        "jaxmoe_permute_v2": _permute,
         "jaxmoe_finalize_v1": lambda x, plan: _finalize(
             jnp.repeat(x, 2, 0), plan, jnp.ones((6, 2), jnp.float32)
         ),

@@ -286,8 +286,8 @@ OTHER_OPS = {
     "permute": (
         jaxmoe.permute,
         (struct(T, H), plan_struct()),
-        ("jaxmoe_permute_v1", {}),
-        ["6x32xbf16", "12xi32"],
+        ("jaxmoe_permute_v2", {}),
+        ["6x32xbf16", "12xi32", "6x2xi32"],
         ["12x32xbf16"],
     ),
     "finalize": (

@@ -327,7 +327,7 @@ def test_vmap_shares_weights_on_cuda():
         n: a if n in (*INTEGERS, "weights") else a.astype("bfloat16") for n, a in stacked.items()
     }
     text = cuda_text(jax.vmap(unfused, (axes,)), stacked)
-    assert [text.count(f"@{t}(") for t in (TARGET, "jaxmoe_permute_v1")] == [1, 1]
+    assert [text.count(f"@{t}(") for t in (TARGET, "jaxmoe_permute_v2")] == [1, 1]
     (call,) = (call for call in calls(text) if call[0] == TARGET)
     _, operands, _ = layer_call(call)
     shared = [operands[n] for n in ("x", "expert_ids", "w_gate_up")]

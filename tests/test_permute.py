@@ -202,8 +202,8 @@ def test_vmap_does_not_copy_a_shared_x():
     fn = jax.vmap(permute, (None, 0))
     with _targets.force_cuda_lowering():
         lowered = jax.jit(fn).trace(jnp.zeros((4, 5)), p).lower(lowering_platforms=("cuda",))
-    (call,) = (line for line in lowered.as_text().splitlines() if "@jaxmoe_permute_v1" in line)
-    assert "(tensor<4x5xf32>, tensor<24xi32>) -> tensor<24x5xf32>" in call
+    (call,) = (line for line in lowered.as_text().splitlines() if "@jaxmoe_permute_v2" in line)
+    assert "(tensor<4x5xf32>, tensor<24xi32>, tensor<4x6xi32>) -> tensor<24x5xf32>" in call
 
 
 def test_an_index_one_past_an_example_is_not_the_next_example():

@@ -278,7 +278,7 @@ def test_cuda_runs_the_backward_pass_on_the_kernels(layout, recompute):
     again = recompute is not None
     assert {n: names.count(n) for n in set(names) if n.startswith("jaxmoe_")} == {
         "jaxmoe_plan_v1": 1,
-        "jaxmoe_permute_v1": 2,  # the cotangent, and x for its weights' gradient
+        "jaxmoe_permute_v2": 2,  # the cotangent, and x for its weights' gradient
         "jaxmoe_grouped_gemm_v1": 1 + again + 3,  # z; the rows, dh and dx
         "jaxmoe_weight_grad_v1": 2,
         "jaxmoe_finalize_v1": 2,  # y and dx
@@ -323,7 +323,7 @@ def test_explain_names_the_calls_of_forward_mode():
         report = explain(tangent, x, *rest)
     inside = [op for op in report.ops if op.where.endswith("jaxmoe_moe_mlp_tangent")]
     assert [op.cuda_target for op in inside] == [
-        "jaxmoe_permute_v1",
+        "jaxmoe_permute_v2",
         "jaxmoe_grouped_gemm_v1",
         "jaxmoe_grouped_gemm_v1",
         "jaxmoe_finalize_v1",

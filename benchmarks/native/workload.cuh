@@ -172,7 +172,7 @@ class Workload {
 
   // Fills rows() with the tokens in the expert order of turn 0, for a gemm1 that does not gather.
   void PermuteTokens() const {
-    PermuteSlotsParams permute{};
+    PermuteParams permute{};
     permute.x = x_.get();
     permute.slot_to_row = Index(0) + at_.slot_to_row;
     permute.rows = rows_.get();
@@ -180,7 +180,7 @@ class Workload {
     permute.top_k = model_.top_k;
     permute.num_rows = num_rows_;
     permute.row_bytes = model_.hidden * sizeof(bf16);
-    BENCH_CHECK_CUDA(LaunchPermuteSlots(permute, stream_));
+    BENCH_CHECK_CUDA(LaunchPermute(permute, stream_));
   }
 
   // x() gathered, or rows(), by gate and up into act().

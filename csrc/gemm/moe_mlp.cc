@@ -137,9 +137,9 @@ RoundTokensParams RoundAct(const Layer& layer) {
 }
 
 // X rows in expert order, as they are.
-PermuteSlotsParams PermuteX(const Layer& layer) {
+PermuteParams PermuteX(const Layer& layer) {
   const MoeMlpParams& p = layer.p;
-  PermuteSlotsParams permute{};
+  PermuteParams permute{};
   permute.x = p.x;
   permute.slot_to_row = layer.slot_to_row();
   permute.rows = layer.moved_x();  // rows of no group stay undefined: no tile stores any of them
@@ -343,12 +343,12 @@ const char* LaunchGateUpOfSources(const Layer& layer,
     if (source > 0) {
       if (const char* error = sources.arrive(source)) return error;
     }
-    PermuteSlotsParams permute = PermuteX(layer);
+    PermuteParams permute = PermuteX(layer);
     permute.num_tokens = tokens;
     permute.x = static_cast<const char*>(p.x) + source * tokens * permute.row_bytes;
     permute.slot_to_row += source * tokens * p.top_k;
     permute.pdl = false;
-    if (const char* error = Reason(LaunchPermuteSlots(permute, stream))) return error;
+    if (const char* error = Reason(LaunchPermute(permute, stream))) return error;
     const MoeGemmProblem gemm = OfSource(gate_up, sources, source, sources.count + source);
     if (const char* error = LaunchMoeGemm(gemm, tile, stream)) return error;
   }
@@ -438,7 +438,7 @@ const char* LaunchMoeMlp(const MoeMlpParams& p, cudaStream_t stream) {
     const RoundTokensParams round = RoundX(layer, planned_inside ? &plan : nullptr);
     if (const char* error = Reason(LaunchRoundTokens(round, stream))) return error;
   } else if (!layer.gathers && p.sources == nullptr) {
-    if (const char* error = Reason(LaunchPermuteSlots(PermuteX(layer), stream))) return error;
+    if (const char* error = Reason(LaunchPermute(PermuteX(layer), stream))) return error;
   }
   if (adapters != nullptr) {
     LowRankParams low = Lower(layer, gate_up, adapters->gate_up_a, adapters->gate_up_rank);
