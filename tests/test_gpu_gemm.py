@@ -124,6 +124,22 @@ def test_weights_that_are_brought_into_l2(tile):
     check(lhs, rhs, sizes, weight_layout="nk", config=GemmConfig(*tile))
 
 
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("layout", ("kn", "nk"))
+@pytest.mark.parametrize(("k", "n"), ((1112, 328), (64, 256), (2048, 640)))
+def test_one_stage_more_where_no_group_has_many_rows(k, n, layout):
+    """The bits of a group are the same beside one of 75 rows, for which stages are wide."""
+    few, many = (64, 0, 1, 33, 8, 63, 0, 17, 64, 5), (64, 0, 1, 33, 8, 63, 0, 17, 64, 75)
+    lhs, rhs = operands(np.random.default_rng(8), sum(many), 10, k, n, jnp.bfloat16, layout)
+
+    def product(*sizes):
+        options = {"weight_layout": layout, "config": GemmConfig(256, 160)}
+        return check(lhs[: sum(sizes)], rhs, jnp.asarray(sizes, jnp.int32), **options)
+
+    narrow, wide = product(*few), product(*many)
+    assert_equal(narrow, wide[: sum(few)])
+
+
 def test_a_tile_that_is_gone(monkeypatch):
     """Exported programs and saved tunings that ask for it get the one that has its bits."""
     monkeypatch.setattr(importlib.import_module("jaxmoe.grouped_gemm"), "ONLY_PROMOTED", set())

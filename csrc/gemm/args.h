@@ -93,6 +93,7 @@ struct MoeGemmArgs {
   LowRankProduct low;            // of kernels that add it
   const uint32_t* sources_came;  // or null, see MoeGemmProblem
   int groups_per_source;
+  bool may_narrow;  // most groups have few rows, see Tile::kFlexible
 };
 
 // Both products of a layer, see sm90/products.cuh.

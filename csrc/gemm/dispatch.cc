@@ -264,6 +264,7 @@ const char* MakeArgs(const MoeGemmProblem& p,
   // Of few rows a tile soon has its stages back; of several tiles others may have been there.
   args.prefetch_weights =
       args.stream_weights && mean_rows >= kMinPrefetchRows && args.num_k_steps >= kMinPrefetchSteps;
+  args.may_narrow = mean_rows <= kMaxNarrowRows && args.num_groups <= kMaxNarrowGroups;
   args.activation = p.activation;
   args.z = p.z;
   args.low = p.low;

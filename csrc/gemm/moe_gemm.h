@@ -68,6 +68,10 @@ inline constexpr int64_t kMaxPlannedSlots = 32;
 // into L2 before they have a stage for them.
 inline constexpr int64_t kMinPrefetchRows = 32;
 inline constexpr int kMinPrefetchSteps = 17;
+// Mean rows of a group up to which, and groups among which a product looks for the largest one, see
+// Tile::kFlexible.
+inline constexpr int64_t kMaxNarrowRows = 48;
+inline constexpr int kMaxNarrowGroups = 512;
 
 // Scales of operands that are values times scales; of packed weights those outside of them, and of
 // the rows they multiply, which are numbers times scales.

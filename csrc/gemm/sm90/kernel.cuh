@@ -54,7 +54,7 @@ template <class T>
 __device__ __forceinline__ void PassSteps(const SharedStorage<T>& smem,
                                           int num_k_steps,
                                           int lane,
-                                          PipelineState<T::kStages>& stage) {
+                                          StageOf<T>& stage) {
   for (int step = 0; step < num_k_steps; ++step) {
     ptx::BarrierWait(smem.full(stage.index), stage.parity);
     __syncwarp();  // no lane falls a phase behind the one that gives the stage back
@@ -84,11 +84,12 @@ __device__ __forceinline__ void RunConsumer(const Args& kernel_args,
   using Scales = std::conditional_t<T::kScaled,
                                     std::conditional_t<kRowScales, RowScales<T>, TileScales<T>>,
                                     NoScales>;
-  PipelineState<T::kStages> stage;
+  StageOf<T> stage;
   ForEachTile(smem, lane, [&](const TileInfo& tile, const auto& slot) {
     const MoeGemmArgs& args = ProductOf(kernel_args, tile);
     const TileInfo info = InProduct(kernel_args, tile);
     const StepRange steps = StepsOf<T>(args.num_k_steps);
+    ReadShape(smem, stage);
     if (!HasFeatures<T>(args, info.w_tile, consumer)) {
       PassSteps<T>(smem, steps.last - steps.first, lane, stage);
       slot.Release();
@@ -171,7 +172,7 @@ template <class T>
 __device__ __forceinline__ void InitBarriers(const SharedStorage<T>& smem,
                                              int full_arrivals,
                                              int loaders) {
-  for (int s = 0; s < T::kStages; ++s) {
+  for (int s = 0; s < T::kMostStages; ++s) {
     ptx::BarrierInit(smem.full(s), full_arrivals);
     ptx::BarrierInit(smem.empty(s), 4 * T::kConsumers * T::kMulticast);
   }

@@ -22,9 +22,11 @@ __device__ __forceinline__ void RunKSteps(const SharedStorage<T>& smem,
                                           int num_k_steps,
                                           const WarpgroupShare& share,
                                           int lane,
-                                          PipelineState<T::kStages>& stage,
+                                          StageOf<T>& stage,
                                           Accumulators<T>& acc,
                                           const Last& last) {
+  // Few tokens are soon multiplied: what is loaded sooner is worth more than products back to back.
+  constexpr bool kAtOnce = T::kFlexible && kN <= T::kNarrowTokens;
   int previous = -1;
   for (int step = 0; step < num_k_steps; ++step) {
     ptx::BarrierWait(smem.full(stage.index), stage.parity);
@@ -32,9 +34,9 @@ __device__ __forceinline__ void RunKSteps(const SharedStorage<T>& smem,
     // async one.
     if (T::kGatherByThreads && share.gathered) ptx::FenceProxyAsync();
     const uint32_t weights =
-        ptx::SmemAddress(smem.weights(stage.index)) + share.first_block * T::kBlockBytes;
+        ptx::SmemAddress(WeightsAt(smem, stage)) + share.first_block * T::kBlockBytes;
     const uint32_t tokens =
-        ptx::SmemAddress(smem.tokens(stage.index)) + share.first_token * T::kTokenStepBytes;
+        ptx::SmemAddress(TokensAt(smem, stage)) + share.first_token * T::kTokenStepBytes;
     ptx::FenceAccumulator(acc[0]);
     ptx::FenceAccumulator(acc[1]);
     cute::warpgroup_arrive();
@@ -51,17 +53,22 @@ __device__ __forceinline__ void RunKSteps(const SharedStorage<T>& smem,
     cute::warpgroup_commit_batch();
     ptx::FenceAccumulator(acc[0]);
     ptx::FenceAccumulator(acc[1]);
-    // wgmma has read the step before this one, whose stage goes back to the producers.
-    cute::warpgroup_wait<1>();
-    if (previous >= 0) ReleaseStage(smem, previous, lane);
-    previous = stage.index;
+    if constexpr (kAtOnce) {
+      cute::warpgroup_wait<0>();
+      ReleaseStage(smem, stage.index, lane);
+    } else {
+      // wgmma has read the step before this one, whose stage goes back to the producers.
+      cute::warpgroup_wait<1>();
+      if (previous >= 0) ReleaseStage(smem, previous, lane);
+      previous = stage.index;
+    }
     stage.Advance();
   }
   last.template Issue<kN>(acc);
   cute::warpgroup_wait<0>();
   ptx::FenceAccumulator(acc[0]);
   ptx::FenceAccumulator(acc[1]);
-  ReleaseStage(smem, previous, lane);
+  if constexpr (!kAtOnce) ReleaseStage(smem, previous, lane);
 }
 
 // Weights without zero points are decoded in fewer instructions. Then there are twice as many
@@ -99,7 +106,7 @@ __device__ __forceinline__ void RunMainloop(const MoeGemmArgs& args,
                                             const WarpgroupShare& share,
                                             int thread,
                                             const StepScales& scales,
-                                            PipelineState<T::kStages>& stage,
+                                            StageOf<T>& stage,
                                             Accumulators<T>& acc,
                                             const Last& last) {
   if constexpr (kN < T::kWarpgroupTokens) {

@@ -69,7 +69,7 @@ __device__ __forceinline__ void LoadPlainTile(const MoeGemmArgs& args,
                                               const SharedStorage<T>& smem,
                                               const TileInfo& info,
                                               uint64_t policy,
-                                              PipelineState<T::kStages>& stage) {
+                                              StageOf<T>& stage) {
   // Each CTA of a cluster loads a part of the weight tile into the shared memory of all.
   constexpr bool kKMajor = T::kMajor == cute::SM90::GMMA::Major::K;
   constexpr bool kPairs = kKMajor && T::kDecode;
@@ -80,6 +80,8 @@ __device__ __forceinline__ void LoadPlainTile(const MoeGemmArgs& args,
   const StepRange steps = StepsOf<T>(args.num_k_steps);
   const bool whole = HasFeatures<T>(args, info.w_tile, 1);
   const uint32_t bytes = T::kWeightBytes / (whole ? 1 : 2) + BulkTokenBytes<T>(args, info.rows);
+  bool narrow = false;
+  if constexpr (T::kFlexible && kKMajor) narrow = stage.narrow != 0;
   int row[kBlocks];
 #pragma unroll
   for (int b = 0; b < kBlocks; ++b) {
@@ -89,14 +91,14 @@ __device__ __forceinline__ void LoadPlainTile(const MoeGemmArgs& args,
   for (int step = steps.first; step < steps.last; ++step) {
     uint64_t* full = smem.full(stage.index);
     ptx::BarrierWait(smem.empty(stage.index), stage.parity ^ 1);
-    if (kPairs && (step - steps.first) % 2 == 0 && step + 1 < steps.last) {
-      PipelineState<T::kStages> next = stage;
+    if ((kPairs || narrow) && (step - steps.first) % 2 == 0 && step + 1 < steps.last) {
+      StageOf<T> next = stage;
       next.Advance();
       ptx::BarrierWait(smem.empty(next.index), next.parity ^ 1);
     }
     ptx::BarrierArriveExpectTx(full, bytes);
     const int k = step * T::kStepK;
-    uint8_t* dst = smem.weights(stage.index) + first_block * T::kBlockBytes;
+    uint8_t* dst = WeightsAt(smem, stage) + first_block * T::kBlockBytes;
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
       if (first_block + b >= 2 && !whole) continue;
@@ -112,7 +114,7 @@ __device__ __forceinline__ void LoadPlainTile(const MoeGemmArgs& args,
       }
     }
     if constexpr (kKMajor && !T::kDecode && T::kMulticast == 1) {
-      if (args.prefetch_weights && step % 2 == 0 && step + 1 < steps.last) {
+      if (args.prefetch_weights && !narrow && step % 2 == 0 && step + 1 < steps.last) {
 #pragma unroll
         for (int b = 0; b < kBlocks; ++b) {
           if (first_block + b >= 2 && !whole) continue;
@@ -133,7 +135,7 @@ __device__ __forceinline__ void LoadPackedTile(const MoeGemmArgs& args,
                                                const SharedStorage<T>& smem,
                                                const TileInfo& info,
                                                uint64_t policy,
-                                               PipelineState<T::kStages>& stage) {
+                                               StageOf<T>& stage) {
   constexpr int kStep = T::kStageSteps;
   const PackedArgs& packed = args.packed;
   const int last_row = args.n - args.up_origin;
@@ -166,7 +168,7 @@ __device__ __forceinline__ void LoadPackedTile(const MoeGemmArgs& args,
     const int64_t strip = at + per_superblock * T::kValueBytes;
     // NOTE: of several steps a stage the last ones too, if that took no register more.
     const bool beside_strip = whole || (kStep == 1 && part + 1 == per_superblock);
-    uint8_t* dst = smem.weights(stage.index);
+    uint8_t* dst = WeightsAt(smem, stage);
 #pragma unroll
     for (int b = 0; b < T::kWeightBlocks; ++b) {
       if (block[b] == nullptr) continue;
@@ -196,7 +198,7 @@ __device__ __forceinline__ void LoadWeightTile(const MoeGemmArgs& args,
                                                const SharedStorage<T>& smem,
                                                const TileInfo& info,
                                                uint64_t policy,
-                                               PipelineState<T::kStages>& stage) {
+                                               StageOf<T>& stage) {
   if constexpr (T::kPacked) {
     LoadPackedTile<T>(args, smem, info, policy, stage);
   } else {
@@ -208,8 +210,9 @@ __device__ __forceinline__ void LoadWeightTile(const MoeGemmArgs& args,
 template <class T, class Args>
 __device__ void RunWeightProducer(const Args& args, const SharedStorage<T>& smem) {
   const uint64_t policy = WeightPolicy(First(args));
-  PipelineState<T::kStages> stage;
+  StageOf<T> stage;
   ForEachTile(smem, [&](const TileInfo& info, const auto& slot) {
+    ReadShape(smem, stage);
     LoadWeightTile<T>(ProductOf(args, info), smem, InProduct(args, info), policy, stage);
     slot.Release();
   });
@@ -241,7 +244,7 @@ __device__ __forceinline__ void LoadTokenTile(const MoeGemmArgs& args,
                                               const TileInfo& info,
                                               const TokenSource<T>& from,
                                               int lane,
-                                              PipelineState<T::kStages>& stage) {
+                                              StageOf<T>& stage) {
   constexpr int kRowsPerLane = T::kGatherByThreads ? 1 : (T::kTokenTile + 31) / 32;
   const StepRange steps = StepsOf<T>(args.num_k_steps);
   const int boxes = TokenBoxes<T>(info.rows);
@@ -262,7 +265,7 @@ __device__ __forceinline__ void LoadTokenTile(const MoeGemmArgs& args,
 #pragma unroll
     for (int part = 0; part < T::kStageSteps; ++part) {
       if (part > 0 && step + part == steps.last) break;
-      uint8_t* dst = smem.tokens(stage.index) + part * T::kTokenPart;
+      uint8_t* dst = TokensAt(smem, stage) + part * T::kTokenPart;
       const int k = (step + part) * T::kStepK;
       if (from.one_row_boxes) {
 #pragma unroll
@@ -305,9 +308,10 @@ template <class T, class Args>
 __device__ void RunTokenProducer(const Args& args, const SharedStorage<T>& smem, int lane) {
   GridDependencyWait();  // X is the previous kernel's output
   const TokenSource<T> source(First(args), lane);
-  PipelineState<T::kStages> stage;
+  StageOf<T> stage;
   ForEachTile(smem, lane, [&](const TileInfo& info, const auto& slot) {
     TokenSource<T> from = source;
+    ReadShape(smem, stage);
     if (IsSecond(args, info)) {
       WaitForRows(args, info, lane);
       from.one_row_boxes = from.planned = false;  // rows are in order
@@ -334,8 +338,9 @@ __device__ void RunGatherProducer(const MoeGemmArgs& args,
   const uint32_t offset = first_row * T::kTokenStepBytes + ((chunk ^ (first_row % 8)) * 16);
   const int row_chunks = args.k * static_cast<int>(sizeof(typename T::Token)) / 16;
   GridDependencyWait();
-  PipelineState<T::kStages> stage;
+  StageOf<T> stage;
   ForEachTile(smem, thread % 32, [&](const TileInfo& info, const auto& slot) {
+    ReadShape(smem, stage);
     const uint4* source[kPasses];
     unsigned exists = 0;  // bit i: row i of this thread is one of X
 #pragma unroll
@@ -351,7 +356,7 @@ __device__ void RunGatherProducer(const MoeGemmArgs& args,
     }
     for (int step = 0; step < args.num_k_steps; ++step) {
       ptx::BarrierWait(smem.empty(stage.index), stage.parity ^ 1);
-      const uint32_t dst = ptx::SmemAddress(smem.tokens(stage.index)) + offset;
+      const uint32_t dst = ptx::SmemAddress(TokensAt(smem, stage)) + offset;
       const bool inside = step * kChunks + chunk < row_chunks;  // past the end of k: zeros
 #pragma unroll
       for (int i = 0; i < kPasses; ++i) {

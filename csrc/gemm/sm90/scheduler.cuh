@@ -136,6 +136,13 @@ class TileScheduler {
   int inclusive_ = 0;
 };
 
+// Rows of the largest group, as a warp.
+__device__ __forceinline__ int MostRows(const MoeGemmArgs& args, int lane) {
+  int most = 0;
+  for (int g = lane; g < args.num_groups; g += 32) most = max(most, RowsOfGroup(args, g).size);
+  return __reduce_max_sync(0xffffffffu, most);
+}
+
 // Draws the next tile, as a warp; the first lane gets it.
 __device__ __forceinline__ int DrawTile(const MoeGemmArgs& args, int lane) {
   return lane == 0 ? atomicAdd(args.tile_counter, 1) : 0;
@@ -160,6 +167,11 @@ __device__ void RunScheduler(const Args& args, const SharedStorage<T>& smem, int
   int drawn = kGoesOn<Args> ? DrawTile(first, lane) : 0;  // on its way while groups are read
   TileScheduler<T> scheduler(first, lane);
   PipelineState<T::kRing> slot;
+  if constexpr (T::kFlexible) {
+    const bool narrow =
+        first.may_narrow && (first.plans || MostRows(first, lane) <= T::kNarrowTokens);
+    if (lane == 0) *smem.narrow() = narrow;  // who sees the first tile sees it
+  }
   bool second = false;
   int before = 0;  // tiles of the product before
   int tile = kGoesOn<Args> ? __shfl_sync(kAll, drawn, 0) : blockIdx.x / T::kCluster;

@@ -158,8 +158,9 @@ struct Tile {
   static constexpr int kTokenPart = kTokenTile * kTokenStepBytes;
   static constexpr int kTokenBytes = kStageSteps * kTokenPart;
   static constexpr int kStageBytes = kWeightBytes + kTokenBytes;
-  // A stage is weights, then tokens. Packed blocks are no multiple of the swizzle pattern, to which
-  // tokens are aligned: then the tokens of all stages come first.
+  // A stage is weights, then tokens; in a flexible ring the weights of all stages come first.
+  // Packed blocks are no multiple of the swizzle pattern, to which tokens are aligned: then all
+  // tokens do.
   static constexpr int kWeightPitch = kPacked ? kWeightBytes : kStageBytes;
   static constexpr int kTokenPitch = kPacked ? kTokenBytes : kStageBytes;
   static constexpr int kWeightOffset = kPacked ? kStages * kTokenBytes : 0;
@@ -226,6 +227,17 @@ struct Tile {
 
   static constexpr int kRing = 2;  // tiles known ahead, see scheduler.cuh
 
+  // Where no group has more than kNarrowTokens rows, a launch has one stage more of fewer tokens,
+  // two weight steps are loaded at once, and a stage is free as soon as it is multiplied: more
+  // weights are on their way. Bits are the same.
+  static constexpr bool kFlexible =
+      !kPacked && !kPromoted && !kAddsLowRank && kMulticast == 1 && kSplit == Split::kWeights;
+  static constexpr int kNarrowTokens = 64;
+  static constexpr int kMostStages = kStages + (kFlexible ? 1 : 0);
+  static_assert(!kFlexible || kMostStages * (kWeightBytes + kNarrowTokens * kTokenStepBytes) <=
+                                  kStages * kStageBytes,
+                "one stage more fits");
+
   // Bytes of accumulators that the first CTA gets from each other one: [piece of 16 bytes][thread].
   static constexpr int kPartialBytes = kConsumers * 128 * kWarpgroupTokens * 4;
 
@@ -256,7 +268,7 @@ struct Tile {
   static constexpr int kGroupMaxOffset = kColumnOffset + kConsumers * kColumnBytes;
   static constexpr int kRingOffset = kGroupMaxOffset + kGroupMaxBytes;
   static constexpr int kBarrierOffset = kRingOffset + kRing * static_cast<int>(sizeof(TileInfo));
-  static constexpr int kSharedBytes = kBarrierOffset + (2 * kStages + 3 * kRing + 2) * 8;
+  static constexpr int kSharedBytes = kBarrierOffset + (2 * kMostStages + 3 * kRing + 3) * 8;
   static_assert(kSharedBytes <= 227 * 1024 / kCtasPerSm - (kCtasPerSm - 1) * 1024,
                 "tile does not fit the shared memory of an SM");
 
@@ -312,14 +324,60 @@ struct SharedStorage {
     return reinterpret_cast<uint64_t*>(base + T::kBarrierOffset);
   }
   __device__ uint64_t* full(int stage) const { return barriers() + stage; }
-  __device__ uint64_t* empty(int stage) const { return barriers() + T::kStages + stage; }
-  __device__ uint64_t* ring_full(int slot) const { return barriers() + 2 * T::kStages + slot; }
+  __device__ uint64_t* empty(int stage) const { return barriers() + T::kMostStages + stage; }
+  __device__ uint64_t* ring_full(int slot) const { return barriers() + 2 * T::kMostStages + slot; }
   __device__ uint64_t* ring_empty(int slot) const { return ring_full(slot) + T::kRing; }
   // That consumers have stored the tile of a slot, see products.cuh.
   __device__ uint64_t* stored(int slot) const { return ring_full(2 * T::kRing + slot); }
   __device__ uint64_t* partial_full() const { return stored(T::kRing); }
   __device__ uint64_t* partial_empty() const { return partial_full() + 1; }
+  // Whether stages are those of few tokens.
+  __device__ int* narrow() const { return reinterpret_cast<int*>(partial_full() + 2); }
 };
+
+// Position in a ring whose size a launch decides, see Tile::kFlexible.
+template <class T>
+struct FlexibleState {
+  int index = 0;
+  uint32_t parity = 0;
+  int narrow = 0;
+
+  __device__ __forceinline__ void Advance() {
+    if (++index == T::kStages + narrow) {
+      index = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+template <class T>
+using StageOf = std::conditional_t<T::kFlexible, FlexibleState<T>, PipelineState<T::kStages>>;
+
+// Learns the size of the ring, at a tile.
+template <class T>
+__device__ __forceinline__ void ReadShape(const SharedStorage<T>& smem, StageOf<T>& stage) {
+  if constexpr (T::kFlexible) stage.narrow = *smem.narrow();
+}
+
+template <class T, class State>
+__device__ __forceinline__ uint8_t* WeightsAt(const SharedStorage<T>& smem, const State& stage) {
+  if constexpr (T::kFlexible) {
+    return smem.base + stage.index * T::kWeightBytes;
+  } else {
+    return smem.weights(stage.index);
+  }
+}
+
+template <class T, class State>
+__device__ __forceinline__ uint8_t* TokensAt(const SharedStorage<T>& smem, const State& stage) {
+  if constexpr (T::kFlexible) {
+    constexpr int kNarrow = T::kNarrowTokens * T::kTokenStepBytes;
+    const int pitch = stage.narrow != 0 ? kNarrow : T::kTokenBytes;
+    return smem.base + (T::kStages + stage.narrow) * T::kWeightBytes + stage.index * pitch;
+  } else {
+    return smem.tokens(stage.index);
+  }
+}
 
 // K steps that this CTA runs: all of them, or its part of the cluster's.
 struct StepRange {
