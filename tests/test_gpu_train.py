@@ -25,7 +25,8 @@ from tests.layers import moe_mlp
 pytestmark = pytest.mark.gpu
 
 TARGETS = tuple(
-    f"jaxmoe_{n}_v1" for n in ("plan", "permute", "grouped_gemm", "weight_grad", "finalize")
+    f"jaxmoe_{n}"
+    for n in ("plan_v1", "permute_v2", "grouped_gemm_v1", "weight_grad_v1", "finalize_v1")
 )
 # Tiles of the products from 8 rows an expert to pairs of 160, columns that end inside tiles.
 CASES = {
