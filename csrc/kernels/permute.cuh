@@ -1,8 +1,7 @@
 // Device code of permute: token rows into expert order, rows[slot_to_row[t,k]] = x[t].
 //
 // Problem: rows of row_units units (a unit is what one thread moves, 16 bytes where rows allow).
-// One
-//   unit of x a thread, read once and stored K times. Bytes: R H s + T H s, R H s of it stores,
+//   One unit of x a thread, read once and stored K times. Bytes: R H s + T H s, R H s of it stores,
 //   which nobody waits for: 2048 threads an SM with K units each are far more than the 20 bytes a
 //   clock an SM gets of memory. At 4.3 TB/s: qwen3 T = 4096 35 us, predicted 39; T = 16384 140
 //   (150); deepseek T = 4096 123 (130); gpt-oss 27 (31); mixtral 23 (27); qwen3 T = 1024 8.8 (8.5).
@@ -10,11 +9,10 @@
 //   outside [0,T): a slot stores only to a row that names its token, and further blocks look for
 //   rows that no slot has stored, a lane a row, whose units a warp then writes. So what comes out
 //   depends on row_to_token alone, and slot_to_row, its inverse in a plan, says where it is fast.
-// Why these shapes: a warp per row leaves lanes idle at H = 2880 or 512; reading x by row takes it
-// K
-//   times through L2, 276 us at qwen3 T = 16384, where x does not fit. Stores are plain: the next
-//   GEMM reads the rows, from L2 if they fit. Loads are evict-first: x must not push the rows out.
-//   No shared memory.
+// Why these shapes: a warp per row leaves lanes idle at H = 2880 or 512; reading x by row takes
+//   every row K times through L2, 276 us at qwen3 T = 16384, where x does not fit. Stores are
+//   plain: the next GEMM reads the rows, from L2 if they fit. Loads are evict-first: x must not
+//   push the rows out. No shared memory.
 #pragma once
 
 #include <cstdint>
