@@ -168,7 +168,7 @@ __device__ __forceinline__ void LoadPackedTile(const MoeGemmArgs& args,
     const int64_t strip = at + per_superblock * T::kValueBytes;
     // NOTE: of several steps a stage the last ones too, if that took no register more.
     const bool beside_strip = whole || (kStep == 1 && part + 1 == per_superblock);
-    uint8_t* dst = WeightsAt(smem, stage);
+    uint8_t* dst = smem.weights(stage.index);
 #pragma unroll
     for (int b = 0; b < T::kWeightBlocks; ++b) {
       if (block[b] == nullptr) continue;

@@ -231,7 +231,7 @@ struct Tile {
   // two weight steps are loaded at once, and a stage is free as soon as it is multiplied: more
   // weights are on their way. Bits are the same.
   static constexpr bool kFlexible =
-      !kPacked && !kPromoted && !kAddsLowRank && kMulticast == 1 && kSplit == Split::kWeights;
+      !kPacked && !kPromoted && !kAddsLowRank && kCluster == 1 && kSplit == Split::kWeights;
   static constexpr int kNarrowTokens = 64;
   static constexpr int kMostStages = kStages + (kFlexible ? 1 : 0);
   static_assert(!kFlexible || kMostStages * (kWeightBytes + kNarrowTokens * kTokenStepBytes) <=
