@@ -10,6 +10,7 @@ import numpy as np
 from jaxmoe import _saved
 from jaxmoe._experts_checks import format_of
 from jaxmoe._jax import checks as _checks
+from jaxmoe._jax import leading as _leading
 from jaxmoe._mlp.adapted import composed, is_call, layer_op
 from jaxmoe._mlp.checks import check_experts
 from jaxmoe._mlp.operands import Layer, Operands, join
@@ -144,8 +145,10 @@ def moe_mlp(
       it is one call without z in memory, which rounds scale * x @ A alone before the activation.
       Experts of several adapters are multiplied once: rows are in the order of experts, and of
       adapters within each.
-    Sharding: one device's layer; over devices, inside `jax.shard_map`, with the experts that are
-      all of the routing.
+    Sharding: tokens that Explicit mesh axes divide, along any of their axes, stay where they are,
+      and so does y; experts and adapters that are split are gathered whole, in their own format,
+      and gradients of adapters summed over the devices. Over Auto axes XLA gathers all tokens: call
+      it inside `jax.shard_map` there. Experts are not divided among devices.
     Source: LoRA, https://arxiv.org/abs/2106.09685; several adapters, https://arxiv.org/abs/2310.18547
 
     Example:
@@ -158,22 +161,8 @@ def moe_mlp(
       (5, 4)
     """
     _check(x, routing, experts, adapters, adapter_ids, residual)
-    lead, hidden = x.shape[:-1], x.shape[-1]
-    tokens = x.reshape(-1, hidden)
-    top_k = routing.expert_ids.shape[-1]
-    ids, weights = (a.reshape(-1, top_k) for a in (routing.expert_ids, routing.weights))
-    if residual is not None:
-        residual = residual.reshape(tokens.shape)
-    matrices = tuple(getattr(adapters, f.name) for f in dataclasses.fields(adapters)[:-1])
-    a, layer = _operands(tokens, ids, weights, residual, experts)
-    if is_call(a, layer, matrices):
-        y = layer_op(a, layer, matrices, adapters.scale)
-    else:
-        chosen = None if adapter_ids is None else adapter_ids.reshape(-1)
-        y = composed(
-            tokens, ids, weights, residual, experts, matrices, adapters.scale, adapter_ids=chosen
-        )
-    return y.reshape(*lead, hidden)
+    tokens = x, routing.expert_ids, routing.weights, adapter_ids, residual
+    return _leading.on_own_tokens(_OP, _layer, tokens, (experts, adapters))
 
 
 @_checks.array_likes
@@ -227,6 +216,26 @@ def merged(experts: Experts, adapters: Adapters) -> Experts:
         name = "up" if experts.gate_up is None else "gate_up"
         new = {name: added(getattr(experts, name), first, a, b)}
     return dataclasses.replace(experts, down=down, **new)
+
+
+def _layer(of_tokens: tuple[Any, ...], rest: tuple[Experts, Adapters]) -> jax.Array:
+    """The layer of one device's tokens, all that they have."""
+    x, ids, weights, chosen, residual = of_tokens
+    experts, adapters = rest
+    tokens = x.reshape(-1, x.shape[-1])
+    ids, weights = (a.reshape(-1, a.shape[-1]) for a in (ids, weights))
+    if residual is not None:
+        residual = residual.reshape(tokens.shape)
+    matrices = tuple(getattr(adapters, f.name) for f in dataclasses.fields(adapters)[:-1])
+    a, layer = _operands(tokens, ids, weights, residual, experts)
+    if is_call(a, layer, matrices):
+        y = layer_op(a, layer, matrices, adapters.scale)
+    else:
+        chosen = None if chosen is None else chosen.reshape(-1)
+        y = composed(
+            tokens, ids, weights, residual, experts, matrices, adapters.scale, adapter_ids=chosen
+        )
+    return y.reshape(x.shape)
 
 
 def _operands(

@@ -6,6 +6,7 @@ devices, the same for every array of a call. So it is for ops in which each toke
 
 import dataclasses
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -102,3 +103,44 @@ def of_tokens(op: str, a: Any) -> Leading | None:
         return Leading(op, tuple(a.shape[:-1]), ((),) * (a.ndim - 1), None)
     aval = jax.typeof(a)
     return Leading(op, aval.shape[:-1], _mesh.explicit_dims(aval)[:-1], _mesh.mesh_of([aval]))
+
+
+def on_own_tokens(
+    op: str, call: Callable[..., jax.Array], tokens: Sequence[Any], rest: Any
+) -> jax.Array:
+    """`call(tokens, rest)`, by each device of its own tokens where Explicit axes divide these.
+
+    `tokens` are arrays or None; the first, [...,n], has the axes of tokens that all begin with, and
+    the result has its shape. Each device gets all of `rest`, a pytree: what is split is gathered,
+    and its cotangent is the sum of those of all devices.
+    """
+    there = [a for a in tokens if a is not None]
+    count = there[0].ndim - 1
+    avals = [jax.typeof(a) for a in there]
+    of_axes = zip(*(_mesh.explicit_dims(aval)[:count] for aval in avals), strict=True)
+    dims = tuple(next((axes for axes in given if axes), ()) for given in of_axes)
+    used = {axis for axes in dims for axis in axes}
+    if not used or not there[0].size:
+        return call(tokens, rest)
+    mesh = _mesh.mesh_of(avals)
+
+    def placed(a: Any, *axes: _mesh.Axes) -> jax.Array:
+        return jax.sharding.reshard(a, NamedSharding(mesh, _mesh.to_spec(axes)))
+
+    mine = tuple(None if a is None else placed(a, *dims) for a in tokens)
+    leaves, tree = jax.tree.flatten(rest)
+    leaves = [placed(leaf) for leaf in leaves]
+    whole = [jax.typeof(a) for a in (*(a for a in mine if a is not None), *leaves)]
+    spec = _mesh.to_spec(dims)
+
+    def part(tokens: Any, leaves: Any) -> jax.Array:
+        return call(tokens, jax.tree.unflatten(tree, leaves))
+
+    divided = jax.shard_map(
+        _sharding.nestable(part, mesh),
+        mesh=None if mesh == jax.sharding.get_abstract_mesh() else mesh,
+        in_specs=(tuple(None if a is None else spec for a in mine), _mesh.to_spec(())),
+        out_specs=spec,
+        axis_names=_sharding.nested_axes(op, mesh, used, whole, "tokens are"),
+    )
+    return divided(mine, leaves)

@@ -192,7 +192,7 @@ def on_explicit_axes(
     whole = [jax.typeof(a) for a in parts.values()]
     used = nested_axes(rule.names[0], mesh, used, whole, "arguments are")
     divided = jax.shard_map(
-        _nestable(filled, mesh),
+        nestable(filled, mesh),
         mesh=None if mesh == jax.sharding.get_abstract_mesh() else mesh,
         in_specs=tuple(map(to_spec, ins)),
         out_specs=tuple(map(to_spec, split.outs)),
@@ -244,7 +244,7 @@ def over_examples(
 
     place = lambda dim: PartitionSpec() if dim is None else PartitionSpec(axes)  # noqa: E731
     divided = jax.shard_map(
-        _nestable(filled, mesh),
+        nestable(filled, mesh),
         mesh=None if mesh == jax.sharding.get_abstract_mesh() else mesh,
         in_specs=tuple(place(dims[i]) for i in there),
         out_specs=place(0),
@@ -283,7 +283,7 @@ def nested_axes(op: str, mesh: Any, axes: Iterable[str], avals: Sequence[Any], w
     raise NotImplementedError(_checks.message(op, text))
 
 
-def _nestable(fn: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
+def nestable(fn: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
     """Makes `fn`, the body of a `jax.shard_map`, differentiable inside another one.
 
     NOTE: JAX splits what such a body keeps for its backward pass over the axes of the outer one as
