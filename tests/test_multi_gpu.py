@@ -1,12 +1,14 @@
 """The layer on two GPUs or more: experts split over devices, tokens split over devices."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from jaxmoe import Routing, reference
+from jaxmoe import Experts, Routing, lora, reference
 from jaxmoe._testing import Layer, assert_close, assert_equal, layer_inputs
 from tests.layers import moe_mlp
 
@@ -94,3 +96,24 @@ def test_a_layer_divided_without_shard_map(split, kind):
     want, naive = of_reference(jnp.float32), of_reference(jnp.bfloat16)
     for got, ref32, low in zip(*map(jax.tree.leaves, ((y, grads), want, naive)), strict=True):
         assert_close(jax.device_get(got), ref32, low)
+
+
+def test_adapters_of_tokens_over_explicit_axes():
+    """One call a device: the bits of all tokens on one, of one choice of tiles."""
+    inputs, _ = inputs_and_mesh()
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+    experts = Experts(gate_up=inputs["w_gate_up"], down=inputs["w_down"], layout="kn")
+    adapters = lora.init(jax.random.key(0), experts, 16, scale=2.0)
+    b = jax.random.normal(jax.random.key(1), adapters.down_b.shape) * 0.1
+    adapters = dataclasses.replace(adapters, down_b=b)
+
+    @jax.jit
+    def layer(x, ids, weights, experts, adapters):
+        return lora.moe_mlp(x, Routing(ids, weights), experts, adapters)
+
+    tokens = [inputs[n] for n in PER_TOKEN]
+    alone = jax.device_get(layer(*tokens, experts, adapters))
+    with jax.set_mesh(mesh):
+        whole = jax.device_put((experts, adapters), jax.NamedSharding(mesh, PartitionSpec()))
+        y = layer(*(jax.device_put(a, jax.NamedSharding(mesh, SPLIT)) for a in tokens), *whole)
+    assert_equal(jax.device_get(y), alone)
