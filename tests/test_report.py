@@ -33,7 +33,7 @@ H200 = bounds.CEILINGS["NVIDIA H200"]
 PEERS = ROOT / "benchmarks" / "peers_h200.json"
 HEADER = dict.fromkeys("device driver cuda jax commit command".split(), "x")
 PAGES = {
-    "README.md": ("ratios", "numbers"),
+    "README.md": ("first", "ratios", "numbers"),
     "docs/performance.md": ("fp8", "packed"),
     "docs/expert_parallel.md": ("devices",),
 }
@@ -242,13 +242,17 @@ def test_report_compares_packed_weights_with_the_fastest_other(tmp_path: Path) -
     assert "| gpt-oss-120b | 64 | 1300 | 400 | 1.17 |" in readme.numbers(loaded)
     title = "forward, MXFP4 weights and bf16 tokens | triton_kernels* or FlashInfer* or Marlin*"
     assert f"| {title} | 1 | **1.17** | 1.17 | 1.17 | - |" in readme.ratios(loaded)
+    of_three = "triton_kernels or FlashInfer or Marlin | **1.17** | none |"
+    assert f"| forward, MXFP4 weights and bf16 tokens | {of_three}" in readme.first(loaded)
 
 
 def test_report_without_fp8_rows_says_nothing_of_fp8(tmp_path: Path) -> None:
     loaded = _fp8(tmp_path, {})
     assert fp8.summary(loaded) == fp8.details(loaded) == ""
     assert loaded.points() and "FP8" not in every_row.page(loaded)
-    assert "FP8" not in readme.ratios(loaded) and "| FP8" not in readme.numbers(loaded)
+    assert "FP8" not in readme.ratios(loaded) + readme.first(
+        loaded
+    ) and "| FP8" not in readme.numbers(loaded)
 
 
 def test_fp8_rows_of_a_newer_commit_do_not_make_the_others_old(tmp_path: Path) -> None:

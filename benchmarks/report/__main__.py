@@ -14,7 +14,11 @@ ROOT = Path(__file__).resolve().parents[2]
 def sections(found: Measurements) -> dict[str, dict[str, str]]:
     """Text between the markers of each page, by their names; "" where nothing was measured."""
     return {
-        "README.md": {"ratios": readme.ratios(found), "numbers": readme.numbers(found)},
+        "README.md": {
+            "first": readme.first(found),
+            "ratios": readme.ratios(found),
+            "numbers": readme.numbers(found),
+        },
         "docs/performance.md": {"fp8": fp8.details(found), "packed": packed.details(found)},
         "docs/expert_parallel.md": {"devices": ep.page(found)},
     }

@@ -8,6 +8,12 @@ from benchmarks.report.tables import filled, geometric_mean, table, time_of, whe
 from benchmarks.rows import Row
 
 _PEERS = ("FlashInfer", "FlashInfer CuTe DSL", "SonicMoE")
+_FIRST = ["one layer", "against", "ratio", "slower at"]
+_FIRST_NOTE = (
+    "Their time over jaxmoe's on one NVIDIA H200, the geometric mean of models and numbers of "
+    "tokens: above 1 jaxmoe is faster. [All ratios, where jaxmoe loses, and how the others were "
+    "measured](#numbers)."
+)
 _RATIOS = ["one layer", "against", "points", "mean", "least", "most", "slower at"]
 _RATIOS_NOTE = (
     "Their time over jaxmoe's on one NVIDIA H200, so above 1 jaxmoe is faster; *mean* is the "
@@ -82,18 +88,45 @@ def points(found: Measurements) -> list[Point]:
     return by_model({p for c in COLUMNS for p in found.points((c.impl,), c.suite)})
 
 
+def first(found: Measurements) -> str:
+    """The ratios to the fastest other libraries, in a few words, "" without others."""
+    body = []
+    for column, title in zip(COLUMNS, _IN_WORDS, strict=True):
+        body += _first_row(title, " or ".join(column.peers), _of_column(found, column))
+        if column.impl == fp8.OF_PRODUCTS:
+            pairs = {point: fp8.over_products(found, point) for point in points(found)}
+            body += _first_row(title, f"{fp8.PRODUCTS}, its two products alone", pairs)
+    return f"{table(_FIRST, body)}\n\n{_FIRST_NOTE}" if body else ""
+
+
+def _first_row(title: str, names: str, found: dict[Point, float | None]) -> list[list[str]]:
+    known = _known(found)
+    if not known:
+        return []
+    lost = sum(ratio < 1 for ratio in known.values())
+    places = f"{lost} of {len(known)} points" if lost else "none"
+    return [[title, names, f"**{geometric_mean(known.values()):.2f}**", places]]
+
+
 def ratios(found: Measurements) -> str:
     """The table of what others take over what jaxmoe takes, "" without others."""
     body = []
     for column, title in zip(COLUMNS, _IN_WORDS, strict=True):
-        pairs = {point: column.ratio(found, point) for point in points(found)}
         names = " or ".join(f"{peer}*" for peer in column.peers)
-        body += _ratio_row(title, names, pairs)
+        body += _ratio_row(title, names, _of_column(found, column))
         if column.impl == fp8.OF_PRODUCTS:
             pairs = {point: fp8.over_products(found, point) for point in points(found)}
             body += _ratio_row(title, f"the two products alone of {fp8.PRODUCTS}*", pairs)
     body += _ratio_row(_IN_WORDS[0], "`jax.lax.ragged_dot`", _to_ragged_dot(found))
     return f"{table(_RATIOS, body)}\n\n{_RATIOS_NOTE}" if body else ""
+
+
+def _of_column(found: Measurements, column: Column) -> dict[Point, float | None]:
+    return {point: column.ratio(found, point) for point in points(found)}
+
+
+def _known(ratios: dict[Point, float | None]) -> dict[Point, float]:
+    return {point: ratio for point, ratio in ratios.items() if ratio}
 
 
 def _to_ragged_dot(found: Measurements) -> dict[Point, float | None]:
@@ -105,7 +138,7 @@ def _to_ragged_dot(found: Measurements) -> dict[Point, float | None]:
 
 
 def _ratio_row(title: str, names: str, found: dict[Point, float | None]) -> list[list[str]]:
-    known = {point: ratio for point, ratio in found.items() if ratio}
+    known = _known(found)
     if not known:
         return []
     lost = where(point for point, ratio in known.items() if ratio < 1) or "-"
