@@ -2,189 +2,122 @@
 
     python examples/serve.py                         # a toy, anywhere
     python examples/serve.py --preset qwen3-30b-a3b  # its shapes, random weights, on one GPU
+    python examples/serve.py --checkpoint DIR --prompt 9707,11  # its weights; prints what follows
 
 The whole loop is one program under `jax.jit`: embedding, attention with a cache of keys and values,
 experts, and the choice of the next token. `--format` is that of the experts' weights;
 `jax.lax.ragged_dot`, to compare with, has them in bf16 alone. `--layer none` leaves the experts
-out, so that what they take can be told from the rest.
+out, so that what they take can be told from the rest. A checkpoint is a folder of Qwen3-MoE with
+config.json and safetensors files; all but its experts have 16 or 32 bits. Tokens are numbers here,
+those of its tokenizer.
 """
 
 import argparse
 import dataclasses
 import functools
+import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from decoder import DTYPE, LAYERS, PRESETS, Config, Params, decode, empty_cache, follow, init
 
 import jaxmoe
-from jaxmoe import Experts, Routing
+from jaxmoe import Experts
 from jaxmoe.quantize import FORMATS
 
-Params = dict[str, Any]
 
+def load(directory: Path, format: str) -> tuple[Config, Params]:
+    """Reads a checkpoint of Qwen3-MoE; plain experts are quantized to another format.
 
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """A model."""
-
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    experts: int
-    top_k: int
-    intermediate: int
-    vocabulary: int
-
-
-PRESETS = {
-    "toy": Config(64, 2, 4, 2, 16, 8, 2, 64, 256),
-    "qwen3-30b-a3b": Config(2048, 48, 32, 4, 128, 128, 8, 768, 151936),
-}
-DTYPE = jnp.bfloat16
-
-
-@functools.partial(jax.jit, static_argnames=("config", "format"))
-def init_layer(key: jax.Array, config: Config, format: str) -> Params:
-    """Draws one layer, its experts in the format."""
-    c, keys = config, iter(jax.random.split(key, 6))
-
-    def normal(*shape: int) -> jax.Array:
-        return (jax.random.normal(next(keys), shape) * shape[-1] ** -0.5).astype(DTYPE)
-
-    first = normal(c.experts, 2 * c.intermediate, c.hidden)
-    down = normal(c.experts, c.hidden, c.intermediate)
-    if format != "bf16":
-        first, down = (jaxmoe.quantize(w, format, weight_layout="nk") for w in (first, down))
-    return {
-        "experts": Experts(gate_up=first, down=down, layout="nk"),
-        "router": normal(c.experts, c.hidden).astype(jnp.float32),
-        "qkv": normal((c.heads + 2 * c.kv_heads) * c.head_dim, c.hidden),
-        "out": normal(c.hidden, c.heads * c.head_dim),
-        "norms": jnp.ones((2, c.hidden), DTYPE),
-        "head_norms": jnp.ones((2, c.head_dim), DTYPE),
-    }
-
-
-def init(config: Config, format: str, seed: int = 0) -> Params:
-    """Draws a model. Layers are separate arrays: a scan over stacked ones would copy each."""
-    keys = jax.random.split(jax.random.key(seed), config.layers + 1)
-    embed = jax.random.normal(keys[0], (config.vocabulary, config.hidden), DTYPE)
-    layers = [init_layer(key, config, format) for key in keys[1:]]
-    return {"embed": embed * config.hidden**-0.5, "layers": layers}
-
-
-def empty_cache(config: Config, batch: int, length: int) -> list[jax.Array]:
-    """Keys and values of every layer, [2, B, S, kv_heads, head_dim]."""
-    shape = (2, batch, length, config.kv_heads, config.head_dim)
-    return [jnp.zeros(shape, DTYPE) for _ in range(config.layers)]
-
-
-def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """RMSNorm in float32."""
-    wide = x.astype(jnp.float32)
-    wide *= jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-6)
-    return wide.astype(x.dtype) * scale
-
-
-def rotate(x: jax.Array, position: jax.Array) -> jax.Array:
-    """Rotary positions of [B, heads, D]."""
-    half = x.shape[-1] // 2
-    angle = position * 1e6 ** (-jnp.arange(half) / half)
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(x.dtype)
-
-
-def attention(
-    x: jax.Array, w: Params, cache: jax.Array, position: jax.Array, config: Config
-) -> tuple[jax.Array, jax.Array]:
-    """Attention of one new token a sequence to those before it, added to x [B, H]."""
-    c, batch = config, x.shape[0]
-    qkv = (norm(x, w["norms"][0]) @ w["qkv"].T).reshape(batch, -1, c.head_dim)
-    q, k, v = jnp.split(qkv, (c.heads, c.heads + c.kv_heads), axis=1)
-    q, k = (rotate(norm(a, w["head_norms"][i]), position) for i, a in enumerate((q, k)))
-    new = jnp.stack([k, v])[:, :, None]
-    cache = jax.lax.dynamic_update_slice(cache, new, (0, 0, position, 0, 0))
-    lengths = jnp.full(batch, position + 1, jnp.int32)
-    out = jax.nn.dot_product_attention(
-        q[:, None], cache[0], cache[1], key_value_seq_lengths=lengths
+    Raises:
+      ValueError: another model, layers without experts, or other weights that are quantized.
+    """
+    settings = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    if settings.get("model_type") != "qwen3_moe":
+        raise ValueError(f"model_type={settings.get('model_type')!r} must be 'qwen3_moe'")
+    moe = jaxmoe.load(directory)
+    if dense := sorted(set(range(settings["num_hidden_layers"])) - set(moe)):
+        raise ValueError(f"layers {dense} have no experts")
+    config = Config(
+        hidden=settings["hidden_size"],
+        layers=settings["num_hidden_layers"],
+        heads=settings["num_attention_heads"],
+        kv_heads=settings["num_key_value_heads"],
+        head_dim=settings["head_dim"],
+        experts=moe[0].experts.num_experts,
+        top_k=settings["num_experts_per_tok"],
+        intermediate=settings["moe_intermediate_size"],
+        vocabulary=settings["vocab_size"],
+        epsilon=settings["rms_norm_eps"],
+        theta=settings.get("rope_parameters", settings)["rope_theta"],
+        norm_topk_prob=settings["norm_topk_prob"],
     )
-    return x + out.reshape(batch, -1) @ w["out"].T, cache
+    read = tensors(directory)
+    embed = read("model.embed_tokens.weight")
+    params: Params = {"embed": embed, "norm": read("model.norm.weight"), "layers": []}
+    params["head"] = embed if settings["tie_word_embeddings"] else read("lm_head.weight")
+    for i in range(config.layers):
+        name, layer = f"model.layers.{i}", moe.pop(i)
+        attention = {n: read(f"{name}.self_attn.{n}_proj.weight") for n in "qkvo"}
+        norms = [read(f"{name}.{n}_layernorm.weight") for n in ("input", "post_attention")]
+        head_norms = [read(f"{name}.self_attn.{n}_norm.weight") for n in "qk"]
+        params["layers"].append(
+            {
+                "experts": in_format(layer.experts, format),
+                "router": layer.router.astype(jnp.float32),
+                "qkv": jnp.concatenate([attention[n] for n in "qkv"]),
+                "out": attention["o"],
+                "norms": jnp.stack(norms),
+                "head_norms": jnp.stack(head_norms),
+            }
+        )
+    return config, params
 
 
-def by_jaxmoe(tokens: jax.Array, routing: Routing, experts: Experts, x: jax.Array) -> jax.Array:
-    """The experts of each token, added to x."""
-    return jaxmoe.moe_mlp(tokens, routing, experts, residual=x)
+def in_format(experts: Experts, format: str) -> Experts:
+    """Quantizes experts that are bf16, if asked to; others stay as the files have them."""
+    weights = {n: getattr(experts, n) for n in ("gate_up", "gate", "up", "down")}
+    given = {n: w for n, w in weights.items() if isinstance(w, jax.Array)}
+    if format == "bf16" or not given:
+        return experts
+    names = {n: experts.layouts[n == "down"] for n in given}
+    new = {n: jaxmoe.quantize(w, format, weight_layout=names[n]) for n, w in given.items()}
+    return dataclasses.replace(experts, **new, layout="nk")
 
 
-def by_ragged_dot(tokens: jax.Array, routing: Routing, experts: Experts, x: jax.Array) -> jax.Array:
-    """The same of XLA's ops."""
-    top_k = routing.expert_ids.shape[1]
-    order = jnp.argsort(routing.expert_ids.reshape(-1), stable=True)
-    sizes = jnp.bincount(routing.expert_ids.reshape(-1), length=experts.num_experts)
-    rows = tokens[order // top_k]
-    gate_up, down = (jnp.swapaxes(w, 1, 2) for w in (experts.gate_up, experts.down))
-    gate, up = jnp.split(jax.lax.ragged_dot(rows, gate_up, sizes), 2, axis=1)
-    y = jax.lax.ragged_dot(jax.nn.silu(gate) * up, down, sizes)
-    y = y.astype(jnp.float32) * routing.weights.reshape(-1)[order][:, None]
-    return x + jax.ops.segment_sum(y, order // top_k, tokens.shape[0]).astype(x.dtype)
+def tensors(directory: Path) -> Callable[[str], jax.Array]:
+    """What reads a tensor of a checkpoint by its name, in bf16."""
+    from safetensors import safe_open  # noqa: PLC0415 - of checkpoints alone
+
+    index, one = directory / "model.safetensors.index.json", "model.safetensors"
+    places = json.loads(index.read_text(encoding="utf-8"))["weight_map"] if index.exists() else {}
+
+    @functools.cache
+    def opened(file: str) -> Any:
+        return safe_open(directory / file, framework="flax")
+
+    def read(name: str) -> jax.Array:
+        file = opened(places.get(name, one))
+        if (kind := file.get_slice(name).get_dtype()) not in {"BF16", "F16", "F32"}:
+            raise ValueError(f"{name} is {kind}; only experts may be quantized")
+        return file.get_tensor(name).astype(DTYPE)
+
+    return read
 
 
-def by_nobody(tokens: jax.Array, routing: Routing, experts: Experts, x: jax.Array) -> jax.Array:
-    """No experts, but the router before them: what they take is the difference."""
-    del experts
-    return x + tokens * routing.weights[:, :1].astype(x.dtype)
-
-
-LAYERS = {"jaxmoe": by_jaxmoe, "ragged_dot": by_ragged_dot, "none": by_nobody}
-
-
-def step(
-    params: Params,
-    cache: list[jax.Array],
-    token: jax.Array,
-    position: jax.Array,
-    config: Config,
-    layer: str,
-) -> tuple[jax.Array, list[jax.Array]]:
-    """Logits [B, V] after one more token of each sequence, and the cache with it."""
-    x, cache = params["embed"][token], list(cache)
-    for i, w in enumerate(params["layers"]):
-        x, cache[i] = attention(x, w, cache[i], position, config)
-        tokens = norm(x, w["norms"][1])
-        logits = tokens.astype(jnp.float32) @ w["router"].T
-        routing = jaxmoe.route(logits, top_k=config.top_k)
-        x = LAYERS[layer](tokens, routing, w["experts"], x)
-    last = norm(x, jnp.ones_like(x[0]))
-    return jnp.matmul(last, params["embed"].T, preferred_element_type=jnp.float32), cache
-
-
-@functools.partial(jax.jit, static_argnames=("config", "steps", "layer"), donate_argnums=1)
-def decode(
-    params: Params,
-    cache: list[jax.Array],
-    token: jax.Array,
-    position: jax.Array,
-    config: Config,
-    steps: int,
-    layer: str,
-) -> tuple[jax.Array, list[jax.Array]]:
-    """Feeds `token` [B] and then, greedily, what follows: the tokens [steps, B], and the cache."""
-
-    def one(carry: Any, _: None) -> tuple[Any, jax.Array]:
-        cache, token, position = carry
-        logits, cache = step(params, cache, token, position, config, layer)
-        token = jnp.argmax(logits, axis=-1).astype(token.dtype)
-        return (cache, token, position + 1), token
-
-    carry, tokens = jax.lax.scan(one, (cache, token, position), None, length=steps)
-    return tokens, carry[0]
+def continued(params: Params, config: Config, prompt: list[int], steps: int) -> list[int]:
+    """What follows a prompt, greedily."""
+    cache = empty_cache(config, 1, len(prompt) + steps)
+    tokens = jnp.asarray(prompt, jnp.int32)[:, None]
+    logits, cache = follow(params, cache, tokens, config, "jaxmoe")
+    first, at = jnp.argmax(logits, axis=-1).astype(jnp.int32), jnp.int32(len(prompt))
+    rest, _ = decode(params, cache, first, at, config, steps, "jaxmoe")
+    return [int(first[0]), *(int(token) for token in rest[: steps - 1, 0])]
 
 
 def tokens_per_second(params: Params, config: Config, batch: int, steps: int, layer: str) -> float:
@@ -212,6 +145,14 @@ def numbers(text: str) -> list[int]:
     return [positive(part) for part in text.split(",")]
 
 
+def tokens_of(text: str) -> list[int]:
+    """Reads numbers of tokens of the command line, by commas."""
+    found = [int(part) for part in text.split(",")]
+    if min(found) < 0:
+        raise argparse.ArgumentTypeError(f"{min(found)} must be at least 0")
+    return found
+
+
 def names(text: str, allowed: Sequence[str]) -> list[str]:
     """Reads names of the command line, by commas."""
     for name in (found := text.split(",")):
@@ -223,7 +164,9 @@ def names(text: str, allowed: Sequence[str]) -> list[str]:
 def main(arguments: list[str] | None = None) -> int:
     """Prints a line for each format, batch and kind of layer."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=_Help)
-    parser.add_argument("--preset", choices=PRESETS, default="toy")
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument("--preset", choices=PRESETS, default="toy")
+    model.add_argument("--checkpoint", type=Path, help="folder of a Qwen3-MoE model")
     formats = functools.partial(names, allowed=("bf16", *FORMATS))
     layers = functools.partial(names, allowed=tuple(LAYERS))
     more = "several by commas"
@@ -231,16 +174,29 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--batch", type=numbers, default="1,8", help=f"sequences at once, {more}")
     parser.add_argument("--tokens", type=positive, default=64, help="timed of each sequence")
     parser.add_argument("--layer", type=layers, default="jaxmoe,ragged_dot", help=more)
+    parser.add_argument("--prompt", type=tokens_of, help="numbers of tokens, by commas")
     args = parser.parse_args(arguments)
     if args.layer == ["ragged_dot"] and "bf16" not in args.format:
         parser.error("--layer ragged_dot has experts in --format bf16 alone")
-    config = PRESETS[args.preset]
-    print(f"{args.preset} on {jax.devices()[0].device_kind}, {args.tokens} tokens a sequence")
+    name = args.checkpoint or args.preset
+    print(f"{name} on {jax.devices()[0].device_kind}, {args.tokens} tokens a sequence")
     for format in args.format:
-        params = init(config, format)
+        if args.checkpoint:
+            try:
+                config, params = load(args.checkpoint, format)
+            except (OSError, ValueError) as error:
+                parser.error(f"--checkpoint {args.checkpoint}: {error}")
+        else:
+            config = PRESETS[args.preset]
+            params = init(config, format)
+        if args.prompt:
+            if max(args.prompt) >= config.vocabulary:
+                parser.error(f"--prompt: tokens must be below {config.vocabulary}")
+            print(f"{format:12s} continues {continued(params, config, args.prompt, args.tokens)}")
+        plain = isinstance(params["layers"][0]["experts"].down, jax.Array)
         for batch in args.batch:
             for layer in args.layer:
-                if layer == "ragged_dot" and format != "bf16":
+                if layer == "ragged_dot" and not plain:
                     continue
                 rate = tokens_per_second(params, config, batch, args.tokens, layer)
                 each = f"{1e3 * batch / rate:.2f} ms a step"

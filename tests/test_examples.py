@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib
+import json
 import sys
 from pathlib import Path
 
@@ -173,7 +174,9 @@ def test_serving_goes_on_from_its_cache(capsys, monkeypatch):
 
     np.testing.assert_array_equal(tokens(4), tokens(8))
     cache = serve.empty_cache(config, 2, 8)
-    step = functools.partial(serve.step, params, cache, first, jnp.int32(0), config)
+    step = functools.partial(
+        importlib.import_module("decoder").step, params, cache, first, jnp.int32(0), config
+    )
     logits = {name: np.asarray(step(name)[0]) for name in serve.LAYERS}
     np.testing.assert_allclose(logits["jaxmoe"], logits["ragged_dot"], atol=0.05)
     assert np.abs(logits["jaxmoe"] - logits["none"]).max() > 0.1  # without experts
@@ -181,3 +184,95 @@ def test_serving_goes_on_from_its_cache(capsys, monkeypatch):
     assert serve.main(["--format", "bf16,int4_g64", "--batch", "2", "--tokens", "4"]) == 0
     lines = [line.split()[:4:3] for line in capsys.readouterr().out.splitlines()[1:]]
     assert lines == [["bf16", "jaxmoe"], ["bf16", "ragged_dot"], ["int4_g64", "jaxmoe"]]
+
+
+def written(folder, config, params, **settings):
+    """Writes a model as Qwen3-MoE's checkpoints are: a folder of two shards."""
+    flax = importlib.import_module("safetensors.flax")
+    heads, kv, size = config.heads, config.kv_heads, config.head_dim
+    arrays = {"model.embed_tokens.weight": params["embed"], "model.norm.weight": params["norm"]}
+    for i, w in enumerate(params["layers"]):
+        name, e = f"model.layers.{i}", w["experts"]
+        qkv = jnp.split(w["qkv"], (heads * size, (heads + kv) * size))
+        of_heads = dict(zip("qkvo", (*qkv, w["out"]), strict=True))
+        arrays |= {f"{name}.self_attn.{n}_proj.weight": a for n, a in of_heads.items()}
+        norms = zip(("input", "post_attention"), w["norms"], strict=True)
+        arrays |= {f"{name}.{n}_layernorm.weight": a for n, a in norms}
+        head_norms = zip("qk", w["head_norms"], strict=True)
+        arrays |= {f"{name}.self_attn.{n}_norm.weight": a for n, a in head_norms}
+        arrays[f"{name}.mlp.gate.weight"] = w["router"]
+        gate, up = jnp.split(e.gate_up, 2, axis=1)
+        for n, stack in {"gate": gate, "up": up, "down": e.down}.items():
+            of_experts = {f"{name}.mlp.experts.{j}.{n}_proj.weight": a for j, a in enumerate(stack)}
+            arrays |= of_experts
+    files = {n: f"model-{1 + i % 2}.safetensors" for i, n in enumerate(arrays)}
+    for file in set(files.values()):
+        flax.save_file({n: a for n, a in arrays.items() if files[n] == file}, folder / file)
+    index = json.dumps({"weight_map": files})
+    (folder / "model.safetensors.index.json").write_text(index)
+    settings = {
+        "model_type": "qwen3_moe",
+        "hidden_size": config.hidden,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "head_dim": size,
+        "num_experts": config.experts,
+        "num_experts_per_tok": config.top_k,
+        "moe_intermediate_size": config.intermediate,
+        "vocab_size": config.vocabulary,
+        "rms_norm_eps": config.epsilon,
+        "rope_theta": config.theta,
+        "norm_topk_prob": config.norm_topk_prob,
+        "tie_word_embeddings": True,
+        "hidden_act": "silu",
+        **settings,
+    }
+    (folder / "config.json").write_text(json.dumps(settings))
+
+
+def test_serving_a_checkpoint(tmp_path, capsys, monkeypatch):
+    """The logits of the model that the files are of; more tokens; what is refused."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    serve = importlib.import_module("serve")
+    toy = serve.PRESETS["toy"]
+    config = dataclasses.replace(toy, layers=1, vocabulary=64, theta=1e4, epsilon=1e-5)
+    params = serve.init(config, "bf16")
+    written(tmp_path, config, params)
+    got_config, got = serve.load(tmp_path, "bf16")
+    assert got_config == config
+    prompt = jnp.array([[5], [9], [2]], jnp.int32)
+
+    def logits(params):
+        return serve.follow(params, serve.empty_cache(config, 1, 3), prompt, config, "jaxmoe")[0]
+
+    np.testing.assert_allclose(logits(got), logits(params), atol=0.02)
+    run = ["--checkpoint", str(tmp_path), "--format", "bf16,int4_g64", "--batch", "1"]
+    assert serve.main([*run, "--tokens", "3", "--prompt", "5,9,2"]) == 0
+    lines = capsys.readouterr().out.splitlines()[1:]
+    first = int(jnp.argmax(logits(got)))
+    assert lines[0].startswith(f"bf16         continues [{first}, ") and lines[0].count(",") == 2
+    assert [line.split()[:4:3] for line in lines if "batch" in line] == [
+        ["bf16", "jaxmoe"],
+        ["bf16", "ragged_dot"],
+        ["int4_g64", "jaxmoe"],
+    ]
+    for options, message in (
+        (["--prompt", "5,64"], "--prompt: tokens must be below 64"),
+        (["--prompt", "5,-1"], "argument --prompt: -1 must be at least 0"),
+        (
+            ["--preset", "qwen3-30b-a3b"],
+            "argument --preset: not allowed with argument --checkpoint",
+        ),
+    ):
+        with pytest.raises(SystemExit):
+            serve.main([*run, *options])
+        assert message in capsys.readouterr().err
+    written(tmp_path, config, params | {"norm": params["norm"].astype(jnp.int8)})
+    with pytest.raises(SystemExit):
+        serve.main(run)
+    assert "model.norm.weight is I8; only experts may be quantized" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2_moe"}')
+    with pytest.raises(SystemExit):
+        serve.main(run)
+    assert "model_type='qwen2_moe' must be 'qwen3_moe'" in capsys.readouterr().err
