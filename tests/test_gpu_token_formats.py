@@ -9,7 +9,17 @@ import numpy as np
 import pytest
 
 import jaxmoe
-from jaxmoe import Experts, GemmConfig, Routing, _formats, dequantize, explain, finalize, quantize
+from jaxmoe import (
+    Experts,
+    GemmConfig,
+    Routing,
+    _formats,
+    dequantize,
+    explain,
+    finalize,
+    quantize,
+    quantize_tokens,
+)
 from jaxmoe._formats.tokens import TokenRule
 from jaxmoe._testing import GPT_OSS, Layer, assert_close, assert_equal, layer_inputs, poison
 from tests import token_oracle
@@ -173,6 +183,25 @@ def test_numbers_are_those_of_xla(weights, tokens, num_tokens, monkeypatch):
         np.testing.assert_array_equal(
             np.asarray(got, np.float32), np.asarray(want, np.float32), err_msg=str(tile)
         )
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("num_tokens", TOKENS)
+@pytest.mark.parametrize(("weights", "tokens"), PAIRS)
+def test_tokens_that_are_quantized_already(weights, tokens, num_tokens):
+    """One call too, with the bits of the layer that rounds them itself."""
+    layer = Layer("", "", 256, 384, 4, 2, "relu2")
+    x, routing, experts = case(weights, tokens, layer, num_tokens)
+    x, scale, given = wild(x.shape, 2.0**-40), None, experts
+    if tokens == "nvfp4":
+        scale = jnp.float32(2**-9)
+        experts = dataclasses.replace(experts, x_scale=scale, h_scale=scale)
+        given = dataclasses.replace(experts, x_scale=None)
+    array = {"e4m3": "fp8_channel"}.get(tokens, tokens)
+    q = jax.jit(functools.partial(quantize_tokens, format=array))(x, scale=scale)
+    for tile in TILES_OF[num_tokens]:
+        got = compiled(q, routing, given, config=config(tile))
+        assert_equal(got, compiled(x, routing, experts, config=config(tile)))
 
 
 @pytest.mark.parametrize(("weights", "tokens"), [p for p in PAIRS if p[1].startswith("mx")])

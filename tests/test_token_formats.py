@@ -26,7 +26,7 @@ from jaxmoe import (
     quantize,
     quantize_tokens,
 )
-from jaxmoe._formats import QUANTIZED, TOKEN_FORMATS, token_formats, with_tokens
+from jaxmoe._formats import QUANTIZED, TOKEN_FORMATS, token_codes, token_formats, with_tokens
 from jaxmoe._jax import targets as _targets
 from jaxmoe._testing import GPT_OSS, Layer, assert_close, assert_equal, layer_inputs
 from tests import packed_oracle, token_oracle
@@ -255,7 +255,7 @@ def test_on_a_mesh(name, axis, kind):
 
 @pytest.mark.parametrize("split", (False, True), ids=("whole tokens", "split tokens"))
 def test_devices_with_experts_of_their_own_round_tokens_in_their_calls(split):
-    """Unless tokens are gathered, as they are quantized: those of e4m3 are bytes."""
+    """Tokens that are gathered are quantized before: bytes of e4m3, which are numbers then."""
     x, routing, e = case("int4_g128", "e4m3", x_scale=np.float32(0.01))
     want = jitted(x, routing, e)
     kinds = {"axis_types": (AxisType.Explicit,), "devices": jax.devices()[:2]}
@@ -272,7 +272,9 @@ def test_devices_with_experts_of_their_own_round_tokens_in_their_calls(split):
         with _targets.force_cuda_lowering():
             ops = explain(moe_mlp, tokens, routing, divided).ops
         layers = [op for op in ops if op.op == "jaxmoe_moe_mlp"]
-        assert [op.cuda_attrs["tokens"] for op in layers] == ([] if split else [1])
+        assert [op.cuda_attrs["tokens"] for op in layers] == [1]
+        given, made = ("f32[]" in layers[0].operands, "f32[1]" in layers[0].operands)
+        assert (given, made) == (split, not split)  # the static scale of x, beside bytes or not
         close(jitted(tokens, routing, divided), want)
 
 
@@ -361,10 +363,21 @@ def test_other_layers_are_products_of_the_kernels(name):
     assert len(ops) == len(products) and all(op.cuda_reason is None for op in ops)
 
 
-def test_tokens_that_are_quantized_already_are_products_of_the_kernels():
-    x, routing, e = case("mxfp4", "mxfp8")
-    found = calls(cuda_text(moe_mlp, quantize_tokens(x, "mxfp8"), routing, e))
-    assert not any("moe_mlp" in target for target, *_ in found)
+@pytest.mark.parametrize(
+    ("weights", "tokens"), [("mxfp4", "mxfp8"), ("int4_g128", "e4m3"), ("nvfp4", "nvfp4")]
+)
+def test_tokens_that_are_quantized_already_are_in_the_call(weights, tokens):
+    """Their numbers, and their scales; rows between the products are rounded by the rule."""
+    static = {"h_scale": np.float32(0.002)} if tokens == "nvfp4" else {}
+    x, routing, e = case(weights, tokens, **static)
+    q = quantize_tokens(x, "fp8_channel" if tokens == "e4m3" else tokens)
+    (call,) = calls(cuda_text(moe_mlp, q, routing, e))
+    attrs, operands, _ = layer_call(call)
+    assert attrs["tokens"] == f"{token_codes()[tokens]}:i64"
+    rows = f"{x.shape[0]}x{x.shape[1]}xbf16"
+    scales = f"{x.shape[0]}xf32" if tokens == "e4m3" else "f32"
+    assert (operands["x"], operands["x_scales"]) == (rows, scales)
+    close(jitted(q, routing, e), jitted(x, routing, e))
 
 
 def test_tiles_of_a_layer_that_rounds_tokens_between_its_products():

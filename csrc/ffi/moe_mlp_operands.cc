@@ -62,6 +62,11 @@ MoeMlpParams TakeMoeMlp(const MoeMlpOperands& in,
     p.xq = take->Any("xq", in.xq, {!gathers ? R : scaled ? 0 : int64_t{T}, H}, fp8);
     p.act_q = take->Any("hq", in.hq, {R, I}, fp8);
   }
+  if (p.rule != TokenRule::kNone && !take->IsAbsent(in.x_scales)) {
+    const bool one = in.x_scales.dimensions().size() == 0;
+    p.num_x_scales = one ? 1 : int64_t{T};
+    p.x_scales = take->Floats("x_scales", in.x_scales, one ? Shape{} : Shape{T});
+  }
   if (!plain || HasRowScales(p.rule)) {
     p.static_x = take->FloatsOrNull("x_scale", in.x_scale, {1});
     p.static_act = take->FloatsOrNull("h_scale", in.h_scale, {static_scales});

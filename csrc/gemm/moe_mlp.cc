@@ -21,6 +21,7 @@ struct Layer {
   bool quantized;    // products read quantized tokens
   bool quantizes_x;  // which x is not yet
   bool rounds;       // products read the numbers of quantized tokens
+  bool given;        // which x has already
   bool gathers;      // the gate-up GEMM fetches rows of x
 
   explicit Layer(const MoeMlpParams& p)
@@ -31,19 +32,22 @@ struct Layer {
         quantized(RowOf(p.format).scaled),
         quantizes_x(quantized && p.x_scales == nullptr),
         rounds(p.rule != TokenRule::kNone),
+        given(rounds && p.x_scales != nullptr),
         gathers(p.gate_up.tile.gather) {}
 
   int32_t* slot_to_row() const {
     return p.slot_to_row != nullptr ? p.slot_to_row : p.index + at.slot_to_row;
   }
+  // Something is made of x before the gate-up GEMM: numbers, or scales in expert order.
+  bool prepares_x() const { return quantizes_x || (rounds && (!given || HasRowScales(p.rule))); }
   // X is read from a copy, quantized, rounded or in expert order.
-  bool moves_x() const { return quantizes_x || rounds || !gathers; }
+  bool moves_x() const { return quantizes_x || (rounds && !given) || !gathers; }
   // That copy. Rows that are not quantized, [R, H] in expert order or [T, H], live in the buffer of
   // the down GEMM's rows: they are read for the last time before the first of those is written.
   void* moved_x() const { return quantized ? p.xq : p.rows; }
   // Whether the rows that a product reads are e4m3 bytes, by which it multiplies codes.
   bool codes(const MlpWeights& weights) const {
-    return p.rule == TokenRule::kE4M3 && p.format == WeightFormat::kInt4G128 &&
+    return !given && p.rule == TokenRule::kE4M3 && p.format == WeightFormat::kInt4G128 &&
            p.dtype == DType::kBFloat16 && weights.tile.weight_tile == kCodedWeightTile;
   }
   // Scales that are made of the intermediate.
@@ -92,17 +96,20 @@ QuantizeParams QuantizeAct(const Layer& layer) {
 }
 
 // X [T, H] to its numbers, [T, H] or, where the gate-up GEMM does not gather, [R, H] in expert
-// order. Scales are in that order either way. `plan`: one that is made here, or null.
+// order. Scales are in that order either way. Numbers that are given are moved alone, and that if
+// the GEMM does not gather. `plan`: one that is made here, or null.
 RoundTokensParams RoundX(const Layer& layer, const PlanParams* plan) {
   const MoeMlpParams& p = layer.p;
   RoundTokensParams round{};
   round.x = p.x;
   round.dtype = p.dtype;
-  round.rule = p.rule;
+  round.rule = layer.given ? TokenRule::kNone : p.rule;
   round.rows = p.num_tokens;
   round.cols = p.hidden;
-  round.numbers = layer.moved_x();
+  round.numbers = layer.moves_x() ? layer.moved_x() : nullptr;
   round.scales = p.floats;
+  round.given_scales = p.x_scales;
+  round.num_given = p.num_x_scales;
   round.static_scales = p.static_x;
   round.num_static = 1;
   round.slot_to_row = plan == nullptr ? layer.slot_to_row() : nullptr;
@@ -187,7 +194,8 @@ MoeGemmProblem GateUpProblem(const Layer& layer) {
   gemm.gate_up = p.order;
   gemm.activation = p.activation;
   // Whether something ran since the plan.
-  gemm.early_groups = gemm.pdl && (layer.moves_x() || p.peers != nullptr || p.adapters != nullptr);
+  gemm.early_groups = gemm.pdl && (layer.moves_x() || layer.prepares_x() || p.peers != nullptr ||
+                                   p.adapters != nullptr);
   gemm.out = p.act;
   if (HasRowScales(p.rule)) gemm.scales.x = p.floats;
   if (!layer.quantized) return gemm;
@@ -420,7 +428,7 @@ const char* LaunchMoeMlp(const MoeMlpParams& p, cudaStream_t stream) {
   if (planned_inside) {
     gate_up.plan = &plan;
     gate_up.writes_plan = true;
-    gate_up.pdl = layer.quantizes_x || layer.rounds;  // else the first launch, see LaunchClusters
+    gate_up.pdl = layer.prepares_x();  // else the first launch, see LaunchClusters
     gate_up.scales.x_index = nullptr;
     down.plan = &plan;
     if (one_kernel) {
@@ -434,7 +442,7 @@ const char* LaunchMoeMlp(const MoeMlpParams& p, cudaStream_t stream) {
     QuantizeParams quantize = QuantizeX(layer);
     quantize.pdl = !planned_inside;
     if (const char* error = Reason(LaunchQuantize(quantize, stream))) return error;
-  } else if (layer.rounds) {
+  } else if (layer.prepares_x()) {
     const RoundTokensParams round = RoundX(layer, planned_inside ? &plan : nullptr);
     if (const char* error = Reason(LaunchRoundTokens(round, stream))) return error;
   } else if (!layer.gathers && p.sources == nullptr) {

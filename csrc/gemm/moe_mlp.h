@@ -117,7 +117,8 @@ struct MoeMlpParams {
   DType dtype = DType::kBFloat16;         // of float arrays, but for weights and quantized tokens
   DType weight_dtype = DType::kBFloat16;  // `dtype` if they are plain or packed
   const void* x = nullptr;                // [T, H]
-  const float* x_scales = nullptr;        // of x if that is quantized already
+  const float* x_scales = nullptr;        // of x if that is quantized already: numbers by a rule,
+  int64_t num_x_scales = 0;               // which have 1 or T; those without row scales have 1.0f
   const float* static_x = nullptr;        // [1] or null: the scale is made from x
   const float* static_act = nullptr;      // [num_static_act] or null: made from act
   int64_t num_static_act = 0;             // 1 or E_l
@@ -158,7 +159,7 @@ struct MoeMlpParams {
 // is `moved_rows` in jaxmoe/_mlp/op.py.
 inline int64_t MovedRows(const MoeMlpParams& p) {
   const bool gathers = p.gate_up.tile.gather;
-  const bool rounds = p.rule != TokenRule::kNone;
+  const bool rounds = p.rule != TokenRule::kNone && p.x_scales == nullptr;
   if (RowOf(p.format).scaled || (gathers && !rounds)) return 0;
   return gathers ? p.num_tokens : p.num_tokens * p.top_k;
 }

@@ -42,7 +42,14 @@ cudaError_t LaunchRoundTokens(const RoundTokensParams& params, cudaStream_t stre
   }
   const bool bf16 = p.dtype == DType::kBFloat16;
   if (!bf16 && p.dtype != DType::kFloat16) return cudaErrorInvalidValue;
+  if (p.numbers == nullptr && p.rule != TokenRule::kNone) return cudaErrorInvalidValue;
   switch (p.rule) {
+    case TokenRule::kNone:
+      if (p.given_scales == nullptr || (p.num_given != 1 && p.num_given != p.rows)) {
+        return cudaErrorInvalidValue;
+      }
+      return bf16 ? LaunchRule<__nv_bfloat16, TokenRule::kNone>(p, stream)
+                  : LaunchRule<__half, TokenRule::kNone>(p, stream);
     case TokenRule::kE4M3:
       if (p.codes && bf16) return LaunchRule<__nv_bfloat16, TokenRule::kE4M3, true>(p, stream);
       if (p.codes) return cudaErrorInvalidValue;

@@ -50,6 +50,7 @@ __device__ __forceinline__ float RoundE2M1(float v) {
 template <typename T, TokenRule kRule>
 __device__ __forceinline__ uint4 RoundPiece(uint4 bits, RoundFactors factors) {
   static_assert(kPieceSize<T> == 8);
+  if constexpr (kRule == TokenRule::kNone) return bits;
   float v[8];
   Piece<T, 8>::Unpack(bits, v);
 #pragma unroll
@@ -224,7 +225,7 @@ __device__ __forceinline__ void FactorsOfPieces(const uint4 (&bits)[kQuantPieces
   if constexpr (kRule == TokenRule::kE4M3) {
 #pragma unroll
     for (RoundFactors& f : factors) f = {__frcp_rn(scale), 1.0f};
-  } else {
+  } else if constexpr (kRule != TokenRule::kNone) {
     uint32_t largest[kQuantPieces];
     LargestOfGroups<T, RoundedTogether(kRule) / 8>(bits, largest);
 #pragma unroll
@@ -277,6 +278,7 @@ __global__ void __launch_bounds__(kQuantMaxThreads)
                       unsigned row_pieces,
                       unsigned chunks) {
   __shared__ unsigned shared[kQuantMaxThreads / 32];
+  constexpr bool kGiven = kRule == TokenRule::kNone;
   GridDependencyWait();
   GridDependencyLaunch();
 
@@ -284,7 +286,7 @@ __global__ void __launch_bounds__(kQuantMaxThreads)
   const bool valid = row < NumRows(p);
   const unsigned top_k = static_cast<unsigned>(p.top_k);
   const uint4* x = static_cast<const uint4*>(p.x) + static_cast<int64_t>(row) * row_pieces;
-  const unsigned end = valid ? row_pieces : 0u;
+  const unsigned end = valid && p.numbers != nullptr ? row_pieces : 0u;
   const unsigned chunk_pieces = kQuantPieces * blockDim.x;
   unsigned first = (chunks - 1) * chunk_pieces + threadIdx.x;
   uint4 bits[kQuantPieces];
@@ -298,13 +300,15 @@ __global__ void __launch_bounds__(kQuantMaxThreads)
   }
   LoadPieces(bits, x, first, blockDim.x, end);
   unsigned place = kQuantNoRow;
-  if (p.scatters || HasRowScales(kRule)) place = PlaceOf(p, row, valid);
+  if (p.scatters || HasRowScales(kRule) || kGiven) place = PlaceOf(p, row, valid);
   const int32_t* slots = p.slot_to_row + static_cast<int64_t>(row) * top_k;
   const unsigned num_places = static_cast<unsigned>(p.num_out_rows);
 
   float scale = 1.0f;
-  if constexpr (HasRowScales(kRule)) {
-    if (dynamic) {
+  if constexpr (HasRowScales(kRule) || kGiven) {
+    if constexpr (kGiven) {
+      if (valid) scale = __ldcg(p.given_scales + (p.num_given == 1 ? 0 : row));
+    } else if (dynamic) {
       const unsigned warps = blockDim.x / 32;
       largest = max(largest, LargestBits<T>(bits));
       largest = MaxOverWarps(largest, threadIdx.y * warps, warps, shared);
@@ -346,7 +350,7 @@ __global__ void __launch_bounds__(kQuantMaxThreads)
     const float sum = SumsOfSixteen(sums);
     __syncthreads();  // all of the row has been read, of which bytes take the place
     for_each_place([&](uint4* to) { StoreBytes(to, row_pieces, bytes, sum, first, end); });
-  } else {
+  } else if (p.numbers != nullptr) {
     while (true) {
       RoundFactors factors[kQuantPieces];
       FactorsOfPieces<T, kRule>(bits, scale, factors);

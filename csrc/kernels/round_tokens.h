@@ -37,17 +37,22 @@ constexpr int64_t RoundedTogether(TokenRule rule) {
 //   kNvfp4  e2m1(x / (f * s)) * f,  f = e4m3(max of 16 / 6 / s),  s static; f * s is 1 if it is 0
 // e4m3 and e2m1 round to nearest, ties to even, and what is too large becomes the largest. A group
 // that holds NaN is NaN, of kE4M3 the NaN alone. Static scales outside [2^-126, 2^126] are NaN.
+//   kNone   x, s given: tokens that are rounded already
 // These are, to the bit, the rules by which the package rounds without the kernel, in
 // jaxmoe/_formats: quantize_xla of quantization.py, Mx.coded and Mx.numbers of mx.py, Nvfp4.coded
-// and Nvfp4.numbers of nvfp4.py (but that XLA's divisions on a GPU round otherwise).
+// and Nvfp4.numbers of nvfp4.py (but that XLA's divisions on a GPU round otherwise, where divisor
+// or quotient is not short).
 struct RoundTokensParams {
   const void* x;  // [rows, cols]; whole groups, of 16-byte multiples, 16-byte aligned
-  DType dtype;    // of x and of the numbers: bf16; with HasRowScales also fp16
+  DType dtype;    // of x and of the numbers: bf16; with HasRowScales and kNone also fp16
   TokenRule rule;
   int64_t rows;
   int64_t cols;
-  void* numbers;               // [rows, cols], may be x; if `scatters` [num_out_rows, cols]
-  float* scales;               // [num_out_rows] if HasRowScales
+  void* numbers;               // [rows, cols], may be x; if `scatters` [num_out_rows, cols]. Null,
+                               // of kNone alone: nobody reads them
+  float* scales;               // [num_out_rows] if HasRowScales, and of kNone
+  const float* given_scales;   // of kNone: [num_given]
+  int64_t num_given;           // 1 or rows
   const float* static_scales;  // [num_static]; null: dynamic, which kNvfp4 does not have
   int64_t num_static;          // 1, or num_groups: one of each group
   // Rows are those of these groups, others are left alone: [num_groups + 1]; null: all are.

@@ -137,6 +137,11 @@ class Format:
         """The format of tokens by which kernels multiply codes as they are, "" if there is none."""
         return ""
 
+    def of_numbers(self, absent: tuple[str, ...]) -> "Format | None":
+        """The format of the same layer with quantized x in the dtype of the layer, if need be."""
+        del absent
+        return None
+
     def multiplies_codes(self, absent: tuple[str, ...]) -> bool:
         """Whether kernels of that call may multiply codes as they are, by quantized tokens."""
         del absent

@@ -30,6 +30,7 @@ class TokenRule:
       static: whether the caller may give it; rules without it have no scales beside the numbers.
       dtypes: of layers that hold the numbers exactly.
       code: what the kernels call it, -1 if none rounds so; the extension exports the same table.
+      numbers: whether `given` makes numbers in the dtype of the layer, as its kernels read them.
     """
 
     name: str
@@ -39,14 +40,15 @@ class TokenRule:
     static: bool = False
     dtypes: tuple[str, ...] = ("bfloat16", "float16", "float32")
     code: int = -1
+    numbers: bool = False
 
     def in_call(self, absent: tuple[str, ...]) -> bool:
         """Whether kernels round the tokens of a layer without the operands `absent`.
 
-        Not those that are quantized already, nor by a scale that is made of all tokens.
+        Not by a scale that is made of all tokens. Those of x may be quantized already.
         """
-        made_of_all = self.common and bool({"x_scale", "h_scale"} & set(absent))
-        return self.code >= 0 and "x_scales" in absent and not made_of_all
+        static = {"x_scale", "h_scale"} if "x_scales" in absent else {"h_scale"}
+        return self.code >= 0 and not (self.common and static & set(absent))
 
     def tokens(self, x: jax.Array, scale: jax.Array | None) -> Tokens:
         """Quantizes rows [R, K]: numbers that products read, and what multiplies the sums.
@@ -76,6 +78,8 @@ class Fp8Tokens(TokenRule):
 class PackedTokens(TokenRule):
     """Codes with factors of neighbours, as the packed weights of `array` have them."""
 
+    numbers: bool = True
+
     def tokens(self, x: jax.Array, scale: jax.Array | None) -> Tokens:
         """Quantizes rows to the numbers of codes times factors."""
         codes, factors, left = self.packed.encoded_tokens(x, scale)
@@ -101,19 +105,31 @@ class QuantizedTokens(Format):
       weights: the format of the weights.
       rule: that of the tokens.
       applied: whether static scales of tokens are in those of the weights already.
+      numbers: whether x, if it is quantized already, has the dtype of the layer.
     """
 
     weights: Format = Format("plain")
     rule: TokenRule = TokenRule("", Format("plain"), "")
     applied: bool = False
+    numbers: bool = False
 
     def rounding_in_call(self, absent: tuple[str, ...]) -> Choice | None:
         """The rule, if kernels have it."""
+        if self.of_numbers(absent) is not None:
+            return None
         return Choice(self.rule.code, self.rule.name) if self.rule.in_call(absent) else None
+
+    def of_numbers(self, absent: tuple[str, ...]) -> Format | None:
+        """The format of the layer whose x is converted from bytes, if one call runs that."""
+        given = "x_scales" not in absent and not (self.numbers or self.rule.numbers)
+        if not given or not self.rule.in_call(absent):
+            return None
+        return dataclasses.replace(self, numbers=True)
 
     def multiplies_codes(self, absent: tuple[str, ...]) -> bool:
         """Whether there are kernels that round tokens and multiply codes of the weights by them."""
-        return self.rule.in_call(absent) and self.rule.name == self.weights.coded_by
+        rounds_all = self.rule.in_call(absent) and "x_scales" in absent
+        return rounds_all and self.rule.name == self.weights.coded_by
 
     @property
     def of_kernels(self) -> Format:

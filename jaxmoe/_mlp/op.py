@@ -66,6 +66,10 @@ def _xla(*arrays: Any, layer: Layer) -> tuple[jax.Array, ...]:
     a = Operands(*arrays)
     if not is_joined(a):
         return moe_mlp_p(*join(a, layer), layer=layer)
+    numbers = layer.format.of_numbers(a.absent)
+    if numbers is not None:
+        a = a._replace(x=a.x.astype(layer.dtype))
+        return moe_mlp_p(*a, layer=layer.replace(format=numbers))
     if isinstance(layer.format, Forward):
         return _quantized(a, layer)
     if layer.format.master:
@@ -264,7 +268,7 @@ def _scratch(a: Operands, *, layer: Layer) -> list[_primitive.Spec]:
 def moved_rows(a: Operands, *, layer: Layer) -> int:
     """Rows of x that the call copies to where otherwise those of the second product lie."""
     first, _ = configs_of(a, layer)
-    rounds = _rounding(a, layer) > 0
+    rounds = _rounding(a, layer) > 0 and a.x_scales is None
     if not rounds and (layer.format.quantizes_tokens or first.gather):
         return 0
     return a.x.shape[0] if first.gather else a.expert_ids.size

@@ -200,7 +200,7 @@ class Device:
     def _rounded_later(self, a: Operands) -> bool:
         """Whether this device's layer rounds the tokens that are here to numbers, all of each."""
         rounding = self.layer.format.rounding_in_call(a.absent)
-        return bool(rounding) and not (self.d.gather or self.d.h_in)
+        return bool(rounding) and a.x_scales is None and not (self.d.gather or self.d.h_in)
 
     def _tokens(self, a: Operands) -> tuple[jax.Array, jax.Array | None]:
         """The tokens that this device runs, and their scales if they are quantized."""
