@@ -134,7 +134,8 @@ def load(
       layers: numbers of the layers to read; None: all that have experts.
       dtype: bfloat16, float16 or float32, or such a name: of the tokens that quantized weights
         meet, of biases beside these and of FP8 products around experts. int4, GPTQ and AWQ weights,
-        whose scales have 16 bits, refuse float32. Plain weights stay in the dtype of the files.
+        whose scales have 16 bits and are rounded to it, refuse float32. Plain weights stay in the
+        dtype of the files.
       mesh: None: weights lie on JAX's default device. Else they lie on the mesh, split over
         `axis` by experts, and each process reads those of its own devices alone.
       axis: name of the axis of `mesh` that experts are split over, or a tuple of names, the first

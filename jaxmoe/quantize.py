@@ -192,8 +192,10 @@ def quantize_tokens(
     known = _formats.QUANTIZED[format]
     if not known.token_arrays:
         raise ValueError(_checks.message(op, _for_weights(format), x=x))
-    if x.shape[1] % known.token_step:
-        rule = f"x.shape[1]={x.shape[1]} (K) must be a multiple of {known.token_step} in {format}"
+    size, step = x.shape[1], known.token_step
+    if size % step:
+        rule = f"x.shape[1]={size} (K) must be a multiple of {step} in {format}"
+        rule += f"; {_checks.nearest(size, step)}"
         raise ValueError(_checks.message(op, rule, x=x))
     return _quantized(op, jnp.asarray(x), format, "tokens", element_type, scale, scale_format)
 
@@ -340,11 +342,9 @@ def check_steps(op: str, name: str, w: Any, format: _formats.Format, layout: str
         axis = 1 + ((letter == "K") == (layout == "nk"))
         size = w.shape[axis]
         if step > 1 and (size < 1 or size % step):
-            below = size // step * step
-            nearest = f"{below} and {below + step}" if below else f"{step}"
             rule = (
                 f"{name}.shape[{axis}]={size} ({letter}) must be a positive multiple of {step} in "
-                f"{format.name}; the nearest legal: {nearest}"
+                f"{format.name}; {_checks.nearest(size, step)}"
             )
             raise ValueError(_checks.message(op, rule, **{name: w}))
 

@@ -161,6 +161,8 @@ def test_refusals():
     int4, int4_scales, _ = w4a8()
     uneven = int4_scales[2].copy()
     uneven[0] = 1
+    small = [a.copy() for a in int4_scales]
+    small[1][0, 1, 0, 2, 3] = 1e-9
     experts = checkpoints.from_flashinfer(*weights, nvfp4)
 
     def read(i, a):
@@ -174,12 +176,24 @@ def test_refusals():
 
     fc1, fc2 = weights
     for call, kind, message in (
-        (lambda: read(0, np.ones(E, F32)), ValueError, "quant_scales[0].shape=[2] must be [1]"),
+        (lambda: read(0, np.ones(3, F32)), ValueError,
+         "quant_scales[0].shape=[3] must be [2] (num_experts, or one number)"),
+        (lambda: read(0, np.array([1, 2], F32)), NotImplementedError,
+         "quant_scales[0][1]=2.0 must equal quant_scales[0][0]=1.0: a token is quantized once"),
+        (lambda: jax.eval_shape(lambda a: read(0, a).x_scale, np.ones(E, F32)), TypeError,
+         "quant_scales[0] of each expert must be known: call without jax.jit, or give one number"),
         (lambda: read(1, sf1[:, :100]), ValueError, "quant_scales[1] must hold 4096 bytes"),
         (lambda: read(1, sf1[:1]), ValueError, "quant_scales[1].shape=[1,256,16] must be [2,"),
         (lambda: read(2, F32(1)), ValueError, "quant_scales[2].shape=[] must be [2]"),
         (lambda: checkpoints.from_flashinfer(fc1[:, :192], fc2, nvfp4), NotImplementedError,
-         "fc1_expert_weights must have halves of a multiple of 128 rows, not 96"),
+         "fc1_expert_weights must have halves of a multiple of 128 rows, not 96; the nearest legal:"
+         " 128."),
+        (lambda: checkpoints.from_flashinfer(int4[0][:, :, :96], int4[1], int4_scales), ValueError,
+         "fc1_expert_weights must hold a positive multiple of 128 inputs (K) in int4_g128, not 192"
+         "; the nearest legal: 128 and 256. Got fc1_expert_weights: u8[2,256,96]."),
+        (lambda: checkpoints.from_flashinfer(*int4, [None] * 8), TypeError,
+         "quant_scales[0] must be a JAX or NumPy array. Got quant_scales[0]: None."),
+        (lambda: read(2, None), TypeError, "quant_scales[2] must be a JAX or NumPy array"),
         (lambda: checkpoints.from_flashinfer(fc1.view(np.int8), fc2, nvfp4), TypeError,
          "fc1_expert_weights.dtype=i8 must be u8"),
         (lambda: read_int4(2, uneven), NotImplementedError, "quant_scales[2] must be one number"),
@@ -191,8 +205,20 @@ def test_refusals():
         (lambda: write(token_format=None, x_scale=None, h_scale=None), ValueError,
          "token_format=None must be 'nvfp4' with nvfp4 weights"),
         (lambda: write(h_scale=None), ValueError, "h_scale must be given for nvfp4"),
-        (lambda: read(0, np.ones(2, F32)), ValueError, "quant_scales[0].shape=[2] must be [1] (on"),
-        (lambda: read(3, F32(0)), ValueError, "quant_scales[3] must be positive and finite"),
+        (lambda: read(0, F32(0)), ValueError, "quant_scales[0]=0.0 must be positive and finite"),
+        (lambda: read(3, F32(0)), ValueError, "quant_scales[3]=0.0 must be positive and finite"),
+        (lambda: read(2, np.array([1, 0], F32)), ValueError,
+         "quant_scales[2][1]=0.0 must be positive and finite"),
+        (lambda: read(5, np.array([np.inf, 0], F32)), ValueError,
+         "quant_scales[5][0]=inf must be positive and finite"),
+        (lambda: checkpoints.from_flashinfer(
+            *weights, [F32(2**-70), sf1, w1 * F32(2**-70), F32(1), sf2, w2]), ValueError,
+         "quant_scales[2] * quant_scales[0]["),
+        (lambda: read_int4(6, np.array([1, np.nan], F32)), ValueError,
+         "quant_scales[6][1]=nan must be positive and finite"),
+        (lambda: checkpoints.from_flashinfer(*int4, small, dtype="float16"), ValueError,
+         "quant_scales[1][0,1,0,2,3]=9.968"),
+        (lambda: write(x_scale=F32(0)), ValueError, "x_scale=0.0 must be positive and finite"),
         (lambda: read_int4(2, int4_scales[2] * 0), ValueError,
          "quant_scales[2] must be positive and finite"),
         (lambda: write(order="interleaved"), ValueError, "order='interleaved' must be 'up_gate'"),
@@ -201,10 +227,63 @@ def test_refusals():
             call()
     mx, mx_lists, _ = mx_or_nvfp4("mxfp4")
     (sf1, w1), (sf2, w2) = mx_lists
-    broken = checkpoints.from_flashinfer(*mx, [sf1, -w1, sf2, w2])
-    with pytest.raises(ValueError, match=r"gate_up.scales must be positive and finite"):
+    with pytest.raises(ValueError, match=r"quant_scales\[1\]\[0\]=-.* must be positive and finite"):
+        checkpoints.from_flashinfer(*mx, [sf1, -w1, sf2, w2])
+    read_mx = lambda w1: checkpoints.from_flashinfer(*mx, [sf1, w1, sf2, w2])  # noqa: E731
+    broken = jax.jit(read_mx)(-w1)
+    with pytest.raises(ValueError, match=r"gate_up.scales\[0\]=-.* must be positive and finite"):
         checkpoints.to_flashinfer(broken)
-    first = experts.gate_up
-    up, gate = (dataclasses.replace(first, values=v) for v in jnp.split(first.values, 2, axis=1))
-    with pytest.raises(NotImplementedError, match="gate and up must be one array, gate_up, in nv"):
-        write(gate_up=None, gate=gate, up=up, order="gate_up")
+
+
+def apart(experts):
+    """Gate and up, the second half of which is the gate, as two arrays."""
+    q = experts.gate_up
+    up, gate = (dataclasses.replace(q, values=v) for v in jnp.split(q.values, 2, axis=1))
+    return dataclasses.replace(experts, gate_up=None, gate=gate, up=up, order="gate_up")
+
+
+@pytest.mark.parametrize("format", ("mxfp4", "mxfp8", "nvfp4", "int4"))
+def test_gate_and_up_are_joined(format):
+    if format == "int4":
+        weights, scales, numbers = w4a8()
+    else:
+        weights, lists, numbers = mx_or_nvfp4(format)
+        one = [F32(1)] if format == "nvfp4" else []
+        scales = [a for pair in lists for a in (*one, *pair)]
+    experts = checkpoints.from_flashinfer(*weights, scales)
+    np.testing.assert_array_equal(plain(experts.gate_up), numbers[0])
+    two = apart(experts)
+    for got, want in zip(
+        jax.tree.leaves(checkpoints.to_flashinfer(two)),
+        jax.tree.leaves(checkpoints.to_flashinfer(experts)),
+        strict=True,
+    ):
+        assert_equal(got, want)
+    other = dataclasses.replace(two, gate=dataclasses.replace(two.gate, scales=two.gate.scales * 3))
+    with pytest.raises(
+        ValueError, match=r"up.scales\[0\]=.* and gate.scales\[0\]=.* must be the s"
+    ):
+        checkpoints.to_flashinfer(other)
+
+
+def test_float16_scales_of_a_trace_are_nan():
+    """Nobody knows them there: neither 0 nor infinite numbers, but NaN."""
+    weights, scales, _ = w4a8()
+    scales[1][0, 1, 0, 2, 3] = 1e-9
+
+    def read(scale):
+        e = checkpoints.from_flashinfer(*weights, [scales[0], scale, *scales[2:]], dtype="float16")
+        return e.down
+
+    got = plain(jax.jit(read)(scales[1]))
+    assert np.isnan(got[0, 64 + 26]).all() and np.isnan(got).sum() == I
+
+
+def test_one_scale_for_each_expert_of_the_tokens():
+    """FlashInfer takes [E] too; a token has one before it has experts."""
+    weights, lists, numbers = mx_or_nvfp4("nvfp4")
+    (sf1, w1), (sf2, w2) = lists
+    scales = [np.full(E, 8, F32), sf1, w1 / 8, F32(4), sf2, w2 / 4]
+    experts = checkpoints.from_flashinfer(*weights, scales)
+    assert experts.x_scale.shape == () and float(experts.x_scale) == 0.125
+    check(experts, numbers, weights, [F32(8), *scales[1:]])

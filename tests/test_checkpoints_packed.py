@@ -76,6 +76,18 @@ def test_nvfp4(name):
     np.testing.assert_array_equal(numbers(q), want)
 
 
+@pytest.mark.parametrize("name", ("weight_scale_2", "weight_global_scale"))
+@pytest.mark.parametrize("number", (0, -1, np.inf, np.nan, 1e-39, 3e38))
+def test_global_scales_of_nvfp4_that_are_none(name, number):
+    weight, scale = U8, E4M3
+    whole = np.array([[1], [number]], np.float32)
+    with pytest.raises(ValueError, match=rf"{name}\[1,0\]=.* must be positive and finite"):
+        checkpoints.from_nvfp4(weight, scale, **{name: whole})
+    read = lambda whole: checkpoints.from_nvfp4(weight, scale, **{name: whole})  # noqa: E731
+    assert jax.eval_shape(read, whole).format == "nvfp4"
+    assert jax.jit(lambda: read(np.ones(E, np.float32)))().format == "nvfp4"
+
+
 def scales_of(group, dtype):
     return rng().uniform(0.5, 2, (E, N, K // group)).astype(dtype)
 
@@ -102,6 +114,25 @@ def test_scales_that_a_dtype_cannot_hold_are_nan():
     nan[0, 1, :64] = True
     np.testing.assert_array_equal(np.isnan(numbers(q)), nan)
     assert (numbers(q)[0, 1, 64:96] == 0).all()
+
+
+def test_fp16_scales_in_bf16_round_twice():
+    """The largest errors, and their root mean squares, that docs/numerics.md has: every scale."""
+    scales = (1 + np.arange(1024) / 1024).astype(np.float16).reshape(1, 64, 16)
+    codes = np.broadcast_to(np.arange(32) % 16, (1, 64, 16, 32)).reshape(1, 64, 512)
+    exact = (codes - 8.0) * np.repeat(scales, 32, -1)
+    some = exact != 0
+
+    def errors(w):
+        e = np.abs(np.asarray(w, np.float64) - exact)[some] / np.abs(exact[some])
+        return e.max(), np.sqrt((e**2).mean())
+
+    halves = numbers(checkpoints.from_int4(words(codes), scales))
+    twice = numbers(checkpoints.from_int4(words(codes), scales, dtype="bfloat16"))
+    once = exact.astype(ml_dtypes.bfloat16)
+    np.testing.assert_allclose(errors(halves), (4.9e-4, 1.6e-4), rtol=0.03)
+    np.testing.assert_allclose(errors(twice), (7.3e-3, 2.1e-3), rtol=0.03)
+    np.testing.assert_allclose(errors(once), (3.9e-3, 1.65e-3), rtol=0.03)
 
 
 def with_zeros(group):
@@ -194,6 +225,8 @@ U8 = np.zeros((E, N, K // 2), np.uint8)
 WORDS = np.zeros((E, N, K // 8), np.int32)
 BF16 = np.ones((E, N, K // 32), ml_dtypes.bfloat16)
 E4M3 = np.ones((E, N, K // 16), ml_dtypes.float8_e4m3fn)
+AWQ_WORDS = np.zeros((E, K, N // 8), np.int32)
+AWQ_SCALES = np.ones((E, 2, N), np.float16)
 ERRORS = (
     ("from_mxfp4", (U8.astype(np.int32), U8), {}, TypeError, "weight.dtype=i32 must be u8 or i8"),
     ("from_mxfp4", (U8[0], U8), {}, ValueError, "weight must have 3 axes [E,N,K/2], not 2"),
@@ -217,6 +250,43 @@ ERRORS = (
         {"g_idx": np.arange(K - 1) // 128},
         ValueError,
         "g_idx must be [256] or [2, 256] (K, or E and K)",
+    ),
+    (
+        "from_gptq",
+        (WORDS.swapaxes(1, 2), np.zeros((E, 4, N // 8), np.int32), BF16[..., :2].swapaxes(1, 2)),
+        {},
+        ValueError,
+        "qzeros.shape=[2,4,16] must be [2,2,16] ([E, K / g, N / 8], by qweight and scales)",
+    ),
+    (
+        "from_awq",
+        (AWQ_WORDS, AWQ_WORDS[:, :2, :8], AWQ_SCALES),
+        {},
+        ValueError,
+        "qzeros.shape=[2,2,8] must be [2,2,16] ([E, K / g, N / 8], by qweight and scales)",
+    ),
+    (
+        "from_int4",
+        (WORDS[:, :96], BF16[:, :96]),
+        {},
+        ValueError,
+        "weight_packed must hold a positive multiple of 64 outputs (N) in int4_g32, not 96; the "
+        "nearest legal: 64 and 128. Got weight_packed: i32[2,96,32].",
+    ),
+    (
+        "from_awq",
+        (AWQ_WORDS[..., :12], AWQ_WORDS[:, :2, :12], AWQ_SCALES[..., :96]),
+        {},
+        ValueError,
+        "qweight must hold a positive multiple of 64 outputs (N) in int4_g128_zp, not 96; the ",
+    ),
+    (
+        "from_mxfp4",
+        (U8[..., :48], U8[..., :3]),
+        {},
+        ValueError,
+        "weight must hold a positive multiple of 64 inputs (K) in mxfp4, not 96; the nearest legal"
+        ": 64 and 128. Got weight: u8[2,128,48].",
     ),
     ("from_mxfp8", (U8, U8), {}, TypeError, "weight.dtype=u8 must be f8_e4m3fn"),
     (

@@ -89,7 +89,7 @@ def test_refusals():
         (
             (weight[:, :40], groups, channel),
             ValueError,
-            "weight must hold multiples of 16 rows and of 128 inputs",
+            "weight must hold a positive multiple of 64 outputs (N) in int4_g128, not 40; the near",
         ),
         ((weight, groups.astype(F32), channel), TypeError, "group_scales.dtype=f32 must be f8_e4m"),
         (

@@ -131,6 +131,32 @@ def test_zero_points(groups):
     assert_equal(jaxmoe.dequantize(q), want)
 
 
+@pytest.mark.parametrize(
+    ("format", "number", "message"),
+    [
+        ("nvfp4", 1e-4, r"scales\[1,2,3\]=.* must be a number of e4m3 in nvfp4"),  # it would be 0
+        ("nvfp4", 1.0625, "must be a number of e4m3"),
+        ("nvfp4", 480, "must be a number of e4m3"),
+        ("mxfp4", 3, r"scales\[1,2,3\]=3.0 must be a power of two from 2\^-127 to 2\^127 in mxfp4"),
+        ("mxfp4", 0, "must be a power of two"),
+        ("mxfp8", -1, "must be a power of two"),
+        ("mxfp8", np.inf, "must be a power of two"),
+        ("mxfp8", 2.0**-128, "must be a power of two"),
+    ],
+)
+def test_scales_of_other_formats(format, number, message):
+    values = draw(F8 if format == "mxfp8" else jnp.float4_e2m1fn, (E, K, N))
+    scales = np.ones((E, K // (16 if format == "nvfp4" else 32), N), ml_dtypes.bfloat16)
+    e4m3, powers = (0, 2.0**-9, 448, -1.5, np.nan), (2.0**-127, 2.0**127, np.nan, 1, 1)
+    scales[0, 0, :5] = e4m3 if format == "nvfp4" else powers
+    read = lambda scales: from_scales(values, scales, weight_layout="kn", scale_format=format)  # noqa: E731
+    assert read(scales).format == format
+    scales[1, 2, 3] = number
+    with pytest.raises(ValueError, match=message):
+        read(scales)
+    assert jax.jit(read)(jnp.asarray(scales)).format == format  # where nobody knows them
+
+
 def small(dtype, *shape):
     return np.ones(shape, dtype)
 
@@ -167,7 +193,11 @@ def small(dtype, *shape):
             TypeError,
             "zero_points.dtype=i8 must be i4",
         ),
-        ({"values": small(np.int8, E, 96, N)}, ValueError, "codes"),
+        (
+            {"values": small(np.int8, E, 96, N)},
+            ValueError,
+            "64 inputs .K. in int8_channel, not 96; the n",
+        ),
         ({"scale_format": "e8m0"}, ValueError, "scale_format='e8m0' must be one of mxfp8, mxfp4"),
         ({"weight_layout": "tokens"}, ValueError, "weight_layout='tokens' must be one of kn, nk"),
     ],

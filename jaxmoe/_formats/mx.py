@@ -80,11 +80,14 @@ class Mx(Packed):
         return self.joined(codes, strips), elements.power_of_two(top - 127)
 
     def unpack(self, values: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Codes and exponents, those of `pack` as far as they are not of zeros or NaN."""
+        """Codes and exponents, those of `pack` as far as they are not of zeros or NaN.
+
+        Of other scales than those of `pack` exponents may be beyond a byte: the next that it has.
+        """
         codes, kept = self._parts(values)
         top = elements.exponent_of(scales)[..., None, None] + 127
         special = (kept == 0) | (kept == NAN)
-        exponents = jnp.where(special, kept, kept + top - _TOP)
+        exponents = jnp.where(special, kept, jnp.clip(kept + top - _TOP, 0, NAN - 1))
         return codes, exponents.astype(jnp.uint8)
 
     def decode_weights(self, values: jax.Array, scales: jax.Array) -> jax.Array:

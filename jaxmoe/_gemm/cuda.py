@@ -73,11 +73,9 @@ def row_reason(op: str, name: str, x: Any, axis: int, itemsize: int | None = Non
     size, step = x.shape[axis], ROW_BYTES // (itemsize or np.dtype(x.dtype).itemsize)
     if size > 0 and size % step == 0:
         return None
-    below, above = size // step * step, (size // step + 1) * step
-    nearest = f"{below} and {above}" if below else f"{above}"
     rule = (
         f"{name}.shape[{axis}]={size} must be a positive multiple of {step} on CUDA "
-        f"(rows of 16-byte multiples); the nearest legal: {nearest}"
+        f"(rows of 16-byte multiples); {_checks.nearest(size, step)}"
     )
     return _checks.message(op, rule, **{name: x})
 

@@ -121,6 +121,19 @@ def check_float(op: str, name: str, x: Any, besides: Sequence[str] = ()) -> None
     check_dtype(op, name, x, allowed)
 
 
+def nearest(size: int, step: int) -> str:
+    """What a message says of a size that is no positive multiple of `step`."""
+    below = size // step * step
+    return f"the nearest legal: {f'{below} and ' if below else ''}{below + step}"
+
+
+def check_multiple(op: str, name: str, x: Any, size: int, step: int, what: str) -> None:
+    """Refuses an array that stands for `size` of something, no positive multiple of `step`."""
+    if step > 1 and (size < 1 or size % step):
+        rule = f"{name} must hold a positive multiple of {step} {what}, not {size}"
+        raise ValueError(message(op, f"{rule}; {nearest(size, step)}", **{name: x}))
+
+
 def check_rank(op: str, name: str, x: Any, axes: str) -> None:
     """Checks the number of axes against their names: `check_rank(op, "x", x, "T,H")`."""
     check_array(op, name, x)

@@ -4,9 +4,9 @@ from jaxmoe.checkpoints.flashinfer import from_flashinfer as from_flashinfer
 from jaxmoe.checkpoints.flashinfer import to_flashinfer as to_flashinfer
 from jaxmoe.checkpoints.fp8 import from_block as from_block
 from jaxmoe.checkpoints.fp8 import from_compressed_tensors as from_compressed_tensors
-from jaxmoe.checkpoints.fp8 import join_gate_up as join_gate_up
 from jaxmoe.checkpoints.fp8 import to_block as to_block
 from jaxmoe.checkpoints.fp8 import to_compressed_tensors as to_compressed_tensors
+from jaxmoe.checkpoints.joined import join_gate_up as join_gate_up
 from jaxmoe.checkpoints.packed import from_awq as from_awq
 from jaxmoe.checkpoints.packed import from_gptq as from_gptq
 from jaxmoe.checkpoints.packed import from_int4 as from_int4

@@ -5,11 +5,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxmoe._jax import checks as _checks
 from jaxmoe.activation import Activation, resolve
 from jaxmoe.checkpoints.flashinfer_packed import GROUPS, is_packed, read, static_scale, write
-from jaxmoe.checkpoints.fp8 import check_weights, check_whole_blocks, join_gate_up, weights_of
+from jaxmoe.checkpoints.fp8 import check_weights, check_whole_blocks, weights_of
+from jaxmoe.checkpoints.joined import joined
+from jaxmoe.checkpoints.known import check_factors
 from jaxmoe.experts import Experts
 from jaxmoe.quantize import QuantizedArray
 
@@ -41,8 +44,9 @@ def from_flashinfer(
       fc2_expert_weights: [E, H, I] likewise.
       quant_scales: FP8: float32; four of them [E], [] or [E], [E] and [] (scalars may be [1]), or
         two: [E, ceil(2I / 128), ceil(H / 128)] and [E, ceil(H / 128), ceil(I / 128)]. Packed:
-        factors int32 [E, rows, groups / 4]; g, global and alpha float32 [E], g_x [], g_h [] or [E];
-        int4 scales, bits of bfloat16, [E, N / 64, K / 128, 8, 8], act [K] or empty, zeros empty.
+        factors int32 [E, rows, groups / 4]; g, global and alpha float32 [E], g_x [], or [E] of one
+        number, g_h [] or [E]; int4 scales, bits of bfloat16, [E, N / 64, K / 128, 8, 8], act [K] or
+        empty, zeros empty.
       activation: that of the experts, see `jaxmoe.Experts`.
       dtype: bfloat16, float16 or float32, which `jaxmoe.dequantize` shall return.
 
@@ -52,8 +56,12 @@ def from_flashinfer(
       `dataclasses.replace`, in FlashInfer's own order.
 
     Raises:
-      TypeError, ValueError: a wrong dtype, shape or number of scales.
-      NotImplementedError: act that is not one number, zeros, or factors with I no multiple of 128.
+      TypeError, ValueError: a wrong dtype, shape or number of scales; or a number that would not
+        last: scales of tokens, g, global and alpha that are not positive and finite, and int4
+        scales that `dtype` makes zero or infinite. Traced by `jax.jit` numbers are not known, and
+        nothing checks them: then the last are NaN, and others give what the formulas do.
+      NotImplementedError: act or g_x that is not one number, zeros, or factors with I no multiple
+        of 128.
 
     Numerics: each quotient and product of two scales is one float32 rounding, or two (s_w2 after
       `to_flashinfer`); values, factors and block scales do not change. Tokens are quantized by the
@@ -72,19 +80,22 @@ def from_flashinfer(
       (0.25, 0.125, 'up_gate')
     """
     op = "checkpoints.from_flashinfer"
-    scales = list(quant_scales)
+    scales = [np.asarray(s) if isinstance(s, np.generic) else s for s in quant_scales]
     if len(scales) not in (2, 4, 6, 8):
         rule = (
             "quant_scales must hold 2 arrays (fp8_block), 4 (fp8_tensor, mx), 6 (nvfp4) or 8 "
             f"(int4), not {len(scales)}"
         )
         raise ValueError(_checks.message(op, rule))
+    names = [f"quant_scales[{i}]" for i in range(len(scales))]
+    for name, scale in zip(names, scales, strict=True):
+        _checks.check_array(op, name, scale)
+    dtype = _checks.float_dtype(op, "dtype", dtype)
     gated = resolve(activation, op).gated
     order = "up_gate" if gated else "gate_up"
     if is_packed(scales):
         fields = read(op, fc1_expert_weights, fc2_expert_weights, scales, gated, dtype)
         return Experts(**fields, activation=activation, order=order, layout="nk")
-    names = [f"quant_scales[{i}]" for i in range(len(scales))]
     x_scale = h_scale = None
     first, last = 0, 1
     if len(scales) == 4:
@@ -92,6 +103,8 @@ def from_flashinfer(
         num_experts = _num_experts(op, fc1_expert_weights)
         for i, name in enumerate(names):
             scales[i] = static_scale(op, name, scales[i], 1 if i == 3 else num_experts, i in (1, 3))
+            if i in (1, 3):  # of tokens; an expert without weights may have a scale of 0
+                check_factors(op, name, scales[i])
         x_scale, h_scale = scales[3], 1 / scales[1]
         scales[0], scales[2] = scales[0] / x_scale, scales[2] * scales[1]
     format = "fp8_tensor" if len(scales) == 4 else "fp8_block"
@@ -114,18 +127,20 @@ def to_flashinfer(experts: Experts) -> tuple[jax.Array, jax.Array, list[jax.Arra
     Args:
       experts: fp8_tensor or fp8_block experts without biases, which are arguments of their own
         there; or nvfp4, mxfp4, mxfp8 or int4_g128 with the `token_format` that `from_flashinfer`
-        sets, gate and up in one array. Experts of fp8_tensor, nvfp4 and int4_g128 have both static
-        scales. A gate half that is not behind the up half is copied there.
+        sets. Experts of fp8_tensor, nvfp4 and int4_g128 have both static scales. A gate half that
+        is not behind the up half is copied there, and one that is an array of its own is joined as
+        by `join_gate_up`.
 
     Returns:
       (fc1_expert_weights, fc2_expert_weights, quant_scales).
 
     Raises:
-      TypeError, ValueError: a wrong format or dtype, a static scale that is missing or of no use, a
-        bias, halves that alternate, or halves to be moved that are no multiple of 128 in fp8_block.
-      NotImplementedError: packed gate and up that are two arrays, or I no multiple of 128.
+      TypeError, ValueError: a wrong format or dtype, a static scale that is missing, of no use, or
+        known and not positive and finite; a bias, halves that alternate or that `join_gate_up`
+        refuses, or halves to be moved that are no multiple of 128 in fp8_block.
+      NotImplementedError: packed weights with I no multiple of 128.
 
-    Numerics: exact, but for the products of scales, and `join_gate_up` of two fp8_tensor arrays. In
+    Numerics: exact, but for the products of scales, and `join_gate_up` of two arrays. In
       int4_g128 1 / x_scale, 1 / h_scale and scales of float16 are rounded to bfloat16.
 
     Example:
@@ -157,6 +172,8 @@ def to_flashinfer(experts: Experts) -> tuple[jax.Array, jax.Array, list[jax.Arra
         if (scale is not None) != per_tensor:
             rule = f"{name} must be {'given' if per_tensor else 'None'} for {down.format}"
             raise ValueError(_checks.message(op, rule, **{name: scale}))
+        if per_tensor:
+            check_factors(op, name, scale)
     scales = [first.scales, down.scales]
     if per_tensor:
         s_x = static_scale(op, "x_scale", experts.x_scale, 1, True)
@@ -168,10 +185,7 @@ def to_flashinfer(experts: Experts) -> tuple[jax.Array, jax.Array, list[jax.Arra
 def _up_first(op: str, e: Experts) -> QuantizedArray:
     """The first weight as one array, the up half first."""
     if e.gate is not None:
-        if e.down.format in GROUPS:
-            rule = f"gate and up must be one array, gate_up, in {e.down.format}"
-            raise NotImplementedError(_checks.message(op, rule, gate=e.gate, up=e.up))
-        return join_gate_up(e.up, e.gate)
+        return joined(op, up=e.up, gate=e.gate)
     if not resolve(e.activation, op).gated or e.order == "up_gate":
         return e.first
     if e.order == "interleaved":

@@ -10,11 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 from jaxmoe._formats.elements import exponent_of, times_power
-from jaxmoe._formats.parts import pack, unpack
+from jaxmoe._formats.parts import check_steps_of, pack, unpack
 from jaxmoe._jax import checks as _checks
+from jaxmoe.checkpoints.int4 import in_dtype
+from jaxmoe.checkpoints.known import check_factors, check_range, known
 from jaxmoe.checkpoints.tokens import swizzle_scales, unswizzled
 from jaxmoe.experts import Experts
 from jaxmoe.quantize import QuantizedArray
@@ -49,16 +50,18 @@ def write(op: str, first: QuantizedArray, e: Experts, gated: bool) -> Any:
         if (scale is not None) != wanted:
             rule = f"{name} must be {'given' if wanted else 'None'} for {format}"
             raise ValueError(_checks.message(op, rule, **{name: scale}))
+        if wanted:
+            check_factors(op, name, scale)
     weights = first, e.down
     if format == "int4_g128":
         return _write_int4(op, weights, e)
     parts = [unpack(q) for q in weights]
     values = [_from_codes(format, codes) for codes, *_ in parts]
-    _check_tiles(op, "gate_up", parts[0][0].shape[1], gated)
+    _check_tiles(op, "gate_up" if e.gate is None else "gate", parts[0][0].shape[1], gated)
     factors = [_words(swizzle_scales(factors)) for _, factors, *_ in parts]
     if not wanted:
         for name, q in zip(("gate_up", "down"), weights, strict=True):
-            _check_positive(op, f"{name}.scales", q.scales)
+            check_factors(op, f"{name}.scales", q.scales)
         totals = [times_power(q.scales, -exponent_of(q.scales)) for q in weights]
         return *values, [factors[0], totals[0], factors[1], totals[1]]
     s_x = static_scale(op, "x_scale", e.x_scale, 1, True)
@@ -73,25 +76,28 @@ def static_scale(op: str, name: str, scale: Any, num_experts: int, scalar: bool)
     _checks.check_dtype(op, name, scale, ("float32",))
     if scalar and scale.shape in ((), (1,)):
         return jnp.asarray(scale).reshape(())
-    one = scalar and num_experts == 1
-    _checks.check_shape(op, name, scale, (num_experts,), "one number" if one else "num_experts")
+    meaning = "num_experts, or one number" if scalar else "num_experts"
+    if scalar and num_experts == 1:
+        meaning = "one number"
+    _checks.check_shape(op, name, scale, (num_experts,), meaning)
     return jnp.asarray(scale)
 
 
 def _read_nvfp4(op: str, weights: Any, scales: Sequence[Any], gated: bool, dtype: Any) -> Any:
     codes = [_codes(op, *w) for w in zip(_NAMES, weights, strict=True)]
     count = codes[0].shape[0]
-    per_x = static_scale(op, "quant_scales[0]", scales[0], 1, True).reshape(())
+    per_x = _common_of_experts(op, "quant_scales[0]", scales[0], count)
     per_h = static_scale(op, "quant_scales[3]", scales[3], count, True)
-    _check_positive(op, "quant_scales[0]", per_x)
-    _check_positive(op, "quant_scales[3]", per_h)
-    alphas = [static_scale(op, f"quant_scales[{i}]", scales[i], count, False) for i in (2, 5)]
+    check_factors(op, "quant_scales[3]", per_h)
+    alphas = [_alpha(op, i, scales[i], count, per, i - 2) for i, per in ((2, per_x), (5, per_h))]
     q = [
         pack(
-            "nvfp4", c, _factors(op, i, scales[i], c, "nvfp4", half), alpha * per, **_in(op, dtype)
+            "nvfp4",
+            *(c, _factors(op, i, scales[i], c, "nvfp4", half), alpha * per),
+            **_in(op, dtype, name, w),
         )
-        for c, i, alpha, per, half in zip(
-            codes, (1, 4), alphas, (per_x, per_h), (gated, False), strict=True
+        for name, w, c, i, alpha, per, half in zip(
+            *(_NAMES, weights, codes, (1, 4), alphas, (per_x, per_h), (gated, False)), strict=True
         )
     ]
     return {
@@ -116,7 +122,8 @@ def _read_mx(op: str, weights: Any, scales: Sequence[Any], gated: bool, dtype: A
         factors = _factors(op, 2 * i, scales[2 * i], codes, format, gated and i == 0)
         at = 2 * i + 1
         total = static_scale(op, f"quant_scales[{at}]", scales[at], codes.shape[0], False)
-        packed = pack(format, codes, factors, **_in(op, dtype))
+        check_factors(op, f"quant_scales[{at}]", total)
+        packed = pack(format, codes, factors, **_in(op, dtype, name, w))
         q.append(_with_scales(packed, packed.scales * total))
     return {"gate_up": q[0], "down": q[1], "token_format": TOKENS[format]}
 
@@ -133,10 +140,10 @@ def _read_int4(op: str, weights: Any, scales: Sequence[Any], gated: bool, dtype:
         codes = _codes(op, name, w, interleaved=True) ^ jnp.uint8(8)
         count, _, k = codes.shape
         per_token.append(_common(op, f"quant_scales[{2 + i}]", scales[2 + i], k))
-        alpha = static_scale(op, f"quant_scales[{6 + i}]", scales[6 + i], count, False)
-        groups = _unfolded(op, f"quant_scales[{i}]", scales[i], codes).astype(dtype)
-        packed = pack("int4_g128", codes, groups, **_in(op, dtype))
-        q.append(_with_scales(packed, packed.scales * alpha * per_token[-1]))
+        alpha = _alpha(op, 6 + i, scales[6 + i], count, per_token[-1], 2 + i)
+        groups = _unfolded(op, f"quant_scales[{i}]", scales[i], codes, dtype)
+        packed = pack("int4_g128", codes, groups, **_in(op, dtype, name, w))
+        q.append(_with_scales(packed, packed.scales * (alpha * per_token[-1])))
     return {
         "gate_up": q[0],
         "down": q[1],
@@ -162,16 +169,37 @@ def _write_int4(op: str, weights: tuple[QuantizedArray, ...], e: Experts) -> Any
 _NAMES = ("fc1_expert_weights", "fc2_expert_weights")
 
 
-def _check_positive(op: str, name: str, scales: jax.Array) -> None:
-    """Refuses scales, if they are known, that nothing can be divided by or have no exponent."""
-    if isinstance(scales, Tracer) or bool(((scales > 0) & jnp.isfinite(scales)).all()):
-        return
-    rule = f"{name} must be positive and finite, not {scales}"
-    raise ValueError(_checks.message(op, rule))
+def _common_of_experts(op: str, name: str, scale: Any, count: int) -> jax.Array:
+    """The one number, float32 [], of a scale [], [1], or [E] with the same for all experts."""
+    scale = static_scale(op, name, scale, count, True)
+    check_factors(op, name, scale)
+    if not scale.ndim:
+        return scale
+    numbers = known(scale)
+    if numbers is None:
+        rule = f"{name} of each expert must be known: call without jax.jit, or give one number"
+        raise TypeError(_checks.message(op, rule, **{name: scale}))
+    if (numbers != numbers[0]).any():
+        other = int((numbers != numbers[0]).argmax())
+        rule = (
+            f"{name}[{other}]={numbers[other]} must equal {name}[0]={numbers[0]}: a token is "
+            "quantized once for all of its experts"
+        )
+        raise NotImplementedError(_checks.message(op, rule, **{name: scale}))
+    return scale[0]
 
 
-def _in(op: str, dtype: Any) -> dict[str, Any]:
-    return {"weight_layout": "nk", "dtype": dtype, "op": op}
+def _alpha(op: str, i: int, alpha: Any, count: int, per: jax.Array, per_at: int) -> jax.Array:
+    """The factors [E] of sums, which are scales of weights if `per` of tokens multiplies them."""
+    name = f"quant_scales[{i}]"
+    alpha = static_scale(op, name, alpha, count, False)
+    check_factors(op, name, alpha)
+    check_factors(op, f"{name} * quant_scales[{per_at}]", alpha * per)
+    return alpha
+
+
+def _in(op: str, dtype: Any, name: str, w: Any) -> dict[str, Any]:
+    return {"weight_layout": "nk", "dtype": dtype, "op": op, "of": (name, w)}
 
 
 def _with_scales(q: QuantizedArray, scales: jax.Array) -> QuantizedArray:
@@ -214,6 +242,7 @@ def _check_tiles(op: str, name: str, rows: int, gated: bool) -> None:
     """Refuses halves that FlashInfer pads to whole tiles, each by itself."""
     if gated and rows % (2 * _TILE):
         rule = f"{name} must have halves of a multiple of {_TILE} rows, not {rows // 2}"
+        rule += f"; {_checks.nearest(rows // 2, _TILE)}"
         raise NotImplementedError(_checks.message(op, rule))
 
 
@@ -260,9 +289,7 @@ def _interleaved(data: jax.Array) -> jax.Array:
 def _deinterleaved(op: str, name: str, data: jax.Array) -> jax.Array:
     """The inverse of `_interleaved`."""
     count, n, width = data.shape
-    if n % 16 or width % 32:
-        rule = f"{name} must hold multiples of 16 rows and of 64 inputs"
-        raise ValueError(_checks.message(op, rule, **{name: data}))
+    check_steps_of(op, name, data, (count, n, 2 * width), "int4_g128")
     a = data.reshape(count, n // 16, 2, 8, width // 32, 2, 4, 2, 2)
     return a.transpose(0, 1, 7, 3, 4, 5, 2, 6, 8).reshape(data.shape)
 
@@ -273,8 +300,8 @@ def _folded(scales: jax.Array) -> jax.Array:
     return scales.reshape(count, n // _SCALE_ROWS, 8, 8, groups).transpose(0, 1, 4, 3, 2)
 
 
-def _unfolded(op: str, name: str, scales: Any, codes: jax.Array) -> jax.Array:
-    """The inverse of `_folded`; bits of bf16, which float16 arrays hold too."""
+def _unfolded(op: str, name: str, scales: Any, codes: jax.Array, dtype: Any) -> jax.Array:
+    """The inverse of `_folded`, in `dtype`; bits of bf16, which float16 arrays hold too."""
     _checks.check_dtype(op, name, scales, ("bfloat16", "float16"))
     scales = jnp.asarray(scales)
     if scales.dtype == jnp.float16:
@@ -282,4 +309,5 @@ def _unfolded(op: str, name: str, scales: Any, codes: jax.Array) -> jax.Array:
     count, n, k = codes.shape
     wanted = (count, n // _SCALE_ROWS, k // GROUPS["int4_g128"], 8, 8)
     _checks.check_shape(op, name, scales, wanted, "[E, N / 64, K / 128, 8, 8], folded")
-    return scales.transpose(0, 1, 4, 3, 2).reshape(count, n, -1)
+    check_range(op, name, scales, dtype)
+    return in_dtype(scales.transpose(0, 1, 4, 3, 2).reshape(count, n, -1), dtype)

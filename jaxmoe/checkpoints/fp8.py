@@ -139,61 +139,6 @@ def to_compressed_tensors(q: QuantizedArray) -> tuple[jax.Array, jax.Array]:
     return q.values, q.scales[..., None]
 
 
-def join_gate_up(gate: QuantizedArray, up: QuantizedArray) -> QuantizedArray:
-    """Joins the gate and up matrices of checkpoints that keep them apart.
-
-    fp8_channel, fp8_block: values and scales one after the other; no number changes.
-    fp8_tensor: one scale for both, s = max(s_gate, s_up), and values = fp8(values * (s_gate / s)).
-
-    Args:
-      gate: [E, I, H] ("nk") or [E, H, I] ("kn") weights in an FP8 format; packed ones stay two
-        arrays.
-      up: the same.
-
-    Returns:
-      [E, 2I, H] or [E, H, 2I] with the gate first: `gate_up="gate_up"`. For the other order swap
-      the arguments.
-
-    Raises:
-      TypeError: one is no `QuantizedArray`.
-      ValueError: they differ in format, layout, dtype or shape, or I is no multiple of 128 in
-        fp8_block: the block in the middle would need two scales. `jaxmoe.dequantize` both, join
-        and quantize again.
-
-    Numerics: in fp8_tensor the matrix with the larger scale keeps its bits, and so does the other
-      where the ratio is a power of two and no value gets below 2^-6; otherwise its values are
-      rounded once more, by at most 2^-4 of themselves or 2^-10 s (e5m2: 2^-3 or 2^-17 s).
-    Source: the common scale is what vLLM's FP8 experts are loaded with.
-
-    Example:
-      >>> import jax.numpy as jnp, jaxmoe
-      >>> gate = jaxmoe.quantize(jnp.ones((1, 1, 4)), "fp8_tensor", weight_layout="nk")
-      >>> up = jaxmoe.quantize(jnp.full((1, 1, 4), 2.0), "fp8_tensor", weight_layout="nk")
-      >>> w = jaxmoe.checkpoints.join_gate_up(gate, up)
-      >>> w.values[0, :, 0].tolist(), jaxmoe.dequantize(w)[0, :, 0].tolist()
-      ([224.0, 448.0], [1.0, 2.0])
-    """
-    op = "checkpoints.join_gate_up"
-    for name, q in (("gate", gate), ("up", up)):
-        check_weights(op, name, q, ("fp8_tensor", "fp8_channel", "fp8_block"))
-    for field in ("format", "layout", "dtype", "values.dtype", "shape"):
-        a, b = (q.values.dtype if "." in field else getattr(q, field) for q in (gate, up))
-        if a != b:
-            rule = f"up.{field}={b} must equal gate.{field}={a}"
-            raise ValueError(_checks.message(op, rule, gate=gate, up=up))
-    gate_values, up_values = jnp.asarray(gate.values), jnp.asarray(up.values)
-    if gate.format != "fp8_tensor":
-        if gate.format == "fp8_block":
-            check_whole_blocks(op, "gate", gate, gate.values.shape[1])
-        scales = jnp.concatenate([gate.scales, up.scales], 1)
-    else:
-        scales = jnp.maximum(gate.scales, up.scales)
-        gate_values = _rescale(gate_values, gate.scales, scales)
-        up_values = _rescale(up_values, up.scales, scales)
-    values = jnp.concatenate([gate_values, up_values], 1)
-    return QuantizedArray(values, scales, gate.format, gate.layout, gate.dtype)
-
-
 def weights_of(
     op: str, name: str, values: Any, scale_name: str, scales: Any, format: str, dtype: Any
 ) -> QuantizedArray:
@@ -224,9 +169,3 @@ def check_whole_blocks(op: str, name: str, q: QuantizedArray, outputs: int) -> N
             "them needs two scales; jaxmoe.dequantize, join and quantize again"
         )
         raise ValueError(_checks.message(op, rule, **{name: q}))
-
-
-def _rescale(values: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
-    """Rounds values * (old / new), new >= old, to their own dtype; equal scales change nothing."""
-    ratio = jax.lax.optimization_barrier(jnp.where(old == new, 1, old / new))
-    return (values.astype(jnp.float32) * ratio[:, None, None]).astype(values.dtype)

@@ -39,6 +39,7 @@ def in_dtype(scales: jax.Array, dtype: Any) -> jax.Array:
 
 def int4_array(
     op: str,
+    of: tuple[str, Any],
     name: str,
     codes: jax.Array,
     scales: jax.Array,
@@ -48,6 +49,7 @@ def int4_array(
 ) -> QuantizedArray:
     """The array of codes [E, N, K] in the format that has their groups.
 
+    of: the argument that codes were read from, `name` that of scales, for messages.
     group_size: what a file says of them. Where a row has one scale, only this tells a group of 64
       or 128 that is all of K from no groups.
     """
@@ -66,4 +68,4 @@ def int4_array(
     dtype = scales.dtype if dtype is None else np.dtype(dtype)
     parts = (codes, in_dtype(scales, dtype), *(() if zeros is None else (zeros,)))
     suffix = "" if zeros is None else "_zp"
-    return pack(f"int4_{by}{suffix}", *parts, weight_layout="nk", dtype=dtype, op=op)
+    return pack(f"int4_{by}{suffix}", *parts, weight_layout="nk", dtype=dtype, op=op, of=of)

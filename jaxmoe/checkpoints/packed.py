@@ -15,6 +15,7 @@ from jaxmoe._formats.elements import exponent_of, power_of_two
 from jaxmoe._formats.parts import pack, unpack
 from jaxmoe._jax import checks as _checks
 from jaxmoe.checkpoints.int4 import codes_of_words, int4_array, zeros_of_words
+from jaxmoe.checkpoints.known import check_factors
 from jaxmoe.quantize import QuantizedArray, check_quantized
 
 _MX_GROUP = 32
@@ -59,7 +60,8 @@ def from_mxfp4(weight: jax.Array, scale: jax.Array, *, dtype: Any = "bfloat16") 
         weight = weight.reshape(*weight.shape[:2], weight.shape[2] * weight.shape[3])
     codes = _nibbles(op, weight)
     _check_groups(op, "scale", scale, codes, _MX_GROUP, ("uint8", "float8_e8m0fnu"))
-    return pack("mxfp4", codes, _bytes(scale), weight_layout="nk", dtype=dtype, op=op)
+    of = "weight", weight
+    return pack("mxfp4", codes, _bytes(scale), weight_layout="nk", dtype=dtype, op=op, of=of)
 
 
 def to_mxfp4(q: QuantizedArray) -> tuple[jax.Array, jax.Array]:
@@ -126,7 +128,8 @@ def from_mxfp8(weight: jax.Array, scale: jax.Array, *, dtype: Any = "bfloat16") 
     _checks.check_dtype(op, "weight", weight, ("float8_e4m3fn",))
     codes = _bytes(weight)
     _check_groups(op, "scale", scale, codes, _MX_GROUP, ("uint8", "float8_e8m0fnu"))
-    return pack("mxfp8", codes, _bytes(scale), weight_layout="nk", dtype=dtype, op=op)
+    of = "weight", weight
+    return pack("mxfp8", codes, _bytes(scale), weight_layout="nk", dtype=dtype, op=op, of=of)
 
 
 def from_nvfp4(
@@ -151,7 +154,9 @@ def from_nvfp4(
       An nvfp4 array [E, N, K] of layout "nk".
 
     Raises:
-      TypeError, ValueError: a wrong dtype or shape, or not one of the two global scales.
+      TypeError, ValueError: a wrong dtype or shape, not one of the two global scales, or one that
+        is not positive and finite (outside [2^-126, 2^126]). Traced by `jax.jit` its numbers are
+        not known, and nothing checks them: `jaxmoe.load` does.
 
     Numerics: exact; a divisor is turned into a multiplier with one float32 rounding.
     Source: compressed-tensors' nvfp4-pack-quantized; NVIDIA ModelOpt.
@@ -180,10 +185,12 @@ def from_nvfp4(
     if tuple(scale.shape) not in ((codes.shape[0],), (codes.shape[0], 1)):
         rule = f"{name}.shape={list(scale.shape)} must be [{codes.shape[0]}] (num_experts)"
         raise ValueError(_checks.message(op, rule, **{name: scale}))
+    check_factors(op, name, scale)
     scale = jnp.asarray(scale).reshape(-1)
     scale = scale if name == "weight_scale_2" else 1 / scale
     parts = codes, jnp.asarray(weight_scale), scale
-    return pack("nvfp4", *parts, weight_layout="nk", dtype=dtype, op=op)
+    of = "weight", weight
+    return pack("nvfp4", *parts, weight_layout="nk", dtype=dtype, op=op, of=of)
 
 
 def from_int4(
@@ -214,8 +221,8 @@ def from_int4(
       TypeError, ValueError: a wrong dtype or shape, or groups that no format has.
       NotImplementedError: `g_idx` of weights whose columns were sorted (`actorder: group`).
 
-    Numerics: codes and scales keep their bits, unless `dtype` is another than the scales'; a scale
-      that would be zero or infinite there is NaN.
+    Numerics: codes and scales keep their bits, unless `dtype` is another than the scales', which
+      are rounded to it, before the product is; one that would be zero or infinite there is NaN.
     Source: compressed-tensors' pack_quantized (Kimi-K2-Thinking, K2.5), which stores signed codes
       and zero points, both with 8 added.
 
@@ -239,7 +246,8 @@ def from_int4(
         name = "weight_zero_point"
         _checks.check_shape(op, name, weight_zero_point, wanted, "[E, N / 8, K / g]")
         zeros = zeros_of_words(op, name, jnp.swapaxes(jnp.asarray(weight_zero_point), 1, 2))
-    return int4_array(op, "weight_scale", codes, scales, zeros, dtype, group_size)
+    of = "weight_packed", weight_packed
+    return int4_array(op, of, "weight_scale", codes, scales, zeros, dtype, group_size)
 
 
 def from_gptq(
@@ -287,11 +295,12 @@ def from_gptq(
     _checks.check_rank(op, "qweight", qweight, "E,K/8,N")
     codes = codes_of_words(op, "qweight", jnp.swapaxes(jnp.asarray(qweight), 1, 2))
     _checks.check_choice(op, "checkpoint_format", checkpoint_format, ("gptq", "gptq_v2"))
+    scales = _turned(op, "scales", scales)
+    _check_zeros(op, qzeros, codes, scales)
     zeros = zeros_of_words(op, "qzeros", qzeros)
     zeros = (zeros + jnp.uint8(checkpoint_format == "gptq")) & jnp.uint8(15)
-    scales = _turned(op, "scales", scales)
     _check_order(op, g_idx, codes, scales)
-    return int4_array(op, "scales", codes, scales, zeros, dtype, group_size)
+    return int4_array(op, ("qweight", qweight), "scales", codes, scales, zeros, dtype, group_size)
 
 
 def from_awq(
@@ -334,9 +343,10 @@ def from_awq(
     op = "checkpoints.from_awq"
     _checks.check_rank(op, "qweight", qweight, "E,K,N/8")
     codes = jnp.swapaxes(codes_of_words(op, "qweight", qweight, _AWQ_NIBBLES), 1, 2)
-    zeros = zeros_of_words(op, "qzeros", qzeros, _AWQ_NIBBLES)
     scales = _turned(op, "scales", scales)
-    return int4_array(op, "scales", codes, scales, zeros, dtype, group_size)
+    _check_zeros(op, qzeros, codes, scales)
+    zeros = zeros_of_words(op, "qzeros", qzeros, _AWQ_NIBBLES)
+    return int4_array(op, ("qweight", qweight), "scales", codes, scales, zeros, dtype, group_size)
 
 
 def _check_order(op: str, g_idx: Any, codes: jax.Array, scales: jax.Array) -> None:
@@ -372,6 +382,12 @@ def _turned(op: str, name: str, scales: Any) -> jax.Array:
     """[E, groups, N] -> [E, N, groups]."""
     _checks.check_rank(op, name, scales, "E,K/g,N")
     return jnp.swapaxes(jnp.asarray(scales), 1, 2)
+
+
+def _check_zeros(op: str, qzeros: Any, codes: jax.Array, scales: jax.Array) -> None:
+    experts, n, _ = codes.shape
+    meaning = "[E, K / g, N / 8], by qweight and scales"
+    _checks.check_shape(op, "qzeros", qzeros, (experts, scales.shape[2], n // 8), meaning)
 
 
 def _check_groups(

@@ -12,9 +12,11 @@ from jaxmoe._formats.base import repeat_blocks
 from jaxmoe._formats.parts import pack
 from jaxmoe._formats.quantization import BLOCK
 from jaxmoe._jax import checks as _checks
+from jaxmoe.checkpoints.known import check_numbers, known
 from jaxmoe.quantize import WEIGHT_LAYOUTS, QuantizedArray
 
 _FLOATS = ("float32", "bfloat16", "float16")
+_DTYPES = (*_FLOATS, "float8_e8m0fnu", "float8_e4m3fn")
 # Formats whose scales are numbers of their own kind.
 SCALE_FORMATS = ("mxfp8", "mxfp4", "nvfp4")
 # What there is, by the dtype of values: for messages.
@@ -54,7 +56,7 @@ def from_scales(
       zero_points: int4 beside int4 `values`, in the shape of `scales`.
       weight_layout: "kn" or "nk".
       scale_format: "mxfp8", "mxfp4" or "nvfp4" if the scales, in a wider dtype, are numbers that
-        this format has. Nothing checks that they are: others are cut.
+        this format has.
       dtype: bfloat16, float16 or float32, which `jaxmoe.dequantize` shall return; that of `scales`
         by default, bfloat16 if they are no floats of 16 or 32 bits. int4: that of `scales`.
 
@@ -65,7 +67,9 @@ def from_scales(
       TypeError: a dtype that is not listed.
       ValueError: shapes that do not go together, and scales that no format has: the message lists
         the formats that there are for such values. N and K of packed formats that are no multiples
-        of their blocks.
+        of their blocks. A scale that `scale_format` does not have: no power of two from 2^-127 to
+        2^127, or no number of e4m3. Traced by `jax.jit` scales are not known, and nothing checks
+        them: they are rounded to e4m3, zeros included, or cut to a power of two.
 
     Numerics: no number changes. In FP8 formats products quantize tokens too.
     Source: qwix' QArray, aqt's QTensor, the scales of tpu-inference.
@@ -83,12 +87,14 @@ def from_scales(
     _checks.check_dtype(op, "values", values, tuple(_KNOWN))
     if scale_format is not None:
         _checks.check_choice(op, "scale_format", scale_format, SCALE_FORMATS)
+        _checks.check_dtype(op, "scales", scales, _DTYPES)
+        _check_scales_of(op, scales, scale_format)
     got: dict[str, Any] = {"values": values, "scales": scales}
     scales = _of_rank_three(op, "scales", scales, values, weight_layout)
     if zero_points is not None:
         zero_points = _of_rank_three(op, "zero_points", zero_points, values, weight_layout)
         got["zero_points"] = zero_points
-    _checks.check_dtype(op, "scales", scales, (*_FLOATS, "float8_e8m0fnu", "float8_e4m3fn"))
+    _checks.check_dtype(op, "scales", scales, _DTYPES)
     kind = scale_format or {"float8_e8m0fnu": "e8m0", "float8_e4m3fn": "e4m3"}.get(
         np.dtype(scales.dtype).name
     )
@@ -114,7 +120,26 @@ def from_scales(
         q_values, q_scales = parts
         return QuantizedArray(q_values, q_scales, format, weight_layout, dtype)
     dtype = np.dtype(dtype) if name != "int4" else np.dtype(scales.dtype)
-    return pack(format, *parts, weight_layout=weight_layout, dtype=dtype, op=op)
+    of = "values", got["values"]
+    return pack(format, *parts, weight_layout=weight_layout, dtype=dtype, op=op, of=of)
+
+
+def _check_scales_of(op: str, scales: Any, format: str) -> None:
+    """Refuses scales, if they are known, that would become others in the format."""
+    numbers = known(scales)
+    if numbers is None:
+        return
+    wide = numbers.astype(np.float32)
+    if format == "nvfp4":
+        with np.errstate(over="ignore", under="ignore"):
+            good = wide.astype(jnp.float8_e4m3fn).astype(np.float32) == wide
+        rule = f"a number of e4m3 in {format}"
+    else:
+        mantissa, exponent = np.frexp(wide)
+        good = (mantissa == 0.5) & (exponent >= -126) & (exponent <= 128)
+        rule = f"a power of two from 2^-127 to 2^127 in {format}"
+    rule += "; jaxmoe.quantize makes such scales, of the dequantized weights"
+    check_numbers(op, "scales", numbers, good | np.isnan(wide), rule)
 
 
 def _of_rank_three(op: str, name: str, a: Any, values: Any, layout: str) -> Any:

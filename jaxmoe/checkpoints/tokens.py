@@ -159,6 +159,7 @@ def from_tokens(
     rows, k = data.shape[0], data.shape[1] * 8 // known.bits
     if k % known.group:
         rule = f"values must hold a multiple of {known.group} numbers a row in {format}, not {k}"
+        rule += f"; {_checks.nearest(k, known.group)}"
         raise ValueError(_checks.message(op, rule, values=values))
     shape = (rows, k // known.group)
     given = known.given((1, *shape[:1], k))

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmoe._formats.parts import pack
+from jaxmoe._formats.parts import check_steps_of, pack
 from jaxmoe._jax import checks as _checks
 from jaxmoe.checkpoints.int4 import codes_of_words, in_dtype
 from jaxmoe.quantize import QuantizedArray
@@ -56,9 +56,7 @@ def from_vllm_w4a8(
     _checks.check_rank(op, "weight", weight, "E,N,K/8")
     stored = codes_of_words(op, "weight", weight)
     experts, n, k = stored.shape
-    if n % _TILE[0] or k % _GROUP:
-        rule = f"weight must hold multiples of {_TILE[0]} rows and of {_GROUP} inputs"
-        raise ValueError(_checks.message(op, rule, weight=weight))
+    check_steps_of(op, "weight", weight, stored.shape, "int4_g128")
     _checks.check_dtype(op, "group_scales", group_scales, ("float8_e4m3fn",))
     _checks.check_dtype(op, "channel_scales", channel_scales, ("float32",))
     _checks.check_shape(op, "channel_scales", channel_scales, (experts, n, 1), "[E, N, 1]")
@@ -72,7 +70,8 @@ def from_vllm_w4a8(
     scales = in_dtype(jnp.swapaxes(scales, 1, 2) * jnp.asarray(channel_scales), dtype)
     codes = jnp.where(stored >= 8, stored - 8, jnp.where(stored == 0, 8, 16 - stored))
     parts = _in_order(codes), scales
-    return pack("int4_g128", *parts, weight_layout="nk", dtype=dtype, op=op)
+    of = "weight", weight
+    return pack("int4_g128", *parts, weight_layout="nk", dtype=dtype, op=op, of=of)
 
 
 def _in_order(codes: jax.Array) -> jax.Array:
