@@ -20,6 +20,8 @@ _WEIGHTS = (
     *("w_down", "down_scales"),
 )
 
+_DEQUANTIZE = "jaxmoe_dequantize"
+
 # Names of JAX's collectives, by those of their primitives in programs.
 _COLLECTIVES = {
     "all_gather": "all_gather",
@@ -66,7 +68,8 @@ class OpReport:
       cuda_attrs: attributes of the call, the tiles of the matrix products among them.
       cuda_scratch: buffers of the call beyond arguments and results.
       runs: what runs on the default device of this process.
-      weight_bytes: bytes of the weights of a product and of their scales, as they are stored.
+      weight_bytes: bytes of the weights of a product and of their scales, as they are stored; of
+        weights that are dequantized first, at the op that does so, and 0 at the product.
     """
 
     op: str
@@ -171,20 +174,27 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     platform = jax.default_backend()
     with told.listening() as dispatches:
         jaxpr = jax.make_jaxpr(fn)(*args, **kwargs).jaxpr
-    ops = tuple(_explain_op(op, eqn, where, platform) for op, eqn, where in _find_ops(jaxpr, ()))
+    ops = tuple(_explain_op(*found, platform) for found in _find_ops(jaxpr, ()))
     collectives = tuple(_find_collectives(jaxpr))
     return Report(platform, _targets.why_not(), ops, collectives, tuple(dispatches))
 
 
-def _find_ops(jaxpr: Any, where: tuple[str, ...]) -> Iterator[tuple[_primitive.Op, Any, str]]:
+def _find_ops(
+    jaxpr: Any, where: tuple[str, ...]
+) -> Iterator[tuple[_primitive.Op, Any, str, frozenset[int]]]:
+    """Each op, its equation, where it is, and which arrays before it are dequantized weights."""
+    dequantized = frozenset[int]()  # by identity: literals have no hash
     for eqn in jaxpr.eqns:
         op = _primitive.OPS.get(eqn.primitive.name)
+        moved = eqn.primitive.name == "reshape" and id(eqn.invars[0]) in dequantized
+        if moved or eqn.primitive.name == _DEQUANTIZE:
+            dequantized |= {id(v) for v in eqn.outvars}
         if op is not None and op.binds(eqn.primitive):
             parts = _parts(op, eqn)
             if parts is not None:
                 yield from _find_ops(parts, (*where, op.name))
                 continue
-            yield op, eqn, "/".join(where)
+            yield op, eqn, "/".join(where), dequantized
             continue
         names = _names_of_inner(eqn)
         for inner in _inner_jaxprs(eqn):
@@ -239,7 +249,9 @@ def _find_collectives(jaxpr: Any, branch: str = "") -> Iterator[str]:
         yield f"{name} of {_checks.describe(eqn.invars[0].aval)} over {names}{branch}"
 
 
-def _explain_op(op: _primitive.Op, eqn: Any, where: str, platform: str) -> OpReport:
+def _explain_op(
+    op: _primitive.Op, eqn: Any, where: str, dequantized: frozenset[int], platform: str
+) -> OpReport:
     absent, params = _split_params(eqn)
     avals = op.named([v.aval for v in eqn.invars], absent)
     target, reason, fallback, attrs, scratch = None, None, None, {}, ()
@@ -262,8 +274,10 @@ def _explain_op(op: _primitive.Op, eqn: Any, where: str, platform: str) -> OpRep
         runs = f"FFI call {target}" if reason is None else "nothing: it is refused"
     operands = tuple(_checks.describe(a) for a in avals if a is not None)
     why = None if _targets.cuda_lowering_forced() else _targets.why_not()
-    weights = (getattr(avals, name, None) for name in _WEIGHTS)
-    weight_bytes = sum(w.size * w.dtype.itemsize for w in weights if w is not None)
+    given = op.named(eqn.invars, absent)
+    weights = (getattr(given, name, None) for name in _WEIGHTS)
+    stored = [w.aval for w in weights if w is not None and id(w) not in dequantized]
+    weight_bytes = sum(w.size * w.dtype.itemsize for w in stored)
     return OpReport(
         *(op.name, where, operands, why, target, reason, fallback, attrs, scratch, runs),
         weight_bytes,

@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxmoe import GemmConfig, Routing, explain, grouped_gemm, quantize, route
+import jaxmoe
+from jaxmoe import Experts, GemmConfig, Routing, explain, grouped_gemm, quantize, route
 from jaxmoe._jax import targets as _targets
 from tests.layers import moe_mlp
 
@@ -51,6 +52,23 @@ def test_report_of_packed_weights():
     (op,) = explain(lambda x: grouped_gemm(x, q, sizes, weight_layout="nk"), x).ops
     assert op.weight_bytes == 3 * (64 * 128 // 2 + 64 * 128 // 32 + 4)
     assert f"weights: {op.weight_bytes} bytes" in str(op)
+
+
+@pytest.mark.parametrize("format", ("mxfp4", "fp8_channel"))
+def test_report_of_weights_that_are_dequantized(format):
+    """Of a gradient: their stored bytes once a product, and no bytes of the copy that it reads."""
+    up, down = (
+        quantize(jnp.ones(shape, BF16), format, weight_layout="nk")
+        for shape in ((3, 64, 128), (3, 128, 64))
+    )
+    experts = Experts(up=up, down=down, layout="nk", activation="relu2")
+    routing = Routing(jnp.zeros((4, 2), I32), jnp.ones((4, 2), F32))
+    loss = lambda x: jaxmoe.moe_mlp(x, routing, experts).astype(F32).sum()  # noqa: E731
+    ops = explain(jax.grad(loss), jnp.ones((4, 128), BF16)).ops
+    bytes_of = lambda name: [op.weight_bytes for op in ops if op.op == name]  # noqa: E731
+    stored = [q.values.nbytes + q.scales.nbytes for q in (up, down)]
+    assert bytes_of("jaxmoe_dequantize") == stored + stored[::-1]
+    assert bytes_of("jaxmoe_gmm") == [0] * 4 and bytes_of("jaxmoe_moe_mlp") == [sum(stored)]
 
 
 def test_only_functions_are_explained():

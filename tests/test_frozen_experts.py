@@ -188,6 +188,9 @@ def test_what_is_quantized_has_no_derivative():
     message = r"^jaxmoe\.moe_mlp: no derivative is defined with respect to quantized weights \(here"
     with pytest.raises(NotImplementedError, match=message):
         jax.eval_shape(jax.grad(loss, allow_int=True), q)
+    of_rows = lambda e: jaxmoe.expert_rows(x, routing, e).rows.sum()  # noqa: E731
+    with pytest.raises(NotImplementedError, match=message.replace("moe_mlp", "expert_rows")):
+        jax.eval_shape(jax.grad(of_rows, allow_int=True), q)
     grads = jax.jit(jax.grad(lambda e: loss(jax.lax.stop_gradient(e)), allow_int=True))(q)
     assert grads.down.values.dtype == jax.dtypes.float0 and not grads.down.scales.any()
     fp8, _ = experts("fp8_tensor")

@@ -1,6 +1,6 @@
 """The primitive `dequantize`: quantized weights as plain arrays, for products that need them so.
 
-dequantize: values [E,...] and scales as `format` stores them -> [E,N,K] in `dtype`
+dequantize: w [E,...] and w_scales as `format` stores them -> [E,N,K] in `dtype`
 
 They are written to memory, where a kernel of plain arrays reads them: packed ones in bf16 by a
 kernel, others by XLA, which takes 20 times as long for packed ones.
@@ -30,8 +30,8 @@ def _out(values: Any, _scales: Any, *, format: Format, dtype: Any) -> list[_prim
     return [(format.weight_shape(values.shape), dtype)]
 
 
-def _xla(values: jax.Array, scales: jax.Array, *, format: Format, dtype: Any) -> tuple[jax.Array]:
-    return (format.decode(values, scales, tokens=False).astype(dtype),)
+def _xla(w: jax.Array, w_scales: jax.Array, *, format: Format, dtype: Any) -> tuple[jax.Array]:
+    return (format.decode(w, w_scales, tokens=False).astype(dtype),)
 
 
 def _fallback(avals: Any, *, format: Format, dtype: Any) -> str | None:

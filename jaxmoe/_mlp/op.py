@@ -26,7 +26,6 @@ from jaxmoe._mlp.operands import Layer, Operands, is_joined, join
 from jaxmoe._mlp.stages import result, rows_of
 from jaxmoe.quantize import quantize, stored_shape
 
-_OP = "moe_mlp"
 _NOTHING = (0, 0)  # shape of a result that a call does not have
 # Rank and dtype of the operands of the call that may be absent.
 ABSENT = {
@@ -173,13 +172,13 @@ def _jvp(primals: Operands, tangents: Operands, *, layer: Layer) -> Any:
     gradient = layer.format.gradient
     if gradient.refused is not None:
         weight = {layer.weight_names["w_gate_up"]: primals.w_gate_up}
-        refuse_derivative(_OP, layer.format, x=primals.x, **weight)
+        refuse_derivative(layer.op, layer.format, x=primals.x, **weight)
     if gradient.straight_through:
         _, moved = _jvp(primals, tangents, layer=layer.replace(format=PLAIN))
         return moe_mlp_p(*primals, layer=layer), moved
     if gradient.frozen:
         names = NEVER_MOVING if primals.x_scales is None else ("x", *NEVER_MOVING)
-        refuse_moving(_OP, primals.x, tangents, names, layer.called)
+        refuse_moving(layer.op, primals.x, tangents, names, layer.called)
         if not layer.format.dequantizes:
             given, plain = without_tokens(primals, layer)
             _, moved = _jvp(given, tangents, layer=plain)
@@ -278,23 +277,23 @@ def call_reason(a: Operands, *, layer: Layer) -> str | None:
     """Why the kernels cannot run these arguments, or None."""
     format, names = layer.format, layer.weight_names
     if format.quantized:
-        reason = cuda.kernel_reason(_OP, format.of_kernels, layer.dtype, x=a.x)
+        reason = cuda.kernel_reason(layer.op, format.of_kernels, layer.dtype, x=a.x)
         gate_up, down = (
             jax.ShapeDtypeStruct(format.weight_shape(w.shape), w.dtype)
             for w in (a.w_gate_up, a.w_down)
         )
     else:
         weights = {names[n]: getattr(a, n) for n in ("w_gate_up", "w_down")}
-        reason = cuda.dtype_reason(_OP, x=a.x, **weights)
+        reason = cuda.dtype_reason(layer.op, x=a.x, **weights)
         gate_up, down = a.w_gate_up, a.w_down
     counted = {"routing.expert_ids": a.expert_ids}
-    reason = reason or cuda.count_reason(_OP, a.expert_ids.size, **counted)
+    reason = reason or cuda.count_reason(layer.op, a.expert_ids.size, **counted)
     if format.quantized:
-        reason = reason or cuda.row_reason(_OP, names["w_gate_up"], gate_up, 2)
+        reason = reason or cuda.row_reason(layer.op, names["w_gate_up"], gate_up, 2)
     else:
-        reason = reason or cuda.row_reason(_OP, "x", a.x, 1)
+        reason = reason or cuda.row_reason(layer.op, "x", a.x, 1)
     axis = 1 if layer.layouts[1] == "kn" else 2
-    return reason or cuda.row_reason(_OP, names["w_down"], down, axis)
+    return reason or cuda.row_reason(layer.op, names["w_down"], down, axis)
 
 
 moe_mlp_p = _primitive.define(

@@ -97,6 +97,11 @@ class Layer:
         """The layer with other values."""
         return dataclasses.replace(self, **changes)
 
+    @property
+    def op(self) -> str:
+        """The public function that it is, for messages."""
+        return "moe_mlp" if self.finalize else "expert_rows"
+
     def multiplies_codes(self, absent: tuple[str, ...]) -> bool:
         """Whether it may do so, if it is one call, without the operands `absent`."""
         return self.activation.fused and self.format.multiplies_codes(absent)
