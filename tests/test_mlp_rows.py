@@ -345,4 +345,4 @@ def test_explain():
     assert {"gemm1", "gemm2", "activation"} <= op.cuda_attrs.keys()
     narrow = (X[:, :4], LAYER[1], LAYER[2][:, :4], LAYER[3][..., :4])
     (op,) = explain(lambda *a: moe_mlp(*a, do_finalize=False), *narrow).ops
-    assert "moe_mlp: x.shape[1]=4 must be a positive multiple of 8" in op.cuda_reason
+    assert "expert_rows: x.shape[1]=4 must be a positive multiple of 8" in op.cuda_reason
