@@ -300,16 +300,19 @@ def test_factors_of_fp8_matrices_are_positive_and_those_of_channels_may_be_zero(
     assert jaxmoe.load(save_folder(path, config_of(path), zeros))
 
 
+WITHOUT_ROWS = r"w.* must hold a positive multiple of 64 outputs \(N\) in .*, not 0; the nearest l"
+
+
 @pytest.mark.parametrize(
     "store", (files.mxfp4, files.nvfp4, files.modelopt, files.int4, files.gptq, files.awq)
 )
 def test_packed_weights_without_rows_are_refused(store):
     parts = {part: np.stack([a, a]) for part, a in store(Draw(0), 0, H).items()}
-    with pytest.raises(ValueError, match=r"codes.shape\[1\]=0 \(N\) must be a positive multiple"):
+    with pytest.raises(ValueError, match=WITHOUT_ROWS):
         files.READERS[store](parts)
     if store is files.mxfp4:
         blocks = np.zeros((2, 0, H // 32, 16), np.uint8)
-        with pytest.raises(ValueError, match=r"codes.shape\[1\]=0 \(N\) must be a positive"):
+        with pytest.raises(ValueError, match=WITHOUT_ROWS):
             checkpoints.from_mxfp4(blocks, blocks[..., 0])
 
 

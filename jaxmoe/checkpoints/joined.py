@@ -60,7 +60,8 @@ def joined(op: str, **halves: QuantizedArray) -> QuantizedArray:
     """`join_gate_up` of two halves in their order, by the names that the caller gives them."""
     for name, q in halves.items():
         check_weights(op, name, q, FORMATS)
-    (name, first), (other, second) = halves.items()
+    name, other = halves
+    first = halves[name]
     for field in ("format", "layout", "dtype", "values.dtype", "shape"):
         a, b = (q.values.dtype if "." in field else getattr(q, field) for q in halves.values())
         if a != b:
