@@ -284,6 +284,8 @@ def test_one_scale_for_each_expert_of_the_tokens():
     weights, lists, numbers = mx_or_nvfp4("nvfp4")
     (sf1, w1), (sf2, w2) = lists
     scales = [np.full(E, 8, F32), sf1, w1 / 8, F32(4), sf2, w2 / 4]
-    experts = checkpoints.from_flashinfer(*weights, scales)
+    read = lambda: checkpoints.from_flashinfer(*weights, scales)  # noqa: E731
+    experts = read()
     assert experts.x_scale.shape == () and float(experts.x_scale) == 0.125
+    assert float(jax.jit(lambda: read().x_scale)()) == 0.125  # constants are known there too
     check(experts, numbers, weights, [F32(8), *scales[1:]])

@@ -12,7 +12,6 @@ from jaxmoe.activation import Activation, resolve
 from jaxmoe.checkpoints.flashinfer_packed import GROUPS, is_packed, read, static_scale, write
 from jaxmoe.checkpoints.fp8 import check_weights, check_whole_blocks, weights_of
 from jaxmoe.checkpoints.joined import joined
-from jaxmoe.checkpoints.known import check_factors
 from jaxmoe.experts import Experts
 from jaxmoe.quantize import QuantizedArray
 
@@ -102,9 +101,9 @@ def from_flashinfer(
         last = 2
         num_experts = _num_experts(op, fc1_expert_weights)
         for i, name in enumerate(names):
-            scales[i] = static_scale(op, name, scales[i], 1 if i == 3 else num_experts, i in (1, 3))
-            if i in (1, 3):  # of tokens; an expert without weights may have a scale of 0
-                check_factors(op, name, scales[i])
+            count, of_tokens = 1 if i == 3 else num_experts, i in (1, 3)
+            # An expert without weights may have a scale of 0.
+            scales[i] = static_scale(op, name, scales[i], count, of_tokens, zero=not of_tokens)
         x_scale, h_scale = scales[3], 1 / scales[1]
         scales[0], scales[2] = scales[0] / x_scale, scales[2] * scales[1]
     format = "fp8_tensor" if len(scales) == 4 else "fp8_block"
@@ -172,8 +171,6 @@ def to_flashinfer(experts: Experts) -> tuple[jax.Array, jax.Array, list[jax.Arra
         if (scale is not None) != per_tensor:
             rule = f"{name} must be {'given' if per_tensor else 'None'} for {down.format}"
             raise ValueError(_checks.message(op, rule, **{name: scale}))
-        if per_tensor:
-            check_factors(op, name, scale)
     scales = [first.scales, down.scales]
     if per_tensor:
         s_x = static_scale(op, "x_scale", experts.x_scale, 1, True)

@@ -50,8 +50,6 @@ def write(op: str, first: QuantizedArray, e: Experts, gated: bool) -> Any:
         if (scale is not None) != wanted:
             rule = f"{name} must be {'given' if wanted else 'None'} for {format}"
             raise ValueError(_checks.message(op, rule, **{name: scale}))
-        if wanted:
-            check_factors(op, name, scale)
     weights = first, e.down
     if format == "int4_g128":
         return _write_int4(op, weights, e)
@@ -70,10 +68,14 @@ def write(op: str, first: QuantizedArray, e: Experts, gated: bool) -> Any:
     return *values, [1 / s_x, factors[0], alphas[0], 1 / s_h, factors[1], alphas[1]]
 
 
-def static_scale(op: str, name: str, scale: Any, num_experts: int, scalar: bool) -> jax.Array:
-    """Returns a float32 scale, [E] or, if `scalar` ones are allowed, []."""
+def static_scale(
+    op: str, name: str, scale: Any, num_experts: int, scalar: bool, zero: bool = False
+) -> jax.Array:
+    """Returns a float32 scale, [E] or, if `scalar` ones are allowed, []; `zero` ones if allowed."""
     scale = np.asarray(scale) if isinstance(scale, np.generic) else scale
     _checks.check_dtype(op, name, scale, ("float32",))
+    if not zero:
+        check_factors(op, name, scale)
     if scalar and scale.shape in ((), (1,)):
         return jnp.asarray(scale).reshape(())
     meaning = "num_experts, or one number" if scalar else "num_experts"
@@ -88,7 +90,6 @@ def _read_nvfp4(op: str, weights: Any, scales: Sequence[Any], gated: bool, dtype
     count = codes[0].shape[0]
     per_x = _common_of_experts(op, "quant_scales[0]", scales[0], count)
     per_h = static_scale(op, "quant_scales[3]", scales[3], count, True)
-    check_factors(op, "quant_scales[3]", per_h)
     alphas = [_alpha(op, i, scales[i], count, per, i - 2) for i, per in ((2, per_x), (5, per_h))]
     q = [
         pack(
@@ -122,7 +123,6 @@ def _read_mx(op: str, weights: Any, scales: Sequence[Any], gated: bool, dtype: A
         factors = _factors(op, 2 * i, scales[2 * i], codes, format, gated and i == 0)
         at = 2 * i + 1
         total = static_scale(op, f"quant_scales[{at}]", scales[at], codes.shape[0], False)
-        check_factors(op, f"quant_scales[{at}]", total)
         packed = pack(format, codes, factors, **_in(op, dtype, name, w))
         q.append(_with_scales(packed, packed.scales * total))
     return {"gate_up": q[0], "down": q[1], "token_format": TOKENS[format]}
@@ -171,10 +171,9 @@ _NAMES = ("fc1_expert_weights", "fc2_expert_weights")
 
 def _common_of_experts(op: str, name: str, scale: Any, count: int) -> jax.Array:
     """The one number, float32 [], of a scale [], [1], or [E] with the same for all experts."""
-    scale = static_scale(op, name, scale, count, True)
-    check_factors(op, name, scale)
-    if not scale.ndim:
-        return scale
+    common = static_scale(op, name, scale, count, True)
+    if not common.ndim:
+        return common
     numbers = known(scale)
     if numbers is None:
         rule = f"{name} of each expert must be known: call without jax.jit, or give one number"
@@ -186,14 +185,13 @@ def _common_of_experts(op: str, name: str, scale: Any, count: int) -> jax.Array:
             "quantized once for all of its experts"
         )
         raise NotImplementedError(_checks.message(op, rule, **{name: scale}))
-    return scale[0]
+    return common[0]
 
 
 def _alpha(op: str, i: int, alpha: Any, count: int, per: jax.Array, per_at: int) -> jax.Array:
     """The factors [E] of sums, which are scales of weights if `per` of tokens multiplies them."""
     name = f"quant_scales[{i}]"
     alpha = static_scale(op, name, alpha, count, False)
-    check_factors(op, name, alpha)
     check_factors(op, f"{name} * quant_scales[{per_at}]", alpha * per)
     return alpha
 
