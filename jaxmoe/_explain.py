@@ -126,8 +126,9 @@ class Report:
         gives to it, over which mesh axes, such as "all_gather of bf16[8,2048] over expert". XLA may
         add others where it divides the work.
       dispatches: how tokens reach experts on other devices (`expert_parallel`): the way, along
-        which axis, the bytes that a device sends for each chunk, and why this way; layers that do
-        the same in one line.
+        which axis, the bytes that a device sends there and back for each chunk, if choices are
+        even, and why this way; of "direct" also whether rows, sums or all tokens travel, and why;
+        layers that do the same in one line.
     """
 
     platform: str
@@ -174,9 +175,17 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     platform = jax.default_backend()
     with told.listening() as dispatches:
         jaxpr = jax.make_jaxpr(fn)(*args, **kwargs).jaxpr
-    ops = tuple(_explain_op(*found, platform) for found in _find_ops(jaxpr, ()))
+    found = list(_find_ops(jaxpr, ()))
+    ops = tuple(_explain_op(*of, platform) for of in found)
     collectives = tuple(_find_collectives(jaxpr))
-    return Report(platform, _targets.why_not(), ops, collectives, tuple(dispatches))
+    said = (_said(eqn) for _, eqn, where, *_ in found if "cond elsewhere" not in where)
+    dispatches = tuple(dict.fromkeys([*dispatches, *filter(None, said)]))
+    return Report(platform, _targets.why_not(), ops, collectives, dispatches)
+
+
+def _said(eqn: Any) -> str:
+    """What the way of an exchange says, which only the whole program decides."""
+    return getattr(eqn.params.get("way"), "says", "")
 
 
 def _find_ops(

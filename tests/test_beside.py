@@ -6,6 +6,7 @@ of collectives.
 
 import dataclasses
 import functools
+import re
 from types import SimpleNamespace
 
 import jax
@@ -47,7 +48,7 @@ def on_gpus(monkeypatch):
     return opened
 
 
-def found_calls(
+def program(
     num_tokens,
     *,
     hidden,
@@ -58,7 +59,7 @@ def found_calls(
     dispatch_format=None,
     **options,
 ):
-    """The calls of a layer of so many tokens on each of four devices; nothing is computed."""
+    """A layer of so many tokens on each of four devices, and shapes of its arguments."""
     bf16, count = jnp.bfloat16, NUM_DEVICES * num_tokens
     shape = jax.ShapeDtypeStruct
     weights = {
@@ -88,7 +89,12 @@ def found_calls(
     split = jax.shard_map(
         one, mesh=mesh(expert=NUM_DEVICES), in_specs=P("expert"), out_specs=P("expert")
     )
-    return calls(cuda_text(split, arrays, jaxmoe.Experts(**weights, layout="nk")))
+    return split, arrays, jaxmoe.Experts(**weights, layout="nk")
+
+
+def found_calls(*args, **options):
+    """The calls of that layer; nothing is computed."""
+    return calls(cuda_text(*program(*args, **options)))
 
 
 def targets(*args, **options):
@@ -119,6 +125,56 @@ def test_where_it_is_taken(num_tokens, model, options, taken):
     assert (DISPATCH in found) != taken
 
 
+FEW = "an expert has fewer than 192 rows of a device's tokens in the mean"
+SLOWER = "they are estimated to hide no more than that costs"
+APART = "products read no tokens as they travel: these are quantized where they arrive"
+ROWS = "the second product stores rows on the devices of tokens"
+REACH = "copy engines do not reach"
+AROUND = f"{ROWS}; the exchange is not beside the products"
+
+
+def said(fn, *args):
+    """What `explain` says of the one layer: bytes, and how results come back."""
+    (line,) = jaxmoe.explain(fn, *args).dispatches
+    bytes_, how = re.fullmatch(
+        r"direct along 'expert': (\d+) bytes that a device sends; asked for; (.*)", line
+    ).groups()
+    return int(bytes_), how
+
+
+@pytest.mark.usefixtures("on_gpus")
+@pytest.mark.parametrize(
+    "num_tokens, model, options, why",
+    [
+        (64, QWEN3, {}, FEW),
+        (4096, QWEN3, {"format": "fp8_block"}, APART),
+        (8192, DEEPSEEK, {}, SLOWER),
+    ],
+    ids=str,
+)
+def test_explain_says_why_not(num_tokens, model, options, why):
+    bytes_, how = said(*program(num_tokens, **model, **options))
+    token, row, top_k = 2 * model["hidden"] + 64, 2 * model["hidden"], 8
+    p = 1 - (3 / 4) ** top_k
+    assert bytes_ == round(3 * num_tokens * (p * token + top_k / 4 * row))
+    assert how == f"{AROUND}: {why}"
+
+
+@pytest.mark.usefixtures("on_gpus")
+def test_explain_says_that_all_tokens_travel_beside_and_fewer_under_a_derivative():
+    split, a, experts = program(4096, **QWEN3)
+
+    def loss(x, a, experts):
+        return jnp.sum(split(a | {"x": x}, experts).astype(jnp.float32))
+
+    rows, p = 2 * 2048 + 64 + 2 * 2048, 1 - (3 / 4) ** 8
+    beside_products = "tokens come and sums go beside the products"
+    faster = f"{beside_products}, which is estimated to be faster"
+    assert said(split, a, experts) == (3 * 4096 * rows, faster)
+    moved = "sums of devices travel: a derivative is taken"
+    assert said(jax.grad(loss), a["x"], a, experts) == (round(3 * 4096 * p * rows), moved)
+
+
 def test_between_gpus_of_one_process_in_shared_memory_it_is_not(on_gpus, monkeypatch):
     """A process for all GPUs, or for each one: then memory is no obstacle to copies."""
 
@@ -132,6 +188,8 @@ def test_between_gpus_of_one_process_in_shared_memory_it_is_not(on_gpus, monkeyp
     memory = dataclasses.replace(peers._open["expert",], copies=False)
     monkeypatch.setitem(peers._open, ("expert",), memory)
     assert targets(4096, **QWEN3) == [DISPATCH, PUSHED]
+    _, how = said(*program(4096, **QWEN3))
+    assert how == f"{AROUND}: its processes have several GPUs each, whose memory {REACH}"
 
 
 def test_without_room_in_the_memory_it_is_not(on_gpus):
@@ -193,7 +251,7 @@ def both(monkeypatch):
         for on in (False, True):
             memory = peers.PeerMemory(("expert",), 8, 1 << 22, on_gpus=on)
             monkeypatch.setitem(peers._open, ("expert",), memory)
-            monkeypatch.setattr(beside, "is_taken", beside.is_call)
+            monkeypatch.setattr(beside, "why_not", beside.no_call)
             found.append(jax.jit(lambda *a: fn(*a))(*args))
         assert "jaxmoe_peer_beside_moe_mlp" in str(jax.make_jaxpr(fn)(*args))
         return found

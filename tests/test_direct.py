@@ -246,14 +246,119 @@ def test_explain_names_the_calls():
     assert call.cuda_target == "jaxmoe_peer_dispatch_v1"
     assert call.cuda_attrs == {"memory": "expert", "num_devices": 8, "num_local": 2}
     assert "bf16[2,16]" in call.operands
-    row = 2 * 2 * 16 + 8 * 3  # a token and a sum in bf16, three ids and weights
-    sent = round(7 * 2 * (1 - (7 / 8) ** 3) * row)
-    line = f"direct along 'expert': {sent} bytes that a device sends; asked for"
-    assert report.dispatches[0] == line and f"\ndispatch: {line}" in str(report)
-    pushed = "direct along 'expert': the second product stores rows on the devices of tokens"
-    assert report.dispatches[1:] == (pushed,)
+    (line,) = report.dispatches
+    assert f"\ndispatch: {line}" in str(report)
     assert calls["jaxmoe_peer_moe_mlp"].where.endswith("cond on cuda")
     assert calls["jaxmoe_peer_combine"].where.split("/")[2] == "cond elsewhere"
+
+
+P_EIGHT = 1 - (7 / 8) ** 3  # of tokens have one of three choices on one of eight devices
+
+
+def told(fn, *args):
+    """The one line of a program of `layer`: (bytes, why direct, what travels and why)."""
+    (line,) = jaxmoe.explain(fn, *args).dispatches
+    start, bytes_, chosen, how = re.fullmatch(
+        r"(direct along 'expert': )(\d+) bytes that a device sends; (.*?); (.*)", line
+    ).groups()
+    assert start
+    return int(bytes_), chosen, how
+
+
+@pytest.mark.usefixtures("on_gpus")
+def test_explain_counts_the_rows_that_travel():
+    """Tokens of 16 bf16 with three ids and weights go where they have a choice; rows of all."""
+    bytes_, chosen, how = told(layer(), *half_precision())
+    assert bytes_ == round(7 * 2 * (P_EIGHT * (2 * 16 + 8 * 3) + 3 / 8 * 2 * 16))
+    assert chosen == "asked for"
+    why = "an expert has fewer than 192 rows of a device's tokens in the mean"
+    rows = "the second product stores rows on the devices of tokens"
+    assert how == f"{rows}; the exchange is not beside the products: {why}"
+
+
+SUMS = round(7 * 2 * P_EIGHT * (2 * 2 * 16 + 8 * 3))
+SUMS_FLOAT32 = round(7 * 2 * P_EIGHT * (2 * 4 * 16 + 8 * 3))
+
+
+@pytest.mark.usefixtures("on_gpus")
+def test_explain_says_that_sums_travel_under_a_derivative():
+    """Whether the function was traced before, and whatever stands beside it."""
+    ids, a = half_precision()
+    value = jax.jit(layer())
+    pushed = told(value, ids, a)
+
+    def loss(x):
+        return jnp.sum(value(ids, a | {"x": x}).astype(jnp.float32))
+
+    derivative = (SUMS, "asked for", "sums of devices travel: a derivative is taken")
+    for fn in (jax.grad(loss), jax.jit(jax.value_and_grad(loss)), jax.grad(jax.checkpoint(loss))):
+        assert told(fn, jnp.asarray(a["x"])) == derivative
+    assert told(value, ids, a) == pushed
+    both = jaxmoe.explain(lambda x: (loss(x), jax.grad(loss)(x)), jnp.asarray(a["x"])).dispatches
+    assert [line.split(" bytes")[0] for line in both] == [
+        f"direct along 'expert': {bytes_}" for bytes_ in (pushed[0], SUMS)
+    ]
+
+
+def test_explain_says_why_sums_travel(on_gpus, monkeypatch):
+    ids, a = half_precision()
+    float32 = {n: v if n == "weights" else v.astype("float32") for n, v in a.items()}
+    several = "sums of devices travel: the layer is no one call: "
+    assert told(layer(), ids, float32) == (
+        *(SUMS_FLOAT32, "asked for"),
+        f"{several}float32 products are sums of several",
+    )
+    own = layer(activation=lambda gate, up: jnp.sin(gate) * up)
+    assert told(own, ids, a) == (SUMS, "asked for", f"{several}no kernel has its activation")
+    forward = layer(forward_format="fp8_channel")
+    wide = a | {n: np.tile(a[n], (1, 8)) for n in ("x", "residual")}
+    wide |= {"w_gate_up": np.tile(a["w_gate_up"], (1, 8, 2))}
+    wide |= {"w_down": np.tile(a["w_down"], (1, 2, 8))}
+    *_, how = told(forward, ids, wide)
+    assert how == f"{several}in forward_fp8_channel it is made of several"
+    many = wide | {"weights": np.tile(a["weights"], (1, 5))}
+    needed = peers.needed_bytes(2, 15, 8, 2 * 128, 15, 2 * 128, quantized=False)
+    small = dataclasses.replace(on_gpus, num_bytes=needed)
+    monkeypatch.setitem(peers._open, ("expert",), small)
+    *_, how = told(layer(), np.tile(ids, (1, 5)), many)
+    rows = expert_parallel.peer_memory_bytes(2, 128, 15, 8)
+    assert rows > needed  # room for sums, and not for 15 rows a token
+    assert how.startswith(f"sums of devices travel: rows need {rows} bytes of peer memory, and")
+
+
+def test_explain_says_that_sums_travel_in_several_ways(monkeypatch):
+    """With an axis that splits I, and where what arrives goes on along another axis."""
+    ids, a = half_precision()
+    memory = peers.PeerMemory(("expert",), 4, ENOUGH, True, ("tensor",), 2)
+    monkeypatch.setitem(peers._open, ("expert",), memory)
+    sizes = {"tensor": 2, "expert": 4}
+    *_, how = told(functools.partial(split_layer, sizes=sizes, dispatch="direct"), ids, a)
+    assert how == "sums of devices travel: tensor_axis='tensor'"
+    memory = dataclasses.replace(memory, group_axes=("data",))
+    monkeypatch.setitem(peers._open, ("expert",), memory)
+    both = P(("data", "expert"))
+
+    def part(ids, a):
+        w = jaxmoe.Experts(gate_up=a["w_gate_up"], down=a["w_down"], order="interleaved")
+        return expert_parallel.moe_mlp(
+            *(a["x"], jaxmoe.Routing(ids, a["weights"]), w),
+            axis_name=("data", "expert"),
+            dispatch=("all_to_all", "direct"),
+        )
+
+    split = jax.shard_map(part, mesh=mesh(**DATA), in_specs=both, out_specs=both)
+    plain = {n: v for n, v in a.items() if n != "residual"}
+    first, second = jaxmoe.explain(split, ids, plain).dispatches
+    assert first.startswith("all_to_all along 'data': ")
+    assert second.startswith("direct along 'expert': ")
+    assert second.endswith("; sums of devices travel: experts lie along several axes")
+
+
+@pytest.mark.usefixtures("memory")
+def test_explain_says_that_collectives_do_it_without_gpus():
+    count, chosen, how = told(layer(), ids_of("uniform"), arrays())
+    assert count == 7 * 2 * (2 * 4 * 16 + 8 * 3)  # every token goes everywhere
+    assert (chosen, how) == ("asked for", "by XLA's collectives, there is no memory of GPUs")
 
 
 def test_auto_takes_it_where_memory_is_large_enough(on_gpus, monkeypatch):
@@ -278,6 +383,14 @@ def test_direct_is_estimated_where_there_is_memory():
     assert choose(direct=True).name == "direct" and "direct about" in choose(direct=True).reason
     slow = expert_parallel.Links(direct_gbps=10.0)
     assert choose(direct=True, links=slow).name == "all_gather"
+
+
+def test_what_direct_is_estimated_by_are_tokens_and_sums():
+    """Whatever travels while products go on, which were part of what was measured."""
+    choice = expert_parallel.choose_dispatch(4096, 2048, 8, 2, direct=True)
+    sums = round(4096 * (1 - (1 / 2) ** 8) * (2 * 2 * 2048 + 8 * 8))
+    assert choice.sent_bytes["direct"] == sums
+    assert choice.microseconds["direct"] == pytest.approx(100 + sums / 320e3)
 
 
 def test_the_estimates_of_direct_are_what_was_measured():
@@ -353,8 +466,8 @@ def test_auto_takes_nothing_that_would_be_refused(on_gpus, monkeypatch):
     del on_gpus
     ids, a = half_precision()
     for options, taken in (({}, "direct"), ({"own_apart": True}, "all_gather")):
-        told, *_ = jaxmoe.explain(layer(dispatch="auto", **options), ids, a).dispatches
-        assert told.startswith(taken)
+        (line,) = jaxmoe.explain(layer(dispatch="auto", **options), ids, a).dispatches
+        assert line.startswith(taken)
     four = peers.PeerMemory(("expert",), 4, ENOUGH, True, ("data",), 2)
     monkeypatch.setitem(peers._open, ("expert",), four)
 
@@ -372,8 +485,8 @@ def test_auto_takes_nothing_that_would_be_refused(on_gpus, monkeypatch):
             axis_names={"expert"},
         )
 
-    (told,) = jaxmoe.explain(split("auto"), ids, a).dispatches
-    assert told.startswith("all_gather")
+    (line,) = jaxmoe.explain(split("auto"), ids, a).dispatches
+    assert line.startswith("all_gather")
     with pytest.raises(ValueError, match="over all axes of the mesh, and 'data' is left to XLA"):
         jax.eval_shape(split("direct"), ids, a)
 

@@ -24,7 +24,7 @@ call = functools.partial(split, batch_invariant=False)
 
 @pytest.fixture(autouse=True)
 def always(monkeypatch):
-    monkeypatch.setattr(beside, "is_taken", beside.is_call)
+    monkeypatch.setattr(beside, "why_not", beside.no_call)
     poison((1 << 24,), jnp.float32)
 
 

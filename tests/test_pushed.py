@@ -190,23 +190,28 @@ def test_what_is_one_call():
 
     def seen(operands, layer, _sent):
         found.append((operands, layer))
-        return False
+        return "seen"
 
     patched = pytest.MonkeyPatch()
     with patched.context() as patch:
-        patch.setattr(pushed, "is_call", seen)
+        patch.setattr(pushed, "why_not", seen)
         with expert_parallel.open_peer_memory(mesh(**EIGHT), "expert", num_bytes=ENOUGH):
             jax.eval_shape(layer(), ids, a)
     a, of_layer = found[0]
     a = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), a)
-    yes = functools.partial(pushed.is_call, a, of_layer)
-    assert yes(sent_through("expert"))
-    assert yes(sent_through("expert", residual=jnp.zeros((2, 16), jnp.bfloat16)))
-    assert not yes(sent_through("expert", residual=jnp.zeros((2, 16))))
-    assert not yes(sent_through(""))
-    assert not yes(sent_through("expert", num_bytes=peers.HEADER_BYTES))
+    why_not = functools.partial(pushed.why_not, a, of_layer)
+    assert why_not(sent_through("expert")) is None
+    assert why_not(sent_through("expert", residual=jnp.zeros((2, 16), jnp.bfloat16))) is None
+    other = "residual is f32, not the dtype of the layer"
+    assert why_not(sent_through("expert", residual=jnp.zeros((2, 16)))) == other
+    assert why_not(sent_through("")) == "there is no memory of GPUs"
+    rows = peers.total_bytes(peers.rows_bytes(2, 3, 2 * 16))
+    room = f"rows need {rows} bytes of peer memory, and {rows - 1} are open"
+    assert why_not(sent_through("expert", num_bytes=rows)) is None
+    assert why_not(sent_through("expert", num_bytes=rows - 1)) == room
     wide = of_layer.replace(dtype=jnp.dtype("float32"))
-    assert not pushed.is_call(a, wide, sent_through("expert"))
+    several = "the layer is no one call: float32 products are sums of several"
+    assert pushed.why_not(a, wide, sent_through("expert")) == several
 
 
 @pytest.mark.usefixtures("on_gpus")
@@ -251,7 +256,7 @@ def test_residuals_are_those_of_one_way():
     ours = kept()
     patched = pytest.MonkeyPatch()
     with patched.context() as patch:
-        patch.setattr(pushed, "is_call", lambda *_: False)
+        patch.setattr(pushed, "why_not", lambda *_: "not asked for")
         theirs = kept()
     floats = lambda found: [x for x in found if "float" in x[1]]  # noqa: E731
     assert floats(ours) == floats(theirs)

@@ -18,9 +18,10 @@ import jax.numpy as jnp
 from jaxmoe._ep import direct, peers
 from jaxmoe._ep.cost import beside_pays
 from jaxmoe._ep.direct import Way
-from jaxmoe._ep.pushed import is_one_call
+from jaxmoe._ep.pushed import several_calls
 from jaxmoe._ep.slots import local_ids
 from jaxmoe._gemm.tiles import TILES, GemmConfig
+from jaxmoe._jax import checks as _checks
 from jaxmoe._jax import primitive as _primitive
 from jaxmoe._mlp import op
 from jaxmoe._mlp.configs import configs_of
@@ -38,16 +39,18 @@ _OWN = ("place", "slots", "weights", "residual")
 _OF_TOKENS = ("x", "x_scales", "expert_ids", "weights")
 
 
-def is_taken(a: Operands, layer: Layer, way: Way, num_bytes: int, residual: Any) -> bool:
-    """Whether there `is_call`, faster than a dispatch, the layer and what brings sums home."""
+def why_not(a: Operands, layer: Layer, way: Way, num_bytes: int, residual: Any) -> str | None:
+    """Why there is no call, or none faster than a dispatch, the layer and what brings sums home."""
     n = way.num_devices
-    if n == 1 or a.expert_ids.size < _LEAST_ROWS * n * layer.num_local_experts:
-        return False
+    if n == 1:
+        return "there is one device"
+    if a.expert_ids.size < _LEAST_ROWS * n * layer.num_local_experts:
+        return f"an expert has fewer than {_LEAST_ROWS} rows of a device's tokens in the mean"
     first = _gate_up(a, layer, way, num_bytes, residual)
-    if first is None:
-        return False
+    if isinstance(first, str):
+        return first
     weights = (a.w_gate_up, a.w_up, a.w_down)
-    return beside_pays(
+    pays = beside_pays(
         way.num_devices,
         a.x.shape[0],
         a.expert_ids.shape[1],
@@ -59,37 +62,41 @@ def is_taken(a: Operands, layer: Layer, way: Way, num_bytes: int, residual: Any)
         fp8=a.x_scales is not None,
         gathers=first.gather,
     )
+    return None if pays else "they are estimated to hide no more than that costs"
 
 
-def is_call(a: Operands, layer: Layer, way: Way, num_bytes: int, residual: Any) -> bool:
-    """Whether the kernels have this layer, and what is sent has room in the memory."""
-    return _gate_up(a, layer, way, num_bytes, residual) is not None
+def no_call(a: Operands, layer: Layer, way: Way, num_bytes: int, residual: Any) -> str | None:
+    """Why the kernels do not have this layer, or what is sent has no room in the memory."""
+    first = _gate_up(a, layer, way, num_bytes, residual)
+    return first if isinstance(first, str) else None
 
 
 def _gate_up(
     a: Operands, layer: Layer, way: Way, num_bytes: int, residual: Any
-) -> GemmConfig | None:
-    """The configuration of the first product of a layer that `is_call`, else None.
+) -> GemmConfig | str:
+    """The configuration of the first product, or why there is no call.
 
     Products must read x as it travels, and tiles that fetch its rows have a multiprocessor each:
     only these wait for them.
     """
-    if not way.memory or a.x.shape[0] == 0 or a.expert_map is not None or a.x_scale is not None:
-        return None
+    if not way.memory:
+        return "there is no memory of GPUs"
+    if a.x.shape[0] == 0 or a.expert_map is not None:
+        return "no kernel has that layer"
     if residual is not None and residual.dtype != layer.dtype:
-        return None
-    if layer.format.quantizes_tokens and (a.x_scales is None or a.x_scales.ndim == 0):
-        return None
-    if op.rounds_tokens(a, layer):
-        return None
+        return f"residual is {_checks.dtype_name(residual.dtype)}, not the dtype of the layer"
+    apart = layer.format.quantizes_tokens and (a.x_scales is None or a.x_scales.ndim == 0)
+    if apart or a.x_scale is not None or op.rounds_tokens(a, layer):
+        return "products read no tokens as they travel: these are quantized where they arrive"
     wide, of_all = _of_all(a, layer, way)
-    if not is_one_call(wide, of_all):
-        return None
+    if (why := several_calls(wide, of_all)) is not None:
+        return f"the layer is no one call: {why}"
     first, _ = configs_of(join(wide, of_all), of_all)
     if first.gather and (layer.format.packed or TILES.get(first.tile) != 1):
-        return None
-    has_room = peers.total_bytes(_half_bytes(a, layer, way)) <= num_bytes
-    return first if has_room else None
+        return "tiles of the first product cannot wait for rows of tokens that they fetch"
+    if (needed := peers.total_bytes(_half_bytes(a, layer, way))) > num_bytes:
+        return f"it needs {needed} bytes of peer memory, and {num_bytes} are open"
+    return first
 
 
 def _half_bytes(a: Operands, layer: Layer, way: Way) -> int:
@@ -115,15 +122,16 @@ def _of_all(a: Any, layer: Layer, way: Way) -> tuple[Operands, Layer]:
 
 
 def layer_op(
-    a: Operands, layer: Layer, *, way: Way, residual: jax.Array | None
+    a: Operands, layer: Layer, *, way: Way, residual: jax.Array | None, moving: str = ""
 ) -> tuple[jax.Array, ...]:
     """Computes the layer of the tokens of all devices, and brings this one's results home.
 
     Args:
       a: of this device's tokens, with slots for ids.
-      layer: one that `is_call`, over all experts.
+      layer: one that has a call, over all experts.
       way: the exchange.
       residual: [T, H] or None.
+      moving: what the way of derivatives says.
 
     Returns:
       ([T, H],)
@@ -142,14 +150,15 @@ def layer_op(
         top_k, small, scales = a.expert_ids.shape[1], a.weights, a.x_scales
         if scales is not None and scales.ndim:
             small = jnp.concatenate([small, scales.reshape(scales.shape[0], -1)], axis=1)
-        all_slots, tokens, small = direct.send(way, a.expert_ids, a.x, small)
+        quiet = way._replace(says="")
+        all_slots, tokens, small = direct.send(quiet, a.expert_ids, a.x, small)
         if scales is not None and scales.ndim:
             scales = small[:, top_k:].reshape(tokens.shape[0], *scales.shape[1:])
         ids = local_ids(all_slots, way.num_local, jax.lax.axis_index(way.axis_name))
         weights = small[:, :top_k]
         b = a._replace(x=tokens, expert_ids=ids, weights=weights, x_scales=scales)
         (sums,) = op.layer_op(b, layer)
-        return direct.bring(way, a.expert_ids, all_slots, sums, residual)
+        return direct.bring(way._replace(says=moving), a.expert_ids, all_slots, sums, residual)
 
     def kernels(place: jax.Array, *arrays: jax.Array) -> jax.Array:
         residual, a = named(arrays)

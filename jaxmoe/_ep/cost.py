@@ -57,7 +57,7 @@ class DispatchChoice:
         "direct" if it can be.
       capacity: tokens that a device can send to each other one.
       sent_bytes: what a device sends by each way, there and back; of "ragged" and "direct" what
-        even choices send.
+        even choices send, of "direct" where sums travel.
     """
 
     name: str
@@ -89,6 +89,34 @@ def capacity_of(
         raise ValueError(_checks.message(op, rule))
     wanted = capacity_factor * num_tokens * share_per_device(num_devices, top_k)
     return max(min(1, num_tokens), min(num_tokens, math.ceil(wanted)))
+
+
+def _row_bytes(hidden: int, top_k: int, itemsize: int, dispatch_itemsize: int) -> tuple[int, int]:
+    """To the experts: the token, K ids and K weights. Back: a sum, or a row of a choice."""
+    return hidden * dispatch_itemsize + 8 * top_k, hidden * itemsize
+
+
+def direct_bytes(
+    num_tokens: int,
+    hidden: int,
+    top_k: int,
+    num_devices: int,
+    itemsize: int,
+    dispatch_itemsize: int,
+) -> dict[str, int]:
+    """Bytes that a device sends by "direct", there and back, of even choices.
+
+    Returns:
+      "sums": tokens go where they have a choice, and a sum comes back from there; "rows": a row of
+      each choice comes back; "all": every token goes to every device, and a sum comes back.
+    """
+    there, back = _row_bytes(hidden, top_k, itemsize, dispatch_itemsize)
+    p, others = share_per_device(num_devices, top_k), (num_devices - 1) * num_tokens
+    return {
+        "sums": round(others * p * (there + back)),
+        "rows": round(others * (p * there + top_k / num_devices * back)),
+        "all": others * (there + back),
+    }
 
 
 def choose_dispatch(
@@ -128,8 +156,11 @@ def choose_dispatch(
       dispatch_itemsize: bytes of an element of a token on its way to the experts, 1 for FP8; by
         default `itemsize`.
       links: of your machine, from your own measurement; by default those of 4 H200 in one host.
-      direct: whether there is peer memory for this, see `open_peer_memory`. It sends what "ragged"
-        sends, at the rate of all_gather, and has room for every token.
+      direct: whether there is peer memory for this, see `open_peer_memory`. It has room for every
+        token. Its time is that of the (n - 1) * p * T tokens and as many sums, at a rate and with a
+        latency that were measured of whole layers: whether sums travel, or K / n rows for each
+        token while the product that stores them goes on, or everything beside the products, hangs
+        on more than these sizes; `jaxmoe.explain` says which, and the bytes of that.
 
     Returns:
       `DispatchChoice`.
@@ -162,11 +193,13 @@ def choose_dispatch(
         return DispatchChoice("all_gather", reason, {}, num_tokens, {})
     links = Links() if links is None else links
     expected = min(float(capacity), num_tokens * share_per_device(num_devices, top_k))
-    # To the experts: the token, K ids and K weights. Back: the sum.
-    row = hidden * (dispatch_itemsize + itemsize) + 8 * top_k
-    tokens_of = {"all_gather": num_tokens, "all_to_all": capacity}
-    tokens_of |= {"ragged": expected, "direct": num_tokens * share_per_device(num_devices, top_k)}
-    sent = {way: round((num_devices - 1) * row * count) for way, count in tokens_of.items()}
+    there, back = _row_bytes(hidden, top_k, itemsize, dispatch_itemsize)
+    tokens_of = {"all_gather": num_tokens, "all_to_all": capacity, "ragged": expected}
+    sent = {
+        way: round((num_devices - 1) * (there + back) * count) for way, count in tokens_of.items()
+    }
+    sizes = num_tokens, hidden, top_k, num_devices
+    sent["direct"] = direct_bytes(*sizes, itemsize, dispatch_itemsize)["sums"]
     us = {
         "all_gather": links.gather_us + 1e-3 * sent["all_gather"] / links.gather_gbps,
         "all_to_all": 2 * links.all_to_all_us + 1e-3 * sent["all_to_all"] / links.all_to_all_gbps,

@@ -29,6 +29,7 @@ class Way(NamedTuple):
       num_local: experts of a device.
       memory: name of the peer memory; "" for none, where collectives do it.
       group_axes: the other axes of its mesh.
+      says: what `jaxmoe.explain` tells of a program with a call that brings results home so.
     """
 
     axis_name: Any
@@ -36,6 +37,7 @@ class Way(NamedTuple):
     num_local: int
     memory: str
     group_axes: tuple[str, ...] = ()
+    says: str = ""
 
 
 class Sent(NamedTuple):
@@ -75,7 +77,7 @@ def refused(axis_name: Any, memory: PeerMemory) -> str | None:
 
 
 def way_of(axis_name: Any, num_local: int, memory: PeerMemory) -> Way:
-    """The exchange through that memory, which is not `refused`."""
+    """The exchange through that memory, which is not `refused`; it says nothing."""
     if (why := refused(axis_name, memory)) is not None:
         raise ValueError(f"jaxmoe.{OP}: {why}")
     name = memory.name if memory.on_gpus else ""

@@ -46,7 +46,8 @@ class Exchange(NamedTuple):
 
     Attributes:
       rows: the payload's arrays as received, M rows each.
-      combine: ([M, H] sums of this device's experts) -> [T, H] sums of all, residual added.
+      combine: ([M, H] sums of this device's experts) -> [T, H] sums of all, residual added; that
+        of `direct` takes another `says`.
       lost: [] int32, choices of this device's tokens that found no room.
       slots: [M, K] int32 of these rows, counted as where they were sent from; None where they are
         among `rows`.
@@ -54,7 +55,7 @@ class Exchange(NamedTuple):
     """
 
     rows: Arrays
-    combine: Callable[[jax.Array], jax.Array]
+    combine: Callable[..., jax.Array]
     lost: jax.Array
     slots: jax.Array | None = None
     sent: _direct.Sent | None = None
@@ -109,10 +110,13 @@ def direct(
     num_local: int,
     memory: _peers.PeerMemory,
     row_bytes: int,
+    says: str,
 ) -> Exchange:
     """Each device leaves tokens with those that they have a choice on, and sums at their source.
 
-    `row_bytes`: of a sum.
+    Args:
+      row_bytes: of a sum.
+      says: of the way of sums, where the caller has no other one, see `direct.Way`.
     """
     tokens, small = payload
     token_bytes = tokens.shape[1] * tokens.dtype.itemsize
@@ -129,8 +133,8 @@ def direct(
     way = _direct.way_of(axis.name, num_local, memory)
     all_slots, *rows = _direct.send(way, slots, tokens, small)
 
-    def combine(y: jax.Array) -> jax.Array:
-        return _direct.bring(way, slots, all_slots, y, residual)
+    def combine(y: jax.Array, says: str = says) -> jax.Array:
+        return _direct.bring(way._replace(says=says), slots, all_slots, y, residual)
 
     sent = _direct.Sent(way, memory.num_bytes, slots, all_slots, residual)
     return Exchange(tuple(rows), combine, jnp.int32(0), all_slots, sent)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ import numpy as np
 from jaxmoe._ep import direct as _direct
 from jaxmoe._ep import exchange as _exchange
 from jaxmoe._ep import peers as _peers
-from jaxmoe._ep.cost import DISPATCHES, capacity_of, choose_dispatch
+from jaxmoe._ep.cost import DISPATCHES, capacity_of, choose_dispatch, direct_bytes
 from jaxmoe._ep.direct import OP
 from jaxmoe._ep.exchange import Arrays, Axis, Exchange
 from jaxmoe._jax import checks as _checks
@@ -29,6 +30,8 @@ class Hop:
       num_local: experts of all devices with the same place along it.
       capacity: tokens that a device can send to each other one.
       memory: what "direct" sends through, None for other ways.
+      chosen: why it is this way.
+      sent: of "direct", bytes that a device sends, see `cost.direct_bytes`.
     """
 
     axis: Axis
@@ -36,19 +39,30 @@ class Hop:
     num_local: int
     capacity: int
     memory: _peers.PeerMemory | None = None
+    chosen: str = ""
+    sent: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
-    def exchange(self, payload: Arrays, residual: Any, slots: jax.Array, row: int) -> Exchange:
+    def says(self, what: str, how: str) -> str:
+        """What "direct" through memory of GPUs tells of itself, if it sends `what` of `sent`."""
+        axis, sent = self.axis.name, self.sent[what]
+        return f"direct along {axis!r}: {sent} bytes that a device sends; {self.chosen}; {how}"
+
+    def exchange(
+        self, payload: Arrays, residual: Any, slots: jax.Array, row: int, sums: str
+    ) -> Exchange:
         """Sends what there is of tokens.
 
         Args:
           slots: [T, K], device along the axis * num_local + expert there, -1 for none.
           row: bytes of a sum.
+          sums: why it is sums that come back.
         """
         if self.dispatch == "replicated":
             return _exchange.replicated(payload, residual, self.axis, slots)
         where = self.axis, slots, self.num_local
         if self.memory is not None:
-            return _exchange.direct(payload, residual, *where, self.memory, row)
+            says = self.says("sums", sums_travel(sums))
+            return _exchange.direct(payload, residual, *where, self.memory, row, says)
         payload = _exchange.with_slots(payload, slots)
         if self.dispatch == "all_gather":
             out = _exchange.all_gather(payload, residual, self.axis)
@@ -56,6 +70,11 @@ class Hop:
             way = _exchange.ragged if self.dispatch == "ragged" else _exchange.all_to_all
             out = way(payload, residual, *where, self.capacity)
         return _exchange.without_slots(out, slots.shape[1])
+
+
+def sums_travel(why: str) -> str:
+    """How "direct" brings results home where no product does it."""
+    return f"sums of devices travel: {why}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +133,7 @@ def hops_of(
         factor = capacity_factor if i == 0 else None
         capacity = capacity_of(OP, factor, tokens.count, sizes[i], tokens.top_k)
         memory = _peers.opened(axis, sizes[i])
-        name = _chosen(way, axis, sizes[i], tokens, memory, factor)
+        name, chosen, sent = _chosen(way, axis, sizes[i], tokens, memory, factor)
         hops.append(
             Hop(
                 Axis(axis, sizes[i], jax.lax.axis_index(axis), np.dtype(sum_dtype)),
@@ -122,6 +141,8 @@ def hops_of(
                 num_local * math.prod(sizes[i + 1 :]),
                 capacity,
                 memory if name == "direct" else None,
+                chosen,
+                sent,
             )
         )
         # What arrives from each device goes on.
@@ -136,12 +157,15 @@ def travel(
     residual: jax.Array | None,
     slots: jax.Array,
     row: int,
+    *,
+    sums: str,
 ) -> Exchange:
     """Sends what there is of tokens, one exchange after the other.
 
     Args:
       slots: [T, K] of this device's tokens, counted over all devices, as are those that arrive.
       row: bytes of a sum.
+      sums: why it is sums that come back along each axis, where the caller has no other way.
     """
     ways: list[Exchange] = []
     first: Any = 0  # slot of the first expert that this device may still send to
@@ -151,7 +175,7 @@ def travel(
             here = before.axis.index * before.num_local
             slots, first = slots - here, first + here
             slots = jnp.where((slots >= 0) & (slots < before.num_local), slots, -1)
-        ways.append(hop.exchange(payload, None if i else residual, slots, row))
+        ways.append(hop.exchange(payload, None if i else residual, slots, row, sums))
         payload, arrived = ways[-1].rows, ways[-1].slots
         assert arrived is not None
         slots = arrived
@@ -173,7 +197,8 @@ def _chosen(
     tokens: Tokens,
     memory: _peers.PeerMemory | None,
     capacity_factor: Any,
-) -> str:
+) -> tuple[str, str, dict[str, int]]:
+    """Returns (way, why this one, what "direct" sends); says so, unless the program does."""
     if way == "direct" and memory is None:
         rule = (
             f"dispatch='direct' needs memory along axis_name={axis!r} that its {size} devices "
@@ -185,7 +210,7 @@ def _chosen(
         told.tell(
             f"replicated along {axis!r}: every device has every token, sums are added by psum"
         )
-        return way
+        return way, "", {}
     if not _sizes.is_known(tokens.count):
         rule = (
             f"x.shape[0]={tokens.count} must be known at trace time: export a program for each "
@@ -198,11 +223,9 @@ def _chosen(
         sizes = tokens.count, max(hidden, 1), tokens.top_k, size
         room = _peers.peer_memory_bytes(*sizes, itemsize=itemsize) <= memory.num_bytes
         room = room and _direct.refused(axis, memory) is None
+    sizes = tokens.count, max(hidden, 1), tokens.top_k, size
     choice = choose_dispatch(
-        tokens.count,
-        max(hidden, 1),
-        tokens.top_k,
-        size,
+        *sizes,
         capacity_factor=capacity_factor,
         itemsize=itemsize,
         dispatch_itemsize=tokens.itemsize,
@@ -210,5 +233,12 @@ def _chosen(
     )
     name = choice.name if way == "auto" else way
     why = choice.reason if way == "auto" else "asked for"
-    told.tell(f"{name} along {axis!r}: {choice.sent_bytes[name]} bytes that a device sends; {why}")
-    return name
+    if name == "direct":
+        sent = direct_bytes(*sizes, itemsize, tokens.itemsize or itemsize)
+        if memory is not None and memory.on_gpus:
+            return name, why, sent  # how results come back is not known yet, nor a derivative
+        count, why = sent["all"], f"{why}; by XLA's collectives, there is no memory of GPUs"
+    else:
+        count, sent = choice.sent_bytes[name], {}
+    told.tell(f"{name} along {axis!r}: {count} bytes that a device sends; {why}")
+    return name, why, sent

@@ -18,12 +18,12 @@ from jaxmoe._ep.checks import OPTIONS, Setup
 from jaxmoe._ep.direct import OP, Sent
 from jaxmoe._ep.slots import local_ids, slots_of
 from jaxmoe._jax import checks as _checks
-from jaxmoe._jax import told
 from jaxmoe._mlp.operands import Layer, Operands
 from jaxmoe.experts import Experts
 from jaxmoe.quantize import QuantizedArray, quantize_tokens, scales_shape
 from jaxmoe.routing import Routing
 
+_DERIVATIVE = "a derivative is taken"
 _WORD = 4  # FP8 values travel as uint32, which every collective and every device knows
 
 
@@ -94,24 +94,30 @@ def _chunk(
     before: list[jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
     """Computes one chunk. `own`: this device's part of it; `before`: results of earlier chunks."""
+    sums = f"tensor_axis={s.tensor_axis!r}" if s.tensor_axis else "experts lie along several axes"
+    around = ""
     if _only_direct(s) and len(s.hops) == 1 and not s.tensor_axis:
         y = _beside_products(s, x, Routing(slots, weights), residual, **local.keywords)
-        if y is not None:
+        if not isinstance(y, str):
             return y, jnp.int32(0)
+        around = y
     payload = _pack(x, weights, words=not _only_direct(s))
     added = None if s.tensor_axis else residual
     if own is not None:
         added = own if added is None else _ep_exchange.plus(own, added, jnp.float32)
     row = x.shape[1] * jnp.dtype(x.dtype).itemsize
     with jax.named_scope(f"dispatch_{s.dispatch}"):
-        out = _hops.travel(s.hops, payload, added, slots, row)
+        out = _hops.travel(s.hops, payload, added, slots, row, sums=sums)
     tokens, arrived_weights = _unpack(out.rows, x, slots.shape[1])
     assert out.slots is not None
     received = tokens, out.slots, arrived_weights
+    combine = out.combine
     if out.sent is not None and not s.tensor_axis:
-        y = local(received, slots.shape[0], home=_Home(out.sent, weights))
-        if y is not None:
+        y = local(received, slots.shape[0], home=_Home(out.sent, weights, around))
+        if not isinstance(y, str):
             return y, out.lost
+        says = s.hops[0].says("sums", _hops.sums_travel(y))
+        combine = functools.partial(combine, says=says)
     y = local(received, slots.shape[0])
     if before:
         # Or XLA makes one collective of the sums of all chunks, which then waits for the last.
@@ -119,7 +125,7 @@ def _chunk(
         if jax.typeof(held) == jax.typeof(before[-1]):  # older JAX: varies over the axes of y too
             before[-1] = held
     with jax.named_scope(f"combine_{s.dispatch}"):
-        y = out.combine(y)
+        y = combine(y)
         if s.tensor_axis:
             whole = jax.lax.psum(y.astype(s.axis.sum_dtype), s.tensor_axis)
             y = _ep_exchange.plus(whole, residual, y.dtype)
@@ -136,10 +142,12 @@ class _Home(NamedTuple):
     Attributes:
       sent: what was dispatched.
       weights: [T, K] of this device's own tokens.
+      around: why the exchange does not run beside the products.
     """
 
     sent: Sent
     weights: jax.Array
+    around: str
 
 
 def _beside_products(
@@ -150,21 +158,23 @@ def _beside_products(
     *,
     experts: Experts,
     options: dict[str, Any],
-) -> jax.Array | None:
-    """The layer of tokens that come while it runs, or None where that is no call, or slower.
+) -> jax.Array | str:
+    """The layer of tokens that come while it runs, or why that is no call, or slower.
 
     `routing`: to slots.
     """
     (hop,) = s.hops
     assert hop.memory is not None
     if not hop.memory.copies:
-        return None
+        return "its processes have several GPUs each, whose memory copy engines do not reach"
     way = _direct.way_of(hop.axis.name, s.num_local, hop.memory)
     a, layer, recompute = _prepared(x, routing, experts, options, s.num_local * s.axis.size)
-    if not _beside.is_taken(a, layer, way, hop.memory.num_bytes, residual):
-        return None
-    told.tell(f"direct along {way.axis_name!r}: tokens come and sums go beside the products")
-    bind = functools.partial(_beside.layer_op, way=way, residual=residual)
+    if (why := _beside.why_not(a, layer, way, hop.memory.num_bytes, residual)) is not None:
+        return why
+    how = "tokens come and sums go beside the products, which is estimated to be faster"
+    way = way._replace(says=hop.says("all", how))
+    moving = hop.says("sums", _hops.sums_travel(_DERIVATIVE))
+    bind = functools.partial(_beside.layer_op, way=way, residual=residual, moving=moving)
     with jax.named_scope("dispatch_direct"):
         return mlp.bound(bind, a, layer, recompute)[0]
 
@@ -194,7 +204,7 @@ def _local(
 ) -> Any:
     """Runs this device's experts on what it received. Returns the sums of their rows.
 
-    With `home` the results of this device's own tokens, or None if that is no one call.
+    With `home` the results of this device's own tokens, or why that is no one call.
     """
     x, slots, weights = received
     ids = local_ids(slots, s.num_local, s.axis.index)
@@ -207,14 +217,17 @@ def _local(
     if home is None:
         return mlp.moe_mlp(*given, num_experts=num_experts, **options)
     a, layer, recompute = _prepared(*given, options, num_experts)
-    if not _pushed.is_call(a, layer, home.sent):
-        return None
-    axis = s.axis.name
-    told.tell(f"direct along {axis!r}: the second product stores rows on the devices of tokens")
+    if (why := _pushed.why_not(a, layer, home.sent)) is not None:
+        return why
     own = home.weights
     if options.get("apply_weight_on_input"):  # tokens were multiplied by them
         own = jnp.ones_like(own)
-    bind = functools.partial(_pushed.layer_op, sent=home.sent, weights=own)
+    (hop,) = s.hops
+    stored = "the second product stores rows on the devices of tokens"
+    says = hop.says("rows", f"{stored}; the exchange is not beside the products: {home.around}")
+    moving = hop.says("sums", _hops.sums_travel(_DERIVATIVE))
+    sent = home.sent._replace(way=home.sent.way._replace(says=says))
+    bind = functools.partial(_pushed.layer_op, sent=sent, weights=own, moving=moving)
     with jax.named_scope(f"combine_{s.dispatch}"):
         return mlp.bound(bind, a, layer, recompute)[0]
 

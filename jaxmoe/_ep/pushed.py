@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from jaxmoe._ep import direct, peers
 from jaxmoe._ep.direct import Sent, Way
+from jaxmoe._jax import checks as _checks
 from jaxmoe._jax import primitive as _primitive
 from jaxmoe._mlp import op
 from jaxmoe._mlp.configs import configs_of
@@ -30,32 +31,39 @@ _LAYER = (
 _OWN = ("place", "slots", "own_weights", "own_residual")
 
 
-def is_call(a: Operands, layer: Layer, sent: Sent) -> bool:
-    """Whether the layer of what was sent is one call, and its rows have room in the memory."""
-    if not sent.way.memory or not is_one_call(a, layer):
-        return False
+def why_not(a: Operands, layer: Layer, sent: Sent) -> str | None:
+    """Why the layer of what was sent is not one call, or its rows have no room; None if it is."""
+    if not sent.way.memory:
+        return "there is no memory of GPUs"
+    if (why := several_calls(a, layer)) is not None:
+        return f"the layer is no one call: {why}"
     if sent.residual is not None and sent.residual.dtype != layer.dtype:
-        return False
+        return f"residual is {_checks.dtype_name(sent.residual.dtype)}, not the dtype of the layer"
     num_tokens, top_k = sent.slots.shape
     half = peers.rows_bytes(num_tokens, top_k, a.x.shape[1] * layer.dtype.itemsize)
-    return peers.total_bytes(half) <= sent.num_bytes
+    if (needed := peers.total_bytes(half)) > sent.num_bytes:
+        return f"rows need {needed} bytes of peer memory, and {sent.num_bytes} are open"
+    return None
 
 
-def is_one_call(a: Operands, layer: Layer) -> bool:
-    """Whether the layer of these operands is a call of the kernels, and not made of several."""
+def several_calls(a: Operands, layer: Layer) -> str | None:
+    """Why the layer of these operands is no call of the kernels by itself; None if it is."""
     a = jax.tree.map(jax.typeof, join(a, layer))
     absent = tuple(name for name, x in zip(a._fields, a, strict=True) if x is None)
-    return not op.is_composed(absent=absent, layer=layer) and op.call_reason(a, layer=layer) is None
+    return op.composed_reason(absent, layer) or op.call_reason(a, layer=layer)
 
 
-def layer_op(a: Operands, layer: Layer, *, sent: Sent, weights: jax.Array) -> tuple[jax.Array, ...]:
+def layer_op(
+    a: Operands, layer: Layer, *, sent: Sent, weights: jax.Array, moving: str = ""
+) -> tuple[jax.Array, ...]:
     """Computes the layer of tokens that were sent, and brings it home.
 
     Args:
       a: of the tokens of all devices; its weights are read for derivatives alone.
-      layer: one that `is_call`.
+      layer: one that has no reason `why_not`.
       sent: the dispatch.
       weights: [T, K] of this device's own tokens.
+      moving: what the way of derivatives says.
 
     Returns:
       ([T, H],), of these tokens.
@@ -74,7 +82,7 @@ def layer_op(a: Operands, layer: Layer, *, sent: Sent, weights: jax.Array) -> tu
     def apart(_place: jax.Array, *arrays: jax.Array) -> jax.Array:
         (slots, all_slots, _, residual), a = named(arrays)
         (sums,) = op.layer_op(a, layer)
-        return direct.bring(way, slots, all_slots, sums, residual)
+        return direct.bring(way._replace(says=moving), slots, all_slots, sums, residual)
 
     def kernels(place: jax.Array, *arrays: jax.Array) -> jax.Array:
         (slots, _, weights, residual), a = named(arrays)

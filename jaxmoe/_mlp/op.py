@@ -79,10 +79,20 @@ def _xla(*arrays: Any, layer: Layer) -> tuple[jax.Array, ...]:
 
 def is_composed(*, absent: tuple[str, ...], layer: Layer) -> bool:
     """Whether the layer is made of other ops, and no call of its own."""
-    apart = "b_up" not in absent or "up_scales" not in absent
-    no_call = layer.format.rounding_in_call(absent) is None
-    of_parts = layer.dtype == jnp.float32 and not layer.format.quantized  # each of its products
-    return no_call or apart or of_parts or not layer.activation.fused
+    return composed_reason(absent, layer) is not None
+
+
+def composed_reason(absent: tuple[str, ...], layer: Layer) -> str | None:
+    """Why the layer is made of other ops, None if it is a call of its own."""
+    if layer.format.rounding_in_call(absent) is None:
+        return f"in {layer.format.name} it is made of several"
+    if "b_up" not in absent or "up_scales" not in absent:
+        return "its gate and up have biases or scales of two arrays"
+    if layer.dtype == jnp.float32 and not layer.format.quantized:
+        return "float32 products are sums of several"
+    if not layer.activation.fused:
+        return "no kernel has its activation"
+    return None
 
 
 def _rounding(a: Operands, layer: Layer) -> Choice:
