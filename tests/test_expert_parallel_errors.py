@@ -142,14 +142,22 @@ def test_outside_of_shard_map():
         layers.expert_parallel(*arrays(), axis_name="expert")
 
 
-@pytest.mark.parametrize("dispatch", ("auto", "all_gather"))
-def test_a_number_of_tokens_that_is_a_symbol(dispatch):
+@pytest.mark.parametrize(
+    "options",
+    (
+        *({"dispatch": "auto"}, {"dispatch": "all_gather", "capacity_factor": 1.0}),
+        *({"tokens": "replicated"}, {"tokens": "replicated", "num_chunks": 2}),
+    ),
+    ids=str,
+)
+def test_a_number_of_tokens_that_is_a_symbol(options):
     (tokens,) = jax.export.symbolic_shape("4*t")
     shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     ids = jax.ShapeDtypeStruct((tokens, K), jnp.int32)
     x, routing = shape((tokens, H)), Routing(ids, shape((tokens, K)))
     with pytest.raises(ValueError, match=r"x.shape\[0\]=\S+ must be known at trace time"):
-        inside((x, routing, *arrays()[2:]), dispatch=dispatch)
+        specs = (P(), P(), SPLIT, SPLIT) if "tokens" in options else SPLIT
+        inside((x, routing, *arrays()[2:]), specs, **options)
 
 
 def test_weights_and_routing_are_checked_as_those_of_one_device():

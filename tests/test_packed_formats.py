@@ -506,11 +506,9 @@ def test_i_that_no_device_can_have_a_part_of_is_refused():
     mesh = jax.make_mesh((2,), ("i",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     with pytest.raises(ValueError, match="tensor_axis='i' must be None in int4_channel"):
         call(x, routing, q, mesh=mesh, axis_name=(), tensor_axis="i")
-    with pytest.raises(ValueError, match="mxfp4 is a format of weights alone"):
-        q, *_ = jax.eval_shape(lambda: experts("mxfp4"))
-        mesh = jax.make_mesh((2,), ("e",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
-        options = {"mesh": mesh, "axis_name": "e", "dispatch_format": "mxfp4"}
-        call(x, routing, q, **options)
+    mesh = jax.make_mesh((2,), ("e",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    with pytest.raises(ValueError, match="int4_channel is a format of weights alone"):
+        call(x, routing, q, mesh=mesh, axis_name="e", dispatch_format="int4_channel")
 
 
 def test_cuda_makes_one_call(name):

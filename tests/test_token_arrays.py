@@ -170,6 +170,31 @@ def test_tokens_are_sent_quantized(token_format):
         call(x, routing, e, dispatch_format="mxfp4")
 
 
+@pytest.mark.parametrize(
+    "weights, sent, token_format",
+    [
+        ("mxfp8", "mxfp8", "mxfp8"),
+        ("mxfp4", "mxfp4", "mxfp4"),
+        ("mxfp4", "mxfp8", "mxfp8"),
+        ("nvfp4", "nvfp4", "nvfp4"),
+        ("int4_g128", "fp8_channel", "e4m3"),
+    ],
+)
+def test_a_format_of_tokens_is_sent_where_it_is_that_of_the_layer(weights, sent, token_format):
+    x, routing, e = case(weights, None)
+    mesh = jax.make_mesh((2,), ("e",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+
+    def call(e):
+        options = {"axis_name": "e", "dispatch_format": sent}
+        return expert_parallel.sharded_moe_mlp(x, routing, e, mesh=mesh, **options)
+
+    step = f"tokens are in {sent} with experts.token_format={token_format!r}"
+    with pytest.raises(ValueError, match=rf"dispatch_format={sent!r} must be None: .*{step}"):
+        jax.eval_shape(call, e)
+    allowed = dataclasses.replace(e, token_format=token_format)
+    assert jax.eval_shape(call, allowed).shape == x.shape  # as the message says
+
+
 def test_refusals():
     x, routing, e = case("nvfp4", "nvfp4", **STATIC)
     q = tokens_in(x, format="nvfp4")

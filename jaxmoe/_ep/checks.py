@@ -12,8 +12,9 @@ from jaxmoe._ep import hops as _hops
 from jaxmoe._ep.cost import TOKENS
 from jaxmoe._ep.direct import OP
 from jaxmoe._ep.exchange import Axis
-from jaxmoe._formats import Format
+from jaxmoe._formats import Format, token_format_of
 from jaxmoe._jax import checks as _checks
+from jaxmoe._jax import sizes as _sizes
 from jaxmoe._mlp.checks import check_experts, check_tokens
 from jaxmoe.experts import Experts
 from jaxmoe.quantize import FORMATS, QuantizedArray
@@ -97,6 +98,12 @@ def check_all(
     if expert_map is not None:
         _refuse_varying("expert_map", expert_map, axis_name)
     _check_weights_axes(experts, axis_name, tensor_axis, expert_map)
+    if not _sizes.is_known(num_tokens):  # JAX cannot compile a jax.shard_map of a symbol
+        rule = (
+            f"x.shape[0]={num_tokens} must be known at trace time: export a program for each "
+            "number of tokens"
+        )
+        raise ValueError(_checks.message(OP, rule, x=x))
     num_chunks = _checks.check_int(OP, "num_chunks", num_chunks, 1)
     if num_tokens % num_chunks:
         rule = f"x.shape[0]={num_tokens} must be a multiple of num_chunks={num_chunks}"
@@ -294,6 +301,13 @@ def _check_dispatch_format(wanted: Any, format: Format, x: Any, w: Any) -> bool:
         rule = (
             f"dispatch_format={wanted!r} must be None or {format.token_array!r}, in which the "
             "layer has its tokens"
+        )
+        raise ValueError(_checks.message(OP, rule, **{"experts.down": w}))
+    beside = token_format_of(format.name, wanted)
+    if format.token_array is None and beside is not None:
+        rule = (
+            f"dispatch_format={wanted!r} must be None: beside weights in {format.name} tokens are "
+            f"in {wanted} with experts.token_format={beside!r}"
         )
         raise ValueError(_checks.message(OP, rule, **{"experts.down": w}))
     if wanted not in (format.name, format.token_array):

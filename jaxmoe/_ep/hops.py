@@ -16,7 +16,6 @@ from jaxmoe._ep.cost import DISPATCHES, capacity_of, choose_dispatch, direct_byt
 from jaxmoe._ep.direct import OP
 from jaxmoe._ep.exchange import Arrays, Axis, Exchange
 from jaxmoe._jax import checks as _checks
-from jaxmoe._jax import sizes as _sizes
 from jaxmoe._jax import told
 
 
@@ -211,12 +210,6 @@ def _chosen(
             f"replicated along {axis!r}: every device has every token, sums are added by psum"
         )
         return way, "", {}
-    if not _sizes.is_known(tokens.count):
-        rule = (
-            f"x.shape[0]={tokens.count} must be known at trace time: export a program for each "
-            "number of tokens"
-        )
-        raise ValueError(_checks.message(OP, rule, x=tokens.x))
     itemsize, hidden = np.dtype(tokens.x.dtype).itemsize, tokens.x.shape[1]
     room = memory is not None and memory.on_gpus and not tokens.own_apart
     if memory is not None and room and tokens.count:

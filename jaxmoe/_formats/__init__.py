@@ -56,6 +56,11 @@ def with_tokens(weights: Format, name: str | None) -> Format:
     return weights if name is None else beside(weights, rules[name])
 
 
+def token_format_of(weights: str, array: str) -> str | None:
+    """The token format in which such weights have tokens of a `QuantizedArray` format, if any."""
+    return next((r.name for r in _BESIDE.get(weights, ()) if r.array.name == array), None)
+
+
 def with_token_array(weights: Format, array: str) -> Format:
     """The format of products with tokens of a `QuantizedArray` in the format `array`."""
     rules = (r for r in _BESIDE.get(weights.name, ()) if r.array.name == array)
