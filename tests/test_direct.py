@@ -1,5 +1,6 @@
 """dispatch="direct": what its memory is, what a program asks of it, and the bits of its results."""
 
+import concurrent.futures
 import dataclasses
 import functools
 import re
@@ -375,6 +376,42 @@ def test_auto_takes_it_where_memory_is_large_enough(on_gpus, monkeypatch):
     monkeypatch.setitem(peers._open, ("expert",), peers.PeerMemory(("expert",), 8, needed, False))
     assert not taken()  # collectives by another name
     del on_gpus
+
+
+def test_a_jitted_auto_takes_what_is_open(monkeypatch):
+    """Traced before, meanwhile or after, and in whatever thread; as before if opened again so."""
+    monkeypatch.setattr(connect, "connect", lambda *_: None)
+    monkeypatch.setattr(connect, "close", lambda _: None)
+    monkeypatch.setattr(peers, "_is_of_gpus", lambda _: True)
+    traced = []
+
+    def auto(ids, a):
+        traced.append(1)
+        return layer(dispatch="auto")(ids, a)
+
+    call, (ids, a) = jax.jit(auto), half_precision()
+
+    def taken():
+        with concurrent.futures.ThreadPoolExecutor(1) as thread:
+            texts = [str(jax.make_jaxpr(call)(ids, a))]
+            texts.append(str(thread.submit(jax.make_jaxpr(call), ids, a).result()))
+        (found,) = {"peer_dispatch" in text for text in texts}
+        return found
+
+    open_it = functools.partial(expert_parallel.open_peer_memory, mesh(**EIGHT), "expert")
+    assert not taken()
+    for again in (False, True):
+        with open_it(num_bytes=ENOUGH):
+            assert taken() and taken()
+        assert not taken()
+        assert len(traced) == 2, again
+    with open_it(num_bytes=10240):  # too little
+        assert not taken()
+    with open_it(num_bytes=ENOUGH):
+        refused = jax.jit(layer())
+        jax.make_jaxpr(refused)(ids, a)
+    with pytest.raises(ValueError, match="call jaxmoe.expert_parallel.open_peer_memory"):
+        jax.make_jaxpr(refused)(ids, a)
 
 
 def test_direct_is_estimated_where_there_is_memory():

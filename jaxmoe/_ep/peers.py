@@ -18,6 +18,10 @@ _ALIGNMENT = 256
 _LONGEST_S = 1e6
 
 _open: dict[tuple[str, ...], "PeerMemory"] = {}
+# What of it is on GPUs, which decides what a program does: part of JAX's trace context, so that a
+# function that was traced with other memory is traced again. Memory opened again as it was has the
+# programs that it had.
+_on_gpus: Any = jax.make_user_context(frozenset())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,11 +55,12 @@ class PeerMemory:
     def close(self) -> None:
         """Frees it; in every process, which wait for each other here.
 
-        Programs that this process has started before end first; on GPUs those after fail.
+        Programs that this process has started before end first. Functions with "auto" take another
+        way from then on; those with "direct" are refused.
         """
         if _open.get(self.axis_name) is not self:
             return
-        del _open[self.axis_name]
+        _set(self.axis_name, None)
         if self.on_gpus:
             _connect.close(self.name)
 
@@ -69,9 +74,19 @@ class PeerMemory:
         trace: TracebackType | None,
     ) -> None:
         if kind is not None and self.on_gpus and jax.process_count() > 1:
-            _open.pop(self.axis_name, None)  # the other processes may not come to close it
+            _set(self.axis_name, None)  # the other processes may not come to close it
             return
         self.close()
+
+
+def _set(names: tuple[str, ...], memory: PeerMemory | None) -> None:
+    """Notes which memory is open along axes, in every thread."""
+    _open.pop(names, None)
+    if memory is not None:
+        _open[names] = memory
+    # The second is that of JAX 0.10.
+    set_global = getattr(_on_gpus, "set_global", None) or _on_gpus._obj.set_global
+    set_global(frozenset(m for m in _open.values() if m.on_gpus))
 
 
 def opened(axis_name: Any, num_devices: int) -> PeerMemory | None:
@@ -212,9 +227,10 @@ def open_peer_memory(
 ) -> PeerMemory:
     """Opens memory that the GPUs along a mesh axis reach over NVLink, for `dispatch="direct"`.
 
-    Call it once, before the functions that use it are traced, in every process of the program with
-    the same arguments. On other devices than GPUs nothing is allocated, and programs run the same
-    exchange by XLA's collectives.
+    Call it once, at the start, in every process of the program with the same arguments: functions
+    that were traced before, whatever they compute, are traced and compiled again when they are
+    called with GPUs' memory open, and after it is closed those that were traced meanwhile. On other
+    devices than GPUs nothing is allocated, and programs run the same exchange by XLA's collectives.
 
     Args:
       mesh: the mesh of the layers.
@@ -248,7 +264,7 @@ def open_peer_memory(
     _check_arguments(mesh, names, num_bytes, timeout_s)
     others = tuple(n for n in mesh.axis_names if n not in names and mesh.shape[n] > 1)
     groups = _connect.groups_of(mesh, names, others)
-    on_gpus = mesh.devices.flat[0].platform in ("gpu", "cuda")
+    on_gpus = _is_of_gpus(mesh)
     memory = PeerMemory(
         names,
         groups.shape[1],
@@ -260,8 +276,12 @@ def open_peer_memory(
     )
     if on_gpus:
         _connect.connect(memory.name, groups, parts_of(num_bytes), float(timeout_s))
-    _open[names] = memory
+    _set(names, memory)
     return memory
+
+
+def _is_of_gpus(mesh: jax.sharding.Mesh) -> bool:
+    return mesh.devices.flat[0].platform in ("gpu", "cuda")
 
 
 def _check_arguments(mesh: Any, names: tuple[str, ...], num_bytes: Any, timeout_s: Any) -> None:
