@@ -811,6 +811,15 @@ def test_without_kernels_the_reason_is_given(monkeypatch):
         connected(monkeypatch, None, told_by_another)
 
 
+def test_more_gpus_than_memory_reaches_are_refused(monkeypatch):
+    """Before there is any; as many as there may be are not."""
+    devices = np.array([Device(i, 0) for i in range(17)])
+    monkeypatch.setattr(_targets, "why_not", lambda: None)
+    connect._check(devices[None, :16])
+    with pytest.raises(NotImplementedError, match="the axis has 17 GPUs, which must be at most 16"):
+        connect._check(devices[None, :])
+
+
 @pytest.mark.parametrize(
     "fails, others, good, error, message",
     [

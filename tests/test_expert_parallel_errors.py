@@ -264,6 +264,9 @@ def test_other_functions():
         place(4, 2, copies={4: 2})
     with pytest.raises(ValueError, match="w must have 4 experts"):
         expert_parallel.place_experts(jnp.zeros((3, 2)), place(4, 2))
+    along = r"w must have 4 experts \(expert_map.shape\[1\]\) along its first axis. Got w: f32\[\]"
+    with pytest.raises(ValueError, match=along):
+        expert_parallel.place_experts({"scale": jnp.float32(1)}, place(4, 2))
     with pytest.raises(TypeError, match="links must be an expert_parallel.Links"):
         choose(8, num_devices=2, links=3)
     with pytest.raises(TypeError, match="direct must be True or False"):

@@ -17,8 +17,10 @@ from jaxmoe._testing import PACKED, Layer, assert_equal, layer_inputs
 from tests.lowered import cuda_text
 
 SHAPE = Layer("", "one block of 128 each way, or two", 256, 128, 4, 2, bias=True)
-# A format of each class but for those of `test_layers`.
+# A format of each kind but for those of `test_layers`: programs of all of them would take long.
 FORMATS = ("fp8_tensor", "fp8_block", "mxfp4", "int4_g128_zp", "int8_channel")
+OF_LAYERS = {"two": ("fp8_channel", "nvfp4"), "rows": ("fp8_channel", "nvfp4")}
+OF_LAYERS |= {"recompute": ("fp8_channel",), "remat": ("fp8_channel",), "residual": ("mxfp8",)}
 
 
 def experts(name, dtype=jnp.float32, two=False, order="gate_up", seed=0):
@@ -89,6 +91,18 @@ def gradients(layer, e, x, routing):
     return program(layer)(moving_of(e, x, routing), e, routing)[1]
 
 
+def kinds(names):
+    """How formats of these names are computed, and what shares a scale in them."""
+    formats = [QUANTIZED[name] for name in names]
+    return {(type(f), f.weight_scales, f.token_scales) for f in formats}
+
+
+def test_every_kind_of_format_has_its_gradients_tested():
+    assert kinds([*FORMATS, *(n for names in OF_LAYERS.values() for n in names)]) == kinds(
+        QUANTIZED
+    )
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_gradients_are_those_of_dequantized_weights(name):
     q, plain = experts(name, order="interleaved")
@@ -119,11 +133,7 @@ def joined(e):
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"),
-    (
-        *((kind, name) for kind in ("two", "rows") for name in ("fp8_channel", "nvfp4")),
-        *(("recompute", "fp8_channel"), ("remat", "fp8_channel"), ("residual", "mxfp8")),
-    ),
+    ("kind", "name"), [(kind, name) for kind, names in OF_LAYERS.items() for name in names]
 )
 def test_layers(kind, name):
     """Against the plain layer of one array, whose program is compiled once for all of them."""

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import jaxmoe
+from jaxmoe._testing import FP8
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
-FORMATS = ("fp8_tensor", "fp8_channel", "fp8_block")
 TINY = np.float32(2.0**-126)
 
 
@@ -130,7 +130,7 @@ def assert_oracle(x, format, layout, **options):
 
 
 @pytest.mark.parametrize(("layout", "dtype"), [("kn", BF16), ("nk", F16), ("tokens", F32)])
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", FP8)
 def test_matches_the_formulas(format, layout, dtype) -> None:
     shape = (130, 257) if layout == "tokens" else (2, 130, 257)
     assert_oracle(with_outliers(shape, dtype=dtype), format, layout)
@@ -142,7 +142,7 @@ EDGES = ((1, 1), (127, 129), (128, 128), (129, 1), (3, 2880), (0, 5), (5, 0))
 
 @pytest.mark.parametrize("shape", EDGES)
 def test_edge_shapes(shape) -> None:
-    for format in FORMATS if 0 in shape else ("fp8_block",):
+    for format in FP8 if 0 in shape else ("fp8_block",):
         assert_oracle(with_outliers((1, *shape), 1), format, "nk")
         assert_oracle(with_outliers(shape, 2), format, "tokens")
     q = quantize(with_outliers((1, *shape), 1), "fp8_block", "kn")
@@ -174,7 +174,7 @@ def test_e5m2(layout) -> None:
 
 
 @pytest.mark.parametrize("layout", ["kn", "tokens"])
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", FP8)
 def test_static_scale(format, layout) -> None:
     """A caller's scale is used as it is; numbers beyond its range saturate."""
     x = with_outliers((130, 5) if layout == "tokens" else (2, 130, 5), 5)
@@ -206,7 +206,7 @@ def test_the_first_and_the_last_possible_scale(scale) -> None:
 
 
 @pytest.mark.parametrize("scale_format", ["float32", "e8m0"])
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", FP8)
 def test_zeros_stay_zeros(format, scale_format) -> None:
     for layout, shape in (("kn", (2, 3, 4)), ("tokens", (3, 4))):
         q = assert_oracle(-jnp.zeros(shape, BF16), format, layout, scale_format=scale_format)
@@ -214,7 +214,7 @@ def test_zeros_stay_zeros(format, scale_format) -> None:
         assert not np.asarray(q.values).astype(np.float32).any()
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", FP8)
 def test_nan_and_infinity_stay_where_they_are(format) -> None:
     """NaN stays NaN, infinity becomes the largest number, and no neighbour changes a bit."""
     x = np.asarray(with_outliers((4, 130), 6)).copy()
@@ -249,7 +249,7 @@ SEEDS = st.integers(0, 2**31)
 EXAMPLES = hypothesis.settings(max_examples=8, deadline=None, database=None, derandomize=True)
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", FP8)
 @EXAMPLES
 @hypothesis.given(seed=SEEDS, e5m2=st.booleans(), e8m0=st.booleans())
 def test_round_trip_error(format, seed, e5m2, e8m0) -> None:
@@ -269,7 +269,7 @@ def test_round_trip_error(format, seed, e5m2, e8m0) -> None:
     assert (np.abs(np.asarray(dequantize(q), np.float64) - x) <= bound).all()
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", FP8)
 @EXAMPLES
 @hypothesis.given(seed=SEEDS, power=st.integers(-60, 60))
 def test_powers_of_two_pass_through(format, seed, power) -> None:
@@ -279,7 +279,7 @@ def test_powers_of_two_pass_through(format, seed, power) -> None:
     assert same_bits(a.values, b.values) and same_bits(a.scales * 2.0**power, b.scales)
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", FP8)
 @EXAMPLES
 @hypothesis.given(seed=SEEDS)
 def test_quantizing_again_changes_nothing(format, seed) -> None:
@@ -288,7 +288,7 @@ def test_quantizing_again_changes_nothing(format, seed) -> None:
     assert same_bits(again.values, q.values)
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", FP8)
 @EXAMPLES
 @hypothesis.given(order=st.permutations(range(4)), seed=SEEDS)
 def test_experts_are_independent(format, order, seed) -> None:
@@ -323,7 +323,7 @@ def test_a_token_does_not_depend_on_its_batch(format) -> None:
         assert same_bits(one.scales[0], whole.scales[r])
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", FP8)
 def test_layouts_hold_the_same_numbers(format) -> None:
     """[E, K, N] and [E, N, K] store the same bits, K last, and each gives its own shape back."""
     w = with_outliers((2, 130, 40), 8)

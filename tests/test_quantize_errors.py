@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxmoe
-from jaxmoe._formats import QUANTIZED
+from jaxmoe._formats import PLAIN, QUANTIZED
 from tests import layers
 from tests.arguments import ones, zeros, zeros_of
 
@@ -277,3 +277,9 @@ def test_ops_of_plain_arrays_refuse_quantized_ones() -> None:
     ):
         assert_raises(TypeError, message.format(op, name, name, name), fn)
         assert_raises(TypeError, message.format(op, name, name, name), jax.jit(fn))
+
+
+def test_a_format_without_values_makes_none():
+    """Which no public function asks for: what a new format that lacks `encode` says."""
+    with pytest.raises(TypeError, match=f"^{PLAIN.name} has no quantized values$"):
+        PLAIN.encode(X, None, element_type="e4m3", e8m0=False, tokens=True)

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxmoe
+from jaxmoe._testing import FP8
 from tests import layers
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "numerics.md"
-FORMATS = ("fp8_tensor", "fp8_channel", "fp8_block")
 R, K, N = 64, 1024, 256
 EXPERTS, INNER = 4, 256  # of the layer, K by INNER
 
@@ -64,7 +64,7 @@ def table() -> dict[str, tuple[str, list[float]]]:
         tokens = jaxmoe.quantize_tokens(x, format, **options)
         return jaxmoe.dequantize(tokens), jaxmoe.dequantize(q)
 
-    for format in FORMATS:
+    for format in FP8:
         rows[format] = row(format, *jax.jit(functools.partial(both, format=format))(x, w))
     name = "fp8_tensor, e5m2"
     e5m2 = functools.partial(both, format="fp8_tensor", element_type="e5m2")
@@ -100,7 +100,7 @@ def layer_errors() -> dict[str, float]:
 
     run = jax.jit(layer, static_argnums=0)
     routing = jaxmoe.Routing(jnp.asarray(ids), jnp.asarray(weights))
-    return {f: relative(run(f, x, routing, w1, w2), exact) for f in ("bfloat16", *FORMATS)}
+    return {f: relative(run(f, x, routing, w1, w2), exact) for f in ("bfloat16", *FP8)}
 
 
 def test_the_layer_errors_of_the_page() -> None:

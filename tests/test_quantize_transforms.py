@@ -12,9 +12,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmoe
+from jaxmoe._testing import FP8
 
 F32 = jnp.float32
-FORMATS = ("fp8_tensor", "fp8_channel", "fp8_block")
 
 
 def example(shape, seed=0, dtype=jnp.bfloat16):
@@ -36,7 +36,7 @@ def weights(format, **options):
 
 @pytest.mark.parametrize(
     ("format", "scale_format"),
-    [*((format, "float32") for format in FORMATS), ("fp8_block", "e8m0")],
+    [*((format, "float32") for format in FP8), ("fp8_block", "e8m0")],
 )
 def test_jit_gives_the_bits_of_eager(format, scale_format) -> None:
     w, x = example((2, 130, 257), dtype=F32), example((33, 130), 1)
@@ -52,7 +52,7 @@ def test_jit_gives_the_bits_of_eager(format, scale_format) -> None:
     assert_same(jax.jit(jaxmoe.dequantize)(q), jaxmoe.dequantize(q))
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", FP8)
 def test_vmap_gives_the_bits_of_a_loop(format) -> None:
     w = example((3, 2, 130, 40))
     batch = jax.jit(jax.vmap(weights(format)))(w)
@@ -79,7 +79,7 @@ def test_scan_over_layers() -> None:
     np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", FP8)
 def test_eval_shape(format) -> None:
     w = jax.ShapeDtypeStruct((2, 130, 257), jnp.float16)
     q = jax.eval_shape(weights(format), w)
@@ -128,7 +128,7 @@ def test_a_donated_and_returned_array_keeps_its_format() -> None:
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", FP8)
 def test_experts_over_devices(format, axis_type) -> None:
     """Split experts stay split, through quantize and back, without communication."""
     mesh = jax.make_mesh((8,), ("expert",), axis_types=(axis_type,))
@@ -178,7 +178,7 @@ def test_shard_map() -> None:
     assert_same(jax.jit(sharded)(split), weights("fp8_block")(w))
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", FP8)
 def test_dequantize_is_linear_in_the_scales(format) -> None:
     w = example((2, 5, 130), dtype=F32)
     q = weights(format)(w)

@@ -369,6 +369,3 @@ def dot(a: jax.Array, b: jax.Array) -> jax.Array:
 def letters(text: str) -> tuple[str, ...]:
     """The dimensions of an einsum operand."""
     return tuple(text.split())
-
-
-FLOAT32 = jnp.dtype("float32")
