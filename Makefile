@@ -1,7 +1,7 @@
 # Every task of the project; each target works on a fresh clone.
 .DEFAULT_GOAL := help
 .PHONY: demo test test-all test-oldest test-gpu test-multi-gpu test-matrix test-parity \
-  test-seams mutation sanitize bench native-bench lint format wheel build-matrix clean help
+  test-seams mutation sanitize sanitize-multi-gpu bench native-bench lint format wheel build-matrix clean help
 
 PYTHON ?=
 BIN := .venv/bin
@@ -52,6 +52,9 @@ mutation: $(INSTALLED)  ## Make mistakes in the package that the tests should no
 
 sanitize: $(INSTALLED)  ## Run a subset of the GPU tests under each compute-sanitizer tool
 	@tools/sanitize.sh
+
+sanitize-multi-gpu: $(INSTALLED)  ## Run a subset of the tests of several GPUs under memcheck
+	@TOOLS=memcheck tools/sanitize.sh $(BIN)/python $$(grep -lE 'mark\.sanitizer' tests/test_multi_gpu*.py)
 
 bench: $(INSTALLED)  ## Run the layer benchmark (ARGS="--suite ops" for another)
 	$(BIN)/python -m benchmarks.run $(or $(ARGS),--suite layer)

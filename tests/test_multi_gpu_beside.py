@@ -64,6 +64,7 @@ def test_devices_with_all_choices_and_none(kind):
         assert_equal(computed(call, a), computed(all_to_all, a))
 
 
+@pytest.mark.sanitizer
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
 def test_without_a_residual(dtype):
     a = {n: v for n, v in drawn(1300, dtype=dtype, top_k=2).items() if n != "residual"}

@@ -93,6 +93,7 @@ def test_the_bits_are_those_of_one_device(num_tokens, format):
     assert_equal(first, computed(alone, a))
 
 
+@pytest.mark.sanitizer
 @pytest.mark.parametrize("kind", ("one_device", "none_on_one"))
 @pytest.mark.parametrize("num_tokens", (5, 700))
 def test_devices_with_all_choices_and_none(num_tokens, kind):
@@ -130,6 +131,7 @@ def test_weights_on_the_input():
         assert_equal(computed(call, a), want)
 
 
+@pytest.mark.sanitizer
 def test_tokens_travel_in_fp8():
     a = drawn(64, format="fp8_block")
     with opened():

@@ -1,10 +1,10 @@
 #!/bin/sh
 # Runs the `sanitizer` tests under each compute-sanitizer tool (or those in $TOOLS) with the Python
-# named by $1, one test file (of the arguments after it, or all) at a time.
+# named by $1, one test file at a time: the arguments after it, or all that need one GPU.
 cd "$(dirname "$0")/.." || exit 1
 python=${1:-.venv/bin/python}
 [ $# -gt 0 ] && shift
-[ $# -gt 0 ] || set -- $(grep -lE 'mark\.sanitizer' tests/test_*.py)
+[ $# -gt 0 ] || set -- $(grep -lE 'mark\.sanitizer' tests/test_*.py | grep -v test_multi_gpu)
 # The tool of the Python package nvidia-cuda-sanitizer-api, if it is installed there, else the CUDA
 # toolkit's. That of 13.0 knows nothing of proxy fences, and dies of the int4 kernels.
 packaged=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia/cu13/bin
@@ -25,13 +25,17 @@ for tool in ${TOOLS:-memcheck racecheck initcheck synccheck}; do
   only="--kernel-name kns=jaxmoe"
   [ "$tool" = initcheck ] && only=
   for file in "$@"; do
+    case $file in
+      *test_multi_gpu*) tier=multi_gpu ;;
+      *) tier=gpu ;;
+    esac
     # The tool itself dies now and then (139: a segmentation fault of the launcher, while the tests go
     # on): that run says nothing and is repeated.
     for try in 1 2 3 4 5; do
       echo "== $tool $file, try $try"
       # shellcheck disable=SC2086
       compute-sanitizer --tool "$tool" $only --show-backtrace no --error-exitcode 1 \
-        "$python" -m pytest -q -p no:cacheprovider -m "gpu and sanitizer" "$file"
+        "$python" -m pytest -q -p no:cacheprovider -m "$tier and sanitizer" "$file"
       result=$?
       [ $result -lt 128 ] && break
     done
