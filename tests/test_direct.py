@@ -594,7 +594,7 @@ def test_the_way_is_known_by_its_memory():
     on_cpu = peers.PeerMemory(("a", "b"), 4, ENOUGH, on_gpus=False)
     assert direct.way_of(("a", "b"), 2, on_cpu).memory == ""
     on_gpu = peers.PeerMemory(("a", "b"), 4, ENOUGH, on_gpus=True)
-    assert direct.way_of(("a", "b"), 2, on_gpu) == (("a", "b"), 4, 2, "('a', 'b')", ())
+    assert direct.way_of(("a", "b"), 2, on_gpu) == (("a", "b"), 4, 2, "('a', 'b')", (), "")
 
 
 def test_a_program_with_another_mesh_is_refused():
