@@ -55,8 +55,9 @@ class PeerMemory:
     def close(self) -> None:
         """Frees it; in every process, which wait for each other here.
 
-        Programs that this process has started before end first. Functions with "auto" take another
-        way from then on; those with "direct" are refused.
+        Programs that this process has started before end first; on GPUs compiled ones that are
+        started after fail. Functions with "auto" are traced again and take another way, those with
+        "direct" are refused.
         """
         if _open.get(self.axis_name) is not self:
             return
