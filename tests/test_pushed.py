@@ -21,7 +21,7 @@ from jaxmoe._gemm.tiles import mlp_index_size
 from jaxmoe._mlp import tuned
 from jaxmoe._testing import assert_equal
 from tests.lowered import calls, cuda_text
-from tests.test_direct import ENOUGH, half_precision, layer
+from tests.test_direct import ENOUGH, OF_TOKENS, half_precision, layer, layer_of_tokens
 from tests.test_expert_parallel import EIGHT, NUM_TOKENS, ids_of, mesh, split_layer
 
 PUSHED, COMBINE, DISPATCH, LAYER = (
@@ -120,6 +120,14 @@ def test_weights_travel_alone_beside_tokens_and_before_scales():
 @pytest.mark.parametrize("format", ("fp8_block", "fp8_tensor", "int4_g128", "mxfp4"))
 def test_quantized_weights_are_one_call_too(format):
     assert called(layer(), *quantized(format))[-2:] == [DISPATCH, PUSHED]
+
+
+@pytest.mark.usefixtures("on_gpus")
+@pytest.mark.parametrize("format, token_format, sent", OF_TOKENS)
+def test_tokens_that_travel_quantized_are_one_call_between_exchanges(format, token_format, sent):
+    over, _ = layer_of_tokens(format, token_format, 8 * 6)
+    layer = functools.partial(over, mesh(**EIGHT), dispatch="direct", dispatch_format=sent)
+    assert called(layer)[-3:] == [DISPATCH, LAYER, COMBINE]
 
 
 @pytest.mark.usefixtures("on_gpus")

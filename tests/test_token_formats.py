@@ -22,12 +22,16 @@ from jaxmoe import (
     explain,
     export_checks,
     finalize,
+    mlp,
     moe_mlp,
     quantize,
     quantize_tokens,
 )
+from jaxmoe._ep.checks import OPTIONS
 from jaxmoe._formats import QUANTIZED, TOKEN_FORMATS, token_codes, token_formats, with_tokens
 from jaxmoe._jax import targets as _targets
+from jaxmoe._mlp import op
+from jaxmoe._mlp.operands import join
 from jaxmoe._testing import GPT_OSS, Layer, assert_close, assert_equal, layer_inputs
 from tests import packed_oracle, token_oracle
 from tests.lowered import calls, cuda_text, layer_call
@@ -378,6 +382,20 @@ def test_tokens_that_are_quantized_already_are_in_the_call(weights, tokens):
     scales = f"{x.shape[0]}xf32" if tokens == "e4m3" else "f32"
     assert (operands["x"], operands["x_scales"]) == (rows, scales)
     close(jitted(q, routing, e), jitted(x, routing, e))
+
+
+@pytest.mark.parametrize("gather", (True, False))
+def test_rows_of_x_that_a_call_copies(gather):
+    """Numbers, of tokens or in the order of experts; those that are given in that order alone."""
+    x, routing, e = case("mxfp4", "mxfp8")
+    config = GemmConfig(128, 16, gather=gather), GemmConfig(128, 16)
+    rows = routing.expert_ids.size
+    wanted = {True: (x.shape[0], 0), False: (rows, rows)}[gather]
+    options = {"window": (4, 0, None), "residual": None, "gather_weights": None}
+    for tokens, want in zip((x, quantize_tokens(x, "mxfp8")), wanted, strict=True):
+        asked = OPTIONS | {"config": config}
+        a, layer = mlp.prepared("moe_mlp", tokens, routing, e, finalize=True, **options, **asked)
+        assert op.moved_rows(join(a, layer), layer=layer) == want
 
 
 def test_tiles_of_a_layer_that_rounds_tokens_between_its_products():

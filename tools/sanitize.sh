@@ -24,6 +24,10 @@ for tool in ${TOOLS:-memcheck racecheck initcheck synccheck}; do
   # must see those too: they initialise what ours read.
   only="--kernel-name kns=jaxmoe"
   [ "$tool" = initcheck ] && only=
+  # Calls of the CUDA API that fail are handled where they are made: XLA asks for kernels that a GPU
+  # may not have, and for access to other GPUs that it may have already.
+  calls=
+  [ "$tool" = memcheck ] && calls="--report-api-errors no"
   for file in "$@"; do
     case $file in
       *test_multi_gpu*) tier=multi_gpu ;;
@@ -34,7 +38,7 @@ for tool in ${TOOLS:-memcheck racecheck initcheck synccheck}; do
     for try in 1 2 3 4 5; do
       echo "== $tool $file, try $try"
       # shellcheck disable=SC2086
-      compute-sanitizer --tool "$tool" $only --show-backtrace no --error-exitcode 1 \
+      compute-sanitizer --tool "$tool" $only $calls --show-backtrace no --error-exitcode 1 \
         "$python" -m pytest -q -p no:cacheprovider -m "$tier and sanitizer" "$file"
       result=$?
       [ $result -lt 128 ] && break

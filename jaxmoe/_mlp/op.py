@@ -277,8 +277,10 @@ def _scratch(a: Operands, *, layer: Layer) -> list[_primitive.Spec]:
 def moved_rows(a: Operands, *, layer: Layer) -> int:
     """Rows of x that the call copies to where otherwise those of the second product lie."""
     first, _ = configs_of(a, layer)
-    rounds = _rounding(a, layer) > 0 and a.x_scales is None
-    if not rounds and (layer.format.quantizes_tokens or first.gather):
+    numbers = _rounding(a, layer) > 0
+    if layer.format.quantizes_tokens and not numbers:
+        return 0
+    if first.gather and not (numbers and a.x_scales is None):
         return 0
     return a.x.shape[0] if first.gather else a.expert_ids.size
 
