@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import transformers
 
-from tests.parity.cells import LENGTH, SEQUENCES
+from tests.parity.cells import LENGTH, SEQUENCES, router_of
 
 MODELS = Path(transformers.__file__).parent / "models"
 HIDDEN, EXPERTS = 32, 16
@@ -74,8 +74,11 @@ def config_of(case: Any, variant: dict[str, Any]) -> Any:
     return getattr(importlib.import_module(name), case.config)(**values)
 
 
-def build(case: Any, variant: dict[str, Any]) -> Any:
-    """Makes the block of a case with random weights, in evaluation mode."""
+def build(case: Any, variant: dict[str, Any], sharpness: float = 1.0) -> Any:
+    """Makes the block of a case with random weights, in evaluation mode.
+
+    `sharpness` is a factor of the router's weight, where it has one whose product is the logits.
+    """
     models = importlib.import_module(f"transformers.models.{case.family}.modeling_{case.family}")
     block = getattr(models, case.block)(config_of(case, variant), *case.arguments).eval()
     generator = torch.Generator().manual_seed(0)
@@ -88,6 +91,8 @@ def build(case: Any, variant: dict[str, Any]) -> Any:
                     tensor += case.shift
             elif tensor.dtype is torch.long:  # a table of experts
                 tensor.copy_(torch.randint(0, EXPERTS, tensor.shape, generator=generator))
+        if (router := router_of(dict(block.named_parameters()))) is not None:
+            block.get_parameter(f"{router}.weight").mul_(sharpness)
     return block
 
 
@@ -97,9 +102,11 @@ def tokens() -> Any:
     return torch.randn((SEQUENCES, LENGTH, HIDDEN), generator=generator)
 
 
-def results(case: Any, variant: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+def results(
+    case: Any, variant: dict[str, Any], sharpness: float = 1.0
+) -> tuple[np.ndarray, np.ndarray]:
     """Returns what the block gives for `tokens()`, computed in float64 and in float32."""
-    block = build(case, variant)
+    block = build(case, variant, sharpness)
     naive = _result(case, block, tokens())
     with wide_floats():
         wide = build(case, variant).double()

@@ -67,10 +67,9 @@ class Names(dict[str, Any]):
         raise KeyError(name)
 
     def _logits(self) -> jax.Array:
-        for path in (f"{router}{end}" for router in ("gate", "router") for end in _ROUTERS):
-            if f"{path}.weight" in self._arrays:
-                return self.linear(Module(self._arrays, path))
-        raise KeyError("logits")
+        if (path := router_of(self._arrays)) is None:
+            raise KeyError("logits")
+        return self.linear(Module(self._arrays, path))
 
     def linear(self, module: Module, x: jax.Array | None = None) -> jax.Array:
         """A linear layer of the block, of x if nothing else is given."""
@@ -96,6 +95,12 @@ class Names(dict[str, Any]):
         """The arrays that experts have one by one, stacked."""
         paths = [p for p in self._arrays if p.startswith("experts.") and p.endswith(name)]
         return jnp.stack([jnp.asarray(self._arrays[p]) for p in paths])
+
+
+def router_of(arrays: Mapping[str, Any]) -> str | None:
+    """The module whose product with x is `logits`; None where a layer of its own makes them."""
+    paths = (f"{router}{end}" for router in ("gate", "router") for end in _ROUTERS)
+    return next((path for path in paths if f"{path}.weight" in arrays), None)
 
 
 def _path(module: Module, name: str) -> str:

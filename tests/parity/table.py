@@ -196,11 +196,18 @@ CASES = (
     Case("granitemoeshared", "GraniteMoeSharedMoE", "GraniteMoeSharedConfig"),
     Case("hy_v3", "HYV3MoE", "HYV3Config", {"router_scaling_factor": 2.5}),
     grouped("hy_v4", "HYV4MoE", "HYV4Config", {**GROUPS, "swiglu_limit": 0.5}),
+    grouped("hy_v4_vl", "HYV4VLMoE", "HYV4VLTextConfig", {**GROUPS, "swiglu_limit": 0.5}),
     Case("inkling", "InklingMoE", "InklingTextConfig", own=layers.appended_experts),
     Case(
         "inkling2",
         "Inkling2SparseMoeBlock",
         "Inkling2TextConfig",
+        {"mlp_gate_softcap": 1.0, "mlp_up_softcap": 1.5},
+    ),
+    Case(
+        "inkling2_loop",
+        "Inkling2LoopSparseMoeBlock",
+        "Inkling2LoopTextConfig",
         {"mlp_gate_softcap": 1.0, "mlp_up_softcap": 1.5},
     ),
     Case("jetmoe", "JetMoeMoE", "JetMoeConfig"),
@@ -219,6 +226,7 @@ CASES = (
         "LagunaConfig",
         {"moe_router_logit_softcapping": 1.5, "moe_routed_scaling_factor": 2.5},
     ),
+    normalized("lara_mini", "LaraMiniSparseMoeBlock", "LaraMiniConfig"),
     Case(
         "lfm2_moe",
         "Lfm2MoeSparseMoeBlock",

@@ -9,7 +9,7 @@ from jaxmoe._testing import assert_close
 from tests.parity import table
 
 pytest.importorskip("torch")
-pytest.importorskip("transformers", minversion="5.23")
+pytest.importorskip("transformers", minversion="5.24")
 
 from tests.parity import blocks  # noqa: E402
 
