@@ -381,6 +381,24 @@ def test_explicit_axes():
     np.testing.assert_allclose(got, applied(config, p, tokens)[0], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ("plain", "nemotron"))
+def test_another_layer_leaves_explicit_axes_as_they_are(name):
+    """Tokens split over two axes come back split so, and add up with x."""
+    config, p, x = example(name)
+    mesh = jax.make_mesh((2, 2), ("b", "s"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    x = np.concatenate([x, x[:1]])[:, :4]
+    layer = functools.partial(jaxmoe.moe_mlp, gather_weights="b")
+    specs = dict.fromkeys(parameters(config), P()) | {"up": P("b"), "down": P("b")}
+    if "gate" in p:
+        specs["gate"] = P("b")
+    place = lambda a, s: jax.device_put(a, NamedSharding(mesh, s))  # noqa: E731
+    plus = jax.jit(lambda p, x: x + apply(config, p, x, layer=layer)[0])
+    with jax.set_mesh(mesh):
+        y = plus({n: place(p[n], specs[n]) for n in p}, place(x, P("b", "s")))
+    assert jax.typeof(y).sharding.spec == P("b", "s", None)
+    np.testing.assert_allclose(y, x + applied(config, p, x)[0], rtol=1e-4, atol=1e-4)
+
+
 # --- frameworks: (config, arrays) -> module, and what a step of training is ---
 
 

@@ -9,7 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
+import jaxmoe
 from jaxmoe._testing import normal
 from jaxmoe.seams.maxtext import sparse_matmul
 
@@ -194,6 +197,21 @@ def test_another_layer_has_one_axis_of_tokens():
 
     y, _, _ = sparse_matmul(stub(), *arguments(), layer=layer)
     assert y.shape == (B, S, H) and seen == [((B * S, H), (B * S, 2), E)]
+
+
+def test_another_layer_leaves_explicit_axes_as_they_are():
+    given = [jnp.concatenate([a, a]) if i < 2 else a for i, a in enumerate(arguments())]
+    x, logits, *rest = given
+    mesh = jax.make_mesh((2, 2), ("b", "s"), axis_types=(AxisType.Explicit,) * 2)
+    layer = functools.partial(jaxmoe.moe_mlp, gather_weights="b")
+    plus = jax.jit(lambda x, *rest: x + sparse_matmul(stub(), x, *rest, layer=layer)[0])
+    with jax.set_mesh(mesh):
+        x, logits = (jax.device_put(a, NamedSharding(mesh, P("b", "s"))) for a in (x, logits))
+        rest = [None if a is None else jax.device_put(a, NamedSharding(mesh, P())) for a in rest]
+        y = plus(x, logits, *rest)
+    assert jax.typeof(y).sharding.spec == P("b", "s", None)
+    want = given[0] + sparse_matmul(stub(), *given)[0]
+    np.testing.assert_allclose(y, want, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -219,6 +219,37 @@ def test_experts_over_devices(early):
         layer(data_parallelism_axes=("z",))
 
 
+@pytest.mark.parametrize("early", (False, True))
+def test_experts_over_explicit_axes(early):
+    """Tokens split over two axes come back split so, and add up with x."""
+    mesh = jax.make_mesh((2, 2), ("fsdp", "expert"), axis_types=(AxisType.Explicit,) * 2)
+    given = example(bias=True)
+    axes = {n: ("expert",) for n in given} | {"x": ("fsdp", "expert"), "gate_kernel": ()}
+    put = lambda a, spec: jax.device_put(a, NamedSharding(mesh, jax.P(*spec)))  # noqa: E731
+    layer = functools.partial(
+        moe,
+        num_experts=E,
+        num_experts_per_tok=2,
+        ep_axis="expert",
+        data_parallelism_axes=("fsdp",),
+        apply_topk_weights_early=early,
+        aux_loss_coeff=0.01,
+    )
+
+    @jax.jit
+    def plus(given):
+        y, loss, _ = layer(**given)
+        return given["x"] + y, loss
+
+    with jax.set_mesh(mesh):
+        y, loss = plus({n: put(a, axes[n]) for n, a in given.items()})
+    assert jax.typeof(y).sharding.spec == jax.P("fsdp", "expert", None)
+    want = given["x"] + literal(given, 2, early=early)
+    np.testing.assert_allclose(y, want, rtol=2e-4, atol=2e-4)
+    alone = moe(**given, num_experts=E, num_experts_per_tok=2, aux_loss_coeff=0.01)[1]
+    np.testing.assert_allclose(loss, alone, rtol=1e-5)
+
+
 class Sets:
     """A set with a quantizer of tokens."""
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmoe._jax import checks as _checks
+from jaxmoe._jax import leading as _leading
 from jaxmoe._route import scores_of
 from jaxmoe.activation import Activation, resolve
 from jaxmoe.experts import Experts
@@ -307,14 +308,14 @@ def _by_layer(
     """The experts by `layer`, which has one axis of tokens unless it is that of the library."""
     on_input = method_of(_OP, config.method) == _WEIGHS_INPUTS
     options = {"apply_weight_on_input": True} if on_input else {}
-    if layer is moe_mlp or tokens.ndim == 2:
+    lead = None if layer is moe_mlp else _leading.of_tokens("MoE", tokens)
+    if lead is None:
         return layer(tokens, routing, experts, residual=residual, **options)
-    ids, weights = (a.reshape(-1, a.shape[-1]) for a in (routing.expert_ids, routing.weights))
-    flat = dataclasses.replace(routing, expert_ids=ids, weights=weights)
-    rows = tokens.reshape(-1, tokens.shape[-1])
-    if residual is not None:
-        residual = residual.reshape(rows.shape)
-    return layer(rows, flat, experts, residual=residual, **options).reshape(tokens.shape)
+    ids = lead.flat("routing.expert_ids", routing.expert_ids)
+    weights = lead.flat("routing.weights", routing.weights)
+    flat = dataclasses.replace(routing, expert_ids=ids, weights=weights, scores=None)
+    rows, residual = lead.flat("x", tokens), lead.flat("residual", residual)
+    return lead.unflat(layer(rows, flat, experts, residual=residual, **options))
 
 
 def _experts(config: MoEConfig, params: Mapping[str, Any]) -> Experts:

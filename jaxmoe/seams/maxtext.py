@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxmoe._jax import checks as _checks
+from jaxmoe._jax import leading as _leading
 from jaxmoe.activation import Activation, Swiglu
 from jaxmoe.experts import Experts
 from jaxmoe.losses import expert_load, update_selection_bias
 from jaxmoe.mlp import moe_mlp
-from jaxmoe.routing import Routing
 from jaxmoe.seams._activations import BY_NAME
 from jaxmoe.seams._routing import routing_of
 
@@ -108,17 +108,16 @@ def sparse_matmul(
         forward_format=forward_format,
     )
     options: dict[str, Any] = {"apply_weight_on_input": True} if on_input else {}
-    if layer is moe_mlp:
-        y = moe_mlp(x, routing, experts, **options)
+    lead = None if layer is moe_mlp else _leading.of_tokens(_OP, x)
+    if lead is None:
+        y = layer(x, routing, experts, **options)
     else:
-        flat = Routing(_rows(routing.expert_ids), _rows(routing.weights), routing.num_experts)
-        y = layer(_rows(x), flat, experts, **options).reshape(x.shape)
+        arrays = {"expert_ids": routing.expert_ids, "weights": routing.weights}
+        flat = {name: lead.flat(f"routing.{name}", a) for name, a in arrays.items()}
+        routing = dataclasses.replace(routing, **flat)
+        y = lead.unflat(layer(lead.flat("inputs", x), routing, experts, **options))
     before = gate_logits if pre_bias_logits is None else pre_bias_logits
     return y, _loss(module, before, ids), _bias_update(module, ids)
-
-
-def _rows(a: jax.Array) -> jax.Array:
-    return a.reshape(-1, a.shape[-1])
 
 
 def _named(value: Any) -> str:

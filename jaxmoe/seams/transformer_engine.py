@@ -292,18 +292,14 @@ def _by_mesh(
             _checks.check_choice(_OP, "data_parallelism_axes", axis, mesh.axis_names)
     if ep_axis is None or mesh.shape[ep_axis] == 1:
         return moe_mlp(x, routing, experts, **options)
-    flat = lambda a: a.reshape(-1, a.shape[-1])  # noqa: E731
-    ids, weights = flat(routing.expert_ids), flat(routing.weights)
-    if "residual" in options:
-        options["residual"] = flat(options["residual"])
     y: Any = sharded_moe_mlp(
-        *(flat(x), Routing(ids, weights, routing.num_experts), experts),
+        *(x, routing, experts),
         mesh=mesh,
         axis_name=ep_axis,
         data_axis=data_axes or None,
         **options,
     )
-    return y.reshape(x.shape)
+    return y
 
 
 def _probabilities(logits: jax.Array, score: str) -> jax.Array:
