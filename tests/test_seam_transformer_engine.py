@@ -265,6 +265,19 @@ def test_sets_without_a_quantizer_are_taken():
     check(given, 2, {"quantizer_sets": (NoQuantizer, NoQuantizer)}, literal(given, 2))
 
 
+@pytest.mark.parametrize(("capacity", "received"), ((1, 1), (8, 8), (1000, B * S * 2)))
+def test_a_capacity_drops_nothing(capacity, received):
+    """MaxText always gives one, and stops where more is received."""
+    given = example()
+    block = functools.partial(moe, **given, num_experts=E, num_experts_per_tok=2)
+    y, _, got = block(recv_capacity_per_rank=capacity)
+    np.testing.assert_allclose(y, literal(given, 2), rtol=2e-4, atol=2e-4)
+    assert got.dtype == jnp.int32 and got.tolist() == [received]
+    for wrong, error in ((0, ValueError), (1.5, TypeError)):
+        with pytest.raises(error, match="recv_capacity_per_rank"):
+            block(recv_capacity_per_rank=wrong)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -272,7 +285,6 @@ def test_sets_without_a_quantizer_are_taken():
             {"quantizer_sets": (NoQuantizer, Sets)},
             "quantizer_sets must have no quantizer; forw",
         ),
-        ({"recv_capacity_per_rank": 128}, "recv_capacity_per_rank=128 must be None: nothing is dr"),
         ({"expert_bias": np.zeros(E)}, "expert_bias must be None with score_function='softmax'"),
         (
             {"activation_type": "mish"},

@@ -85,7 +85,8 @@ def moe(
       input_axes, gate_kernel_axes, wi_kernel_axes, wo_kernel_axes: not read: arrays are divided as
         they lie.
       dtype: of the balance loss.
-      recv_capacity_per_rank: None: no token is dropped, so there is no capacity.
+      recv_capacity_per_rank: not used for the layer: no token is dropped, whatever it is. None, or
+        what the last result is at most, as MaxText takes a larger one for dropped tokens.
       norm_topk_prob: whether weights are divided by their sum; by default as there: with "sigmoid"
         and "sqrtsoftplus" if K > 1, not with `use_pre_softmax`. A softmax over the chosen ones is
         always.
@@ -96,11 +97,12 @@ def moe(
 
     Returns:
       (y [B, S, H] in the dtype of `x`, loss [] in `dtype` or None if its coefficient is 0,
-      [1] int32, the choices of all tokens: all of them are received).
+      [1] int32, the choices of all tokens: all of them are received; see
+      `recv_capacity_per_rank`).
 
     Raises:
       NotImplementedError: an argument that cannot be honoured, with what is allowed.
-      TypeError, ValueError: wrong arrays or numbers, an `ep_axis` without a mesh, or an axis that
+      TypeError, ValueError: wrong arrays or numbers, a capacity below 1, an `ep_axis` without a mesh, or an axis that
         the mesh has not; and those of `jaxmoe.route`, `jaxmoe.Experts` and `jaxmoe.moe_mlp`.
 
     Numerics: logits are float32 sums and are not rounded to the dtype of `x`; neither are routing
@@ -128,7 +130,11 @@ def moe(
     _checks.check_same_dim(_OP, "gate_kernel", gate_kernel, 0, "x", x, 2, "hidden")
     scale = _checks.check_number(_OP, "scaling_factor", scaling_factor)
     aux_loss_coeff = _checks.check_number(_OP, "aux_loss_coeff", aux_loss_coeff)
-    _check_absent(quantizer_sets, recv_capacity_per_rank)
+    _check_no_quantizer(quantizer_sets)
+    received = x.shape[0] * x.shape[1] * num_experts_per_tok
+    if recv_capacity_per_rank is not None:
+        capacity = recv_capacity_per_rank
+        received = min(received, _checks.check_int(_OP, "recv_capacity_per_rank", capacity, 1))
     wide: Any = {"precision": jax.lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
     logits = jnp.matmul(x, gate_kernel.astype(x.dtype), **wide)
     score = _score(score_function)
@@ -153,12 +159,11 @@ def moe(
     if aux_loss_coeff > 0:
         loss = load_balancing_loss(_probabilities(logits, score), routing.expert_ids)
         loss = (loss * (aux_loss_coeff / num_experts_per_tok)).astype(dtype)
-    received = x.shape[0] * x.shape[1] * num_experts_per_tok
     return y, loss, jnp.full((1,), received, jnp.int32)
 
 
-def _check_absent(quantizer_sets: Any, recv_capacity_per_rank: Any) -> None:
-    """Refuses what would quantize or drop."""
+def _check_no_quantizer(quantizer_sets: Any) -> None:
+    """Refuses sets that would quantize."""
     quantizers = (
         getattr(one, name, None)
         for one in (quantizer_sets or ())
@@ -168,9 +173,6 @@ def _check_absent(quantizer_sets: Any, recv_capacity_per_rank: Any) -> None:
         rule = (
             "quantizer_sets must have no quantizer; forward_format= names a format that jaxmoe has"
         )
-        raise NotImplementedError(_checks.message(_OP, rule))
-    if recv_capacity_per_rank is not None:
-        rule = f"recv_capacity_per_rank={recv_capacity_per_rank} must be None: nothing is dropped"
         raise NotImplementedError(_checks.message(_OP, rule))
 
 
