@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmoe
-from jaxmoe import Swiglu, expert_parallel
+from jaxmoe import RoutingMethod, Swiglu, expert_parallel
 from jaxmoe._testing import assert_equal
 from jaxmoe.nn import MoEConfig, apply, init, parameters
 from jaxmoe.routing_methods import METHODS
@@ -41,7 +41,18 @@ QWEN2 = dataclasses.replace(
     PLAIN, method="softmax", shared_intermediate=24, shared_router=True, balance_loss=0.01
 )
 NEMOTRON = dataclasses.replace(PLAIN, activation="relu2", shared_intermediate=8)
+INKLING = RoutingMethod("sigmoid", True, "sum", True, bias=True, shared=True)
+# Options of `route` that a family has, with values that show.
+OPTIONS = {
+    "lfm2": {"method": "deepseek_v3", "epsilon": 0.5, "selection_bias": True},
+    "gemma4": {"expert_scale": True},
+    "axk2": {"method": "deepseek_v3", "num_groups": 2, "masked_group_value": 0.9},
+    "inkling": {"method": INKLING, "num_shared_experts": 2, "selection_bias": True},
+    "appended": {"num_shared_experts": 1, "router_bias": True},
+}
+OPTIONS = {name: dataclasses.replace(PLAIN, **fields) for name, fields in OPTIONS.items()}
 CONFIGS = {
+    **OPTIONS,
     "plain": PLAIN,
     "deepseek": DEEPSEEK,
     "gpt_oss": GPT_OSS,
@@ -58,7 +69,12 @@ def example(name):
     """Parameters, biases among them not zero, and tokens [3, 5, H]."""
     config, rng = CONFIGS[name], np.random.default_rng(3)
     params = {n: np.asarray(a) for n, a in drawn(config, jax.random.key(1)).items()}
-    noisy = {n: rng.normal(size=a.shape).astype(a.dtype) for n, a in params.items() if "bias" in n}
+    kept = ("bias", "expert_scale")
+    noisy = {
+        n: rng.normal(size=a.shape).astype(a.dtype)
+        for n, a in params.items()
+        if any(word in n for word in kept)
+    }
     return config, params | noisy, rng.normal(size=(3, 5, config.hidden)).astype(np.float32)
 
 
@@ -88,10 +104,10 @@ def mlp(config, p, prefix, x, *expert):
 def wanted(config, p, x, routing):
     """The block in NumPy, given what `jaxmoe.route` chose."""
     tokens = x.reshape(-1, config.hidden).astype(np.float64)
-    ids = np.asarray(routing.expert_ids).reshape(-1, config.top_k)
+    ids = np.asarray(routing.expert_ids).reshape(len(tokens), -1)
     weights = np.asarray(routing.weights).reshape(ids.shape)
     y = np.zeros_like(tokens)
-    for e in range(config.num_experts):
+    for e in range(config.num_experts + config.num_shared_experts):
         y += mlp(config, p, "", tokens, e) * (weights * (ids == e)).sum(axis=1, keepdims=True)
     if config.shared_intermediate:
         gate = sigmoid(tokens @ p["shared_router"])[:, None] if config.shared_router else 1
@@ -102,11 +118,57 @@ def wanted(config, p, x, routing):
 def routed(config, p, x):
     logits = x @ p["router"] + p.get("router_bias", np.float32(0))
     options = ("top_k", "method", "num_groups", "top_groups", "scale", "norm_topk_prob")
+    options += ("epsilon", "masked_group_value", "num_shared_experts")
     chosen = {name: getattr(config, name) for name in options}
-    return logits, jaxmoe.route(jnp.asarray(logits), bias=p.get("selection_bias"), **chosen)
+    chosen |= {"bias": p.get("selection_bias"), "expert_scale": p.get("expert_scale")}
+    return logits, jaxmoe.route(jnp.asarray(logits), **chosen)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_of_route(name):
+    config, p, x = example(name)
+    y, aux = applied(config, p, x)
+    _, routing = routed(config, p, x)
+    np.testing.assert_allclose(y, wanted(config, p, x, routing), rtol=2e-5, atol=2e-5)
+    shared = config.num_shared_experts
+    assert routing.expert_ids.shape == (3, 5, 2 + shared) and p["up"].shape[0] == 4 + shared
+    assert aux.load.shape == (4,) and int(aux.load.sum()) == 3 * 5 * 2  # shared ones count not
+    default = dataclasses.replace(config, epsilon=None, masked_group_value=-np.inf)
+    if default != config:
+        assert np.abs(applied(default, p, x)[0] - y).max() > 1e-3
+
+
+def test_a_factor_of_each_expert_begins_at_one_and_is_trained():
+    config, _, x = example("gemma4")
+    p = drawn(config, jax.random.key(0))
+    assert p["expert_scale"].tolist() == [1, 1, 1, 1]
+    without = {n: a for n, a in p.items() if n != "expert_scale"}
+    assert_equal(applied(config, p, x)[0], applied(PLAIN, without, x)[0])
+    grads = jax.jit(jax.grad(lambda p: (apply(config, p, x)[0] ** 2).sum()))(p)
+    assert np.abs(grads["expert_scale"]).min() > 0
+
+
+@pytest.mark.parametrize("name", ("plain", "lfm2", "inkling"))
+def test_the_balance_loss_of_sequences(name):
+    config, p, x = example(name)
+    config = dataclasses.replace(config, sequence_balance_loss=0.25)
+    mask = np.arange(15).reshape(3, 5) % 4 != 0
+    _, aux = applied(config, p, x, mask=mask)
+    logits = (x @ p["router"])[..., :4]
+    scores = np.exp(logits) if name == "plain" else sigmoid(logits)
+    scores /= scores.sum(axis=-1, keepdims=True)
+    each = []
+    for b in range(3):  # the experts of the largest scores, whatever the bias is
+        one = scores[b][mask[b]]
+        count = np.bincount(np.argsort(-one, axis=1)[:, :2].ravel(), minlength=4)
+        each.append((4 / (2 * len(one)) * count * one.mean(axis=0)).sum())
+    np.testing.assert_allclose(aux.loss, 0.25 * np.mean(each), rtol=1e-5)
+    with pytest.raises(ValueError, match=r"x must be \[B, S, hidden\], sequences of tokens"):
+        apply(config, p, x[0])
+    assert apply(config, p, x[:0])[1].loss == 0
+
+
+@pytest.mark.parametrize("name", ("plain", "deepseek", "gpt_oss", "qwen2", "nemotron"))
 def test_block(name):
     config, p, x = example(name)
     y, aux = applied(config, p, x)
@@ -230,6 +292,12 @@ def test_experts_of_several_devices(name, parts):
         ({"z_loss": None}, TypeError, "z_loss must be a number.* Got z_loss: None"),
         ({"z_loss": float("nan")}, ValueError, "z_loss=nan must be finite"),
         ({"z_loss": float("inf")}, ValueError, "z_loss=inf must be finite"),
+        ({"expert_scale": 1}, TypeError, "expert_scale must be a bool"),
+        ({"num_shared_experts": -1}, ValueError, "num_shared_experts=-1 must be at least 0"),
+        ({"method": INKLING}, ValueError, "num_shared_experts=0 must be at least 1"),
+        ({"epsilon": 1.0}, ValueError, "epsilon=1.0 must be None: method 'renormalize' has"),
+        ({"masked_group_value": 0.0}, ValueError, "masked_group_value=0.0 must be left out"),
+        ({"sequence_balance_loss": -1.0}, ValueError, "sequence_balance_loss=-1.0 must be at le"),
         ({"router_bias": "yes"}, TypeError, "router_bias must be a bool. Got router_bias: 'yes'"),
         ({"expert_bias": 1}, TypeError, "expert_bias must be a bool"),
     ],

@@ -1,19 +1,26 @@
 """What the modules of all frameworks have in common: parameters by name, and the block itself."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import max_dim
 
 from jaxmoe._jax import checks as _checks
 from jaxmoe._jax import leading as _leading
 from jaxmoe._route import scores_of
 from jaxmoe.activation import Activation, resolve
 from jaxmoe.experts import Experts
-from jaxmoe.losses import expert_load, load_balancing_loss, router_z_loss
+from jaxmoe.losses import (
+    expert_load,
+    load_balancing_loss,
+    router_z_loss,
+    sequence_balance_loss,
+)
 from jaxmoe.mlp import moe_mlp
 from jaxmoe.nn import checks
 from jaxmoe.routing import Routing, route
@@ -34,10 +41,14 @@ class MoEConfig:
     Attributes:
       hidden: H, the width of a token.
       intermediate: I, the width of an expert.
-      num_experts: E.
+      num_experts: E, of which the router chooses.
       top_k: K, experts of each token.
       activation: of experts and of the shared expert, see `jaxmoe.Experts`.
-      method, num_groups, top_groups, scale, norm_topk_prob: of `jaxmoe.route`.
+      method, num_groups, top_groups, scale, norm_topk_prob, epsilon, masked_group_value: of
+        `jaxmoe.route`.
+      num_shared_experts: S further experts that every token takes, the last ones of the arrays,
+        with weight 1 or, if `method` is a rule with `shared`, that of their logits (Inkling).
+      expert_scale: whether each expert has a factor of its weights, trained (Gemma 4).
       selection_bias: whether experts are chosen with a bias that is state and not trained, for
         methods that have one; `jaxmoe.update_selection_bias` moves it.
       router_bias: whether logits have a bias (gpt-oss).
@@ -45,6 +56,8 @@ class MoEConfig:
       shared_intermediate: width of the shared expert; 0: there is none.
       shared_router: whether the shared expert has a gate of its own (Qwen2-MoE).
       balance_loss: coefficient of `jaxmoe.load_balancing_loss`, at least 0.
+      sequence_balance_loss: coefficient of the mean of `jaxmoe.sequence_balance_loss`, at least 0,
+        for tokens [B, S, H].
       z_loss: coefficient of `jaxmoe.router_z_loss`, at least 0.
       param_dtype: of the weights of experts, shared ones too. The router is float32.
       dtype: of products; None for `param_dtype`. If it is narrower, weights are float32 masters.
@@ -65,12 +78,17 @@ class MoEConfig:
     top_groups: int = 1
     scale: float = 1.0
     norm_topk_prob: bool | None = None
+    epsilon: float | None = None
+    masked_group_value: float = -math.inf
+    num_shared_experts: int = 0
+    expert_scale: bool = False
     selection_bias: bool = False
     router_bias: bool = False
     expert_bias: bool = False
     shared_intermediate: int = 0
     shared_router: bool = False
     balance_loss: float = 0.0
+    sequence_balance_loss: float = 0.0
     z_loss: float = 0.0
     param_dtype: Any = jnp.float32
     dtype: Any = None
@@ -83,13 +101,19 @@ class MoEConfig:
             if name == "param_dtype" or self.dtype is not None:
                 object.__setattr__(self, name, _checks.float_dtype(_OP, name, getattr(self, name)))
         checks.check_dtypes(self)
-        logits = jax.ShapeDtypeStruct((1, self.num_experts), jnp.float32)
+        logits = jax.ShapeDtypeStruct((1, self.num_logits), jnp.float32)
         jax.eval_shape(lambda logits: _routed(self, logits), logits)
 
     @property
     def product_dtype(self) -> Any:
         """The dtype of the products."""
         return jnp.dtype(self.param_dtype if self.dtype is None else self.dtype)
+
+    @property
+    def num_logits(self) -> int:
+        """The logits of a token."""
+        shared = self.num_shared_experts if method_of(_OP, self.method).shared else 0
+        return self.num_experts + shared
 
     @property
     def gated(self) -> bool:
@@ -103,9 +127,10 @@ class Parameter(NamedTuple):
     Attributes:
       shape: its shape.
       axes: a logical name for each dimension: "expert", "embed" (H), "mlp" (I) or None.
-      fan_in: inputs of a sum that the array weighs; 0 for biases, which begin at 0.
+      fan_in: inputs of a sum that the array weighs; 0 for what begins at `start`.
       dtype: its dtype.
       trained: whether it has gradients; a selection bias is state.
+      start: 0 for biases, 1 for factors.
     """
 
     shape: tuple[int, ...]
@@ -113,6 +138,7 @@ class Parameter(NamedTuple):
     fan_in: int
     dtype: Any
     trained: bool = True
+    start: float = 0.0
 
 
 class Aux(NamedTuple):
@@ -146,9 +172,11 @@ def parameters(config: MoEConfig) -> dict[str, Parameter]:
     """
     checks.check_config(config)
     c, stored, wide = config, jnp.dtype(config.param_dtype), jnp.dtype(jnp.float32)
-    found = {"router": Parameter((c.hidden, c.num_experts), ("embed", None), c.hidden, wide)}
+    found = {"router": Parameter((c.hidden, c.num_logits), ("embed", None), c.hidden, wide)}
     if c.router_bias:
-        found["router_bias"] = Parameter((c.num_experts,), (None,), 0, wide)
+        found["router_bias"] = Parameter((c.num_logits,), (None,), 0, wide)
+    if c.expert_scale:
+        found["expert_scale"] = Parameter((c.num_experts,), (None,), 0, wide, start=1.0)
     if c.selection_bias:
         found["selection_bias"] = Parameter((c.num_experts,), (None,), 0, wide, trained=False)
 
@@ -166,7 +194,7 @@ def parameters(config: MoEConfig) -> dict[str, Parameter]:
             shape, axes = (*experts, c.hidden), (*outer, "embed")
             found[prefix + "down_bias"] = Parameter(shape, axes, 0, stored)
 
-    mlp("", (c.num_experts,), c.intermediate, c.expert_bias)
+    mlp("", (c.num_experts + c.num_shared_experts,), c.intermediate, c.expert_bias)
     if c.shared_intermediate:
         mlp("shared_", (), c.shared_intermediate, biases=False)
     if c.shared_router:
@@ -175,15 +203,15 @@ def parameters(config: MoEConfig) -> dict[str, Parameter]:
 
 
 def initial(key: jax.Array, parameter: Parameter) -> jax.Array:
-    """Draws one array: normal with variance 1 / fan_in; zeros for biases."""
+    """Draws one array: normal with variance 1 / fan_in; zeros for biases, ones for factors."""
     if parameter.fan_in == 0:
-        return jnp.zeros(parameter.shape, parameter.dtype)
+        return jnp.full(parameter.shape, parameter.start, parameter.dtype)
     drawn = jax.random.normal(key, parameter.shape, jnp.float32) * parameter.fan_in**-0.5
     return drawn.astype(parameter.dtype)
 
 
 def init(config: MoEConfig, key: jax.Array) -> dict[str, jax.Array]:
-    """Draws all arrays of a block: normal with variance 1 / fan_in, biases zero.
+    """Draws all arrays of a block: normal with variance 1 / fan_in, biases zero, factors one.
 
     Args:
       config: what the block is.
@@ -235,9 +263,10 @@ def apply(
       TypeError, ValueError: an x or mask of another dtype or shape, arrays of another shape, and
         those of `jaxmoe.route`, `jaxmoe.Experts` and the layer.
 
-    Numerics: logits in float32 whatever x is, products in `config.product_dtype`; the balance loss
-      of methods whose scores are no probabilities is that of scores divided by their sum
-      (DeepSeek-V3). The shared expert is a layer of one expert, and rounds as that does.
+    Numerics: logits in float32 whatever x is, products in `config.product_dtype`; balance losses of
+      methods whose scores are no probabilities are those of scores divided by their sum
+      (DeepSeek-V3), and that of sequences counts the experts of the K largest scores where there is
+      a selection bias. The shared expert is a layer of one expert, and rounds as that does.
     Sharding: tokens and experts may be split as in `jaxmoe.moe_mlp`; on Explicit axes H of x and
       router must be whole.
     Source: the sum of routed and shared experts as in DeepSeekMoE, https://arxiv.org/abs/2401.06066
@@ -260,34 +289,29 @@ def apply(
     logits = _product(valid, params["router"])
     if config.router_bias:
         logits += jnp.broadcast_to(params["router_bias"], logits.shape)
-    routing = _routed(config, logits, params.get("selection_bias"), mask)
+    arrays = {"bias": params.get("selection_bias"), "expert_scale": params.get("expert_scale")}
+    routing = _routed(config, logits, mask=mask, **arrays)
     y = _shared(config, params, x, tokens) if config.shared_intermediate else None
     y = _by_layer(config, layer, tokens, routing, _experts(config, params), y)
-    loss = jnp.zeros((), jnp.float32)
-    if config.balance_loss:
-        scores = _scores(config, logits)
-        loss += config.balance_loss * load_balancing_loss(scores, routing.expert_ids, mask)
-    if config.z_loss:
-        loss += config.z_loss * router_z_loss(logits, mask)
+    loss = _loss(config, logits, routing, mask)
     return y.astype(x.dtype), Aux(loss, expert_load(routing.expert_ids, config.num_experts))
 
 
-def _routed(
-    config: MoEConfig,
-    logits: jax.Array,
-    bias: jax.Array | None = None,
-    mask: jax.Array | None = None,
-) -> Routing:
+def _routed(config: MoEConfig, logits: jax.Array, **arrays: jax.Array | None) -> Routing:
+    if (bias := arrays.get("bias")) is not None:
+        arrays["bias"] = jax.lax.stop_gradient(bias)
     return route(
         logits,
         top_k=config.top_k,
         method=config.method,
-        bias=None if bias is None else jax.lax.stop_gradient(bias),
         num_groups=config.num_groups,
         top_groups=config.top_groups,
         scale=config.scale,
         norm_topk_prob=config.norm_topk_prob,
-        mask=mask,
+        epsilon=config.epsilon,
+        masked_group_value=config.masked_group_value,
+        num_shared_experts=config.num_shared_experts,
+        **arrays,
     )
 
 
@@ -341,6 +365,26 @@ def _shared(
     if config.shared_router:
         weights = jax.nn.sigmoid(_product(x, params["shared_router"][:, None]))
     return moe_mlp(tokens, Routing(ids, weights, 1), experts)
+
+
+def _loss(
+    config: MoEConfig, logits: jax.Array, routing: Routing, mask: jax.Array | None
+) -> jax.Array:
+    """The losses with their coefficients."""
+    loss = jnp.zeros((), jnp.float32)
+    if config.balance_loss or config.sequence_balance_loss:
+        scores = _scores(config, logits[..., : config.num_experts])
+        ids = routing.expert_ids[..., : config.top_k]
+        if config.balance_loss:
+            loss += config.balance_loss * load_balancing_loss(scores, ids, mask)
+        if config.sequence_balance_loss:
+            if config.selection_bias:  # which the paper's loss leaves out of the counts
+                ids = jax.lax.top_k(jax.lax.stop_gradient(scores), config.top_k)[1]
+            each = sequence_balance_loss(scores, ids, mask)
+            loss += config.sequence_balance_loss * jnp.sum(each) / max_dim(each.shape[0], 1)
+    if config.z_loss:
+        loss += config.z_loss * router_z_loss(logits, mask)
+    return loss
 
 
 def _scores(config: MoEConfig, logits: jax.Array) -> jax.Array:

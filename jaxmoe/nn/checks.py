@@ -17,12 +17,14 @@ def check_fields(config: Any) -> None:
     """Checks each field of a config that no other function would name so, but for dtypes."""
     for name in ("hidden", "intermediate", "num_experts", "top_k"):
         _checks.check_int(_CONFIG, name, getattr(config, name), 1)
-    _checks.check_int(_CONFIG, "shared_intermediate", config.shared_intermediate, 0)
-    for name in ("selection_bias", "router_bias", "expert_bias", "shared_router"):
+    for name in ("shared_intermediate", "num_shared_experts"):
+        _checks.check_int(_CONFIG, name, getattr(config, name), 0)
+    switches = ("selection_bias", "router_bias", "expert_bias", "shared_router", "expert_scale")
+    for name in switches:
         if type(getattr(config, name)) is not bool:
             rule = f"{name} must be a bool"
             raise TypeError(_checks.message(_CONFIG, rule, **{name: getattr(config, name)}))
-    for name in ("scale", "balance_loss", "z_loss"):
+    for name in ("scale", "balance_loss", "sequence_balance_loss", "z_loss"):
         value = _checks.check_number(_CONFIG, name, getattr(config, name))
         if name != "scale" and value < 0:
             rule = f"{name}={value} must be at least 0"
@@ -73,6 +75,9 @@ def check_tokens(config: Any, x: Any, mask: Any) -> None:
     _checks.check_dtype(_BLOCK, "x", x, _checks.FLOATS)
     if x.ndim < 2 or x.shape[-1] != config.hidden:
         rule = f"x must have axes of tokens and a last one of hidden={config.hidden}"
+        raise ValueError(_checks.message(_BLOCK, rule, x=x))
+    if config.sequence_balance_loss and x.ndim != 3:
+        rule = "x must be [B, S, hidden], sequences of tokens, with a sequence_balance_loss"
         raise ValueError(_checks.message(_BLOCK, rule, x=x))
     if mask is not None:
         _checks.check_dtype(_BLOCK, "mask", mask, ("bool",))

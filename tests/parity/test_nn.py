@@ -29,6 +29,13 @@ FIELDS = {
     "qwen2_moe": {"method": "softmax", "shared_intermediate": 24, "shared_router": True},
     "deepseek_v3": V3,
     "glm4_moe": V3,
+    "axk2": {**V3, "masked_group_value": 0.0},
+    "lfm2_moe": {
+        "method": "deepseek_v3",
+        "selection_bias": True,
+        "epsilon": 1e-6,
+        "scale": 2.5,
+    },
     "gpt_oss": {
         "activation": Swiglu(1.702, 1.0, 1.0),
         "router_bias": True,
@@ -57,7 +64,7 @@ def parameters(family, arrays):
         params["down_bias"] = arrays["experts.down_proj_bias"]
         params["router_bias"] = arrays["router.bias"]
     for key, value in arrays.items():
-        if key.endswith("e_score_correction_bias"):
+        if key.endswith(("e_score_correction_bias", "expert_bias")):
             params["selection_bias"] = value
         if key.startswith("shared_") and "_proj" in key:
             params[f"shared_{key.split('.')[1].removesuffix('_proj')}"] = value.T
