@@ -259,7 +259,8 @@ class Model:
         found = self.family.blocks(self.shards.names)
         self.blocks = {number: at for number, at in found.items() if number < count}
         if not self.blocks:
-            stem = f"layers.N.{self.family.block}.{self.family.weights[-1]}"
+            places = filter(None, ("layers.N", self.family.block, self.family.weights[-1]))
+            stem = ".".join(places)
             have = ", ".join(self.shards.names[:3]) or "none"
             raise LookupError(
                 f"jaxmoe.{OP}: {directory} has no layer with tensors {stem}; it has "

@@ -31,28 +31,41 @@ def softmax(x):
 
 
 def largest(key, k):
-    """1 for the k largest of each row, else 0."""
+    """1 for the k largest of each row, the first of equals, else 0."""
     out = np.zeros_like(key)
-    np.put_along_axis(out, np.argsort(-key, axis=1)[:, :k], 1.0, axis=1)
+    np.put_along_axis(out, np.argsort(-key, axis=1, kind="stable")[:, :k], 1.0, axis=1)
     return out
 
 
 # Routing rules: from logits and bias to the weight [T, E] of each expert, 0 where it is not chosen.
-def by_sigmoid(groups=1, top=1, scale=1.0, norm=True, eps=1e-20):
+def by_sigmoid(groups=1, top=1, scale=1.0, norm=True, eps=1e-20, masked=-np.inf):
     def rule(logits, bias):
         score = sigmoid(logits)
         key = (score + bias).reshape(T, groups, -1)
         worth = np.sort(key, axis=2)[:, :, -2:].sum(2)
-        key = np.where(largest(worth, top)[:, :, None] > 0, key, -np.inf).reshape(T, E)
+        key = np.where(largest(worth, top)[:, :, None] > 0, key, masked).reshape(T, E)
         weights = score * largest(key, K)
         return scale * (weights / (weights.sum(1, keepdims=True) + eps) if norm else weights)
 
     return rule
 
 
-def by_softmax(norm=True):
+def by_softmax(norm=True, scale=1.0, groups=1, top=1):
     def rule(logits, bias):
-        weights = softmax(logits) * largest(softmax(logits) + bias, K)
+        key = (softmax(logits) + bias).reshape(T, groups, -1)
+        worth = np.sort(key, axis=2)[:, :, -2:].sum(2)
+        key = np.where(largest(worth, top)[:, :, None] > 0, key, -np.inf).reshape(T, E)
+        weights = softmax(logits) * largest(key, K)
+        return scale * (weights / weights.sum(1, keepdims=True) if norm else weights)
+
+    return rule
+
+
+def by_logit(norm=True):
+    """Chosen by logit, weighted by sigmoid. Logits are large, so sigmoids of several would tie."""
+
+    def rule(logits, bias):
+        weights = sigmoid(logits) * largest(logits + bias, K)
         return weights / weights.sum(1, keepdims=True) if norm else weights
 
     return rule
@@ -96,9 +109,12 @@ class Model:
     router: str = "gate"
     bias: str = ""
     bias_shape: tuple = (E,)
+    shift: float = 0.0
     layout: str = "nk"
     inner: int = H
     latent: tuple = ()
+    order: str = "gate_up"
+    biased: bool = False
     kind: str = ""
     number: int = 1
 
@@ -134,7 +150,61 @@ LAGUNA = {**COUNTS, "moe_routed_scaling_factor": 2.5, "moe_router_logit_softcapp
 ERNIE_BIAS = "moe_statics.e_score_correction_bias"
 INSIDE = "model.language_model.layers.{l}.mlp."
 
+M4 = {"n_routed_experts": E, "num_experts_per_tok": K, "routed_scaling_factor": 1.5}
+COHERE = {**COUNTS, "expert_selection_fn": "sigmoid", "norm_topk_prob": True}
+KOLIBRI = Model({**LOCAL, "norm_topk_prob": False}, by_logit(False), bias="^moe.router.expert_bias")
+FILTER = {**LOCAL, "swiglu_alpha": 1.7, "swiglu_limit": 0.7}
+
 MODELS = {
+    "axk1": DEEPSEEK,
+    # Its keys are negative, so that those of other groups, 0, win over them.
+    "axk2": dataclasses.replace(DEEPSEEK, rule=by_sigmoid(4, 2, 2.5, masked=0.0), shift=-0.9),
+    "axk2, light": dataclasses.replace(
+        DEEPSEEK, config={**V3, "n_group": None, "topk_group": None}, rule=by_sigmoid(scale=2.5)
+    ),
+    "hy_v4": dataclasses.replace(
+        DEEPSEEK, config={**V3, "swiglu_limit": 0.7}, act=clamped, weights=JOINED
+    ),
+    "flint": Model({**COUNTS, "norm_topk_prob": True}, by_sigmoid()),
+    "flint, raw": Model({**COUNTS, "norm_topk_prob": False}, by_sigmoid(norm=False)),
+    "cohere2_moe": Model(COHERE, by_logit()),
+    "cohere2_moe, raw": Model({**COHERE, "norm_topk_prob": False}, by_logit(False)),
+    "cohere2_moe, softmax": Model({**COHERE, "expert_selection_fn": "softmax"}, by_softmax()),
+    "kolibri1": KOLIBRI,
+    "kolibri1, normed": dataclasses.replace(
+        KOLIBRI, config={**LOCAL, "norm_topk_prob": True}, rule=by_logit()
+    ),
+    "mistral4": Model({**M4, "n_group": 1, "topk_group": 1}, by_softmax(scale=1.5), weights=JOINED),
+    "mistral4, groups": Model(
+        {**M4, "n_group": 4, "topk_group": 2, "norm_topk_prob": False},
+        by_softmax(False, 1.5, 4, 2),
+        weights=JOINED,
+    ),
+    "mistral_large4": Model(
+        *({**M4, "n_group": 4, "topk_group": 2}, by_softmax(True, 1.5, 4, 2), silu, "layers.{l}."),
+        W123,
+    ),
+    "inkling2": Model(
+        {**M4, "route_scale": 2.0, "routed_scaling_factor": None}
+        | {"mlp_gate_softcap": 4.0, "mlp_up_softcap": 25.0},
+        *(by_sigmoid(scale=2.0), situ, "model.llm.layers.{l}.mlp."),
+        ("experts.w13_weight", "experts.w2_weight"),
+        bias="gate.bias",
+        order="interleaved",
+    ),
+    "openai_privacy_filter": Model(
+        *(FILTER, by_softmax(), swiglu_oai, "layers.{l}.mlp.", JOINED, "router"),
+        layout="kn",
+        biased=True,
+    ),
+    "aria": Model(
+        {"moe_num_experts": E, "moe_topk": K},
+        *(by_softmax(), silu, INSIDE, ("experts.fc1.weight", "experts.fc2.weight"), "router"),
+        layout="kn",
+    ),
+    "qwen4_exp": Model(COUNTS, by_softmax(), at=INSIDE, weights=JOINED),
+    "qwen4_exp, each": Model(COUNTS, by_softmax(), at=INSIDE),
+    "granitemoe_swa": Model(LOCAL, by_softmax(), silu, SPARSE, JOINED, "router"),
     "nemotron_h": NEMOTRON,
     "nemotron_h, latent": dataclasses.replace(
         NEMOTRON,
@@ -207,9 +277,12 @@ MODELS = {
 SAME = {
     "mixtral": ("minimax", "minimax_m1", "minimax_text_01"),
     "granitemoe": ("granitemoehybrid", "granitemoeshared"),
-    "deepseek_v3": ("deepseek_v32", "glm4_moe_lite", "glm4v_moe", "solar_open", "beam"),
+    "deepseek_v3": ("deepseek_v32", "glm4_moe_lite", "glm4v_moe", "solar_open", "beam", "axk1"),
     "bailing_moe": ("bailing_moe_v2",),
     "qwen3_next": ("mellum",),
+    "qwen4_exp": ("lara_mini",),
+    "deepseek_v2": ("deepseek_ocr2", "unlimited_ocr"),
+    "hy_v4": ("hy_v4_vl",),
     "olmoe": ("flex_olmo",),
     "step3p5": ("step3p7",),
     "kimi_linear": ("kimi_k3",),
@@ -218,7 +291,10 @@ SAME = {
 
 def files_of(model, gate, up, down):
     """The tensors of the weights [E, I, L], [E, I, L] and [E, L, I], as the files have them."""
-    arrays = [gate, up, down] if len(model.weights) == 3 else [np.concatenate([gate, up], 1), down]
+    both = np.concatenate([gate, up], 1)
+    if model.order == "interleaved":
+        both = np.stack([gate, up], 2).reshape(both.shape)
+    arrays = [gate, up, down] if len(model.weights) == 3 else [both, down]
     if model.act is relu2:
         arrays = [up, down]
     if "{e}" in model.weights[0]:
@@ -237,26 +313,43 @@ def folder(tmp_path, name, seed=0):
     kind, model, draw = name.split(",")[0], MODELS[name], Draw(seed)
     small = lambda *shape: (draw.normal(*shape) / 4).astype(np.float32)  # noqa: E731
     gate, up, down = small(E, I, model.inner), small(E, I, model.inner), small(E, model.inner, I)
-    router, bias = 4 * small(E, H), small(E) if model.bias else np.zeros(E, np.float32)
+    router, bias = (
+        4 * small(E, H),
+        small(E) + np.float32(model.shift) if model.bias else np.zeros(E, np.float32),
+    )
     around = [small(model.inner, H), small(H, model.inner), 1 + small(model.inner)]
     at = model.at.format(l=model.number)
     tensors = files_of(model, gate, up, down) | {f"{model.router}.weight": router}
-    if model.bias:
+    biases = np.zeros((2, E, I), np.float32), np.zeros((E, model.inner), np.float32)
+    of_logits = np.zeros(E, np.float32)
+    if model.biased:
+        biases, of_logits = (small(2, E, I), small(E, model.inner)), small(E)
+        tensors |= {
+            f"{model.weights[0]}_bias": np.concatenate(biases[0], 1),
+            f"{model.weights[1]}_bias": biases[1],
+            f"{model.router}.bias": of_logits,
+        }
+    outside = {}
+    if model.bias[:1] == "^":  # of the layer, not of the module
+        outside[at.removesuffix("mlp.") + model.bias[1:]] = bias
+    elif model.bias:
         tensors[model.bias] = bias.reshape(model.bias_shape)
     tensors |= {f"{stem}.weight": array for stem, array in zip(model.latent, around, strict=False)}
     config = {"model_type": kind, "num_hidden_layers": 4}
     text = {k: v for k, v in model.config.items() if v is not None}
     inside = "language_model" in at
     config |= {"text_config": {"model_type": f"{kind}_text", **text}} if inside else text
-    path = save_folder(tmp_path / "model", config, {at + k: a for k, a in tensors.items()})
+    tensors = outside | {at + name: array for name, array in tensors.items()}
+    path = save_folder(tmp_path / "model", config, tensors)
 
     def layer(x):
-        weights = model.rule(x @ router.T, bias)
+        weights = model.rule(x @ router.T + of_logits, bias)
         z = x @ around[0].T if model.latent else x
         y = 0
         for e in range(E):
-            first = (z @ up[e].T,) if model.act is relu2 else (z @ gate[e].T, z @ up[e].T)
-            y = y + weights[:, e : e + 1] * (model.act(*first) @ down[e].T)
+            first = [z @ w[e].T + b[e] for w, b in zip((gate, up), biases[0], strict=True)]
+            h = model.act(*first[model.act is relu2 :])
+            y = y + weights[:, e : e + 1] * (h @ down[e].T + biases[1][e])
         if len(model.latent) == 3:
             y = y / np.sqrt(np.mean(y**2, 1, keepdims=True) + 1e-5) * around[2]
         return weights, y @ around[1].T if model.latent else y
@@ -308,6 +401,13 @@ REFUSED = (
     ("laguna", {"moe_router_score_func": "sqrtsoftplus"}),
     ("laguna", {"moe_router_logit_softcapping": 30.0}),
     ("step3p5", {"norm_expert_weight": False}),
+    ("cohere2_moe", {"expert_selection_fn": "sparsemax"}),
+    ("flint", {"scoring_func": "softmax"}),
+    ("kolibri1", {"scoring_func": "softmax"}),
+    ("mistral4", {"scoring_func": "sigmoid"}),
+    ("mistral_large4", {"norm_topk_prob": False}),
+    ("axk2, light", {"topk_group": 2}),
+    ("inkling2", {"scoring_func": "softmax"}),
 )
 
 
@@ -323,7 +423,7 @@ def test_a_rule_that_a_family_does_not_have_is_named(name, change, tmp_path):
 def test_the_bias_of_the_choice_is_needed(name, tmp_path):
     path, _ = folder(tmp_path, name)
     file = path / "model.safetensors"
-    bias = MODELS[name].bias.encode()
+    bias = MODELS[name].bias.removeprefix("^").encode()
     file.write_bytes(file.read_bytes().replace(bias, bias[:-1] + b"_"))
     with pytest.raises((LookupError, NotImplementedError), match=r"no tensor|has no reader"):
         jaxmoe.load(path)

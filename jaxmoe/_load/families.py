@@ -61,10 +61,21 @@ _MINIMAX = Family(
     selection_bias=_M2_BIAS,
     bias_flag=("use_routing_bias", None),
 )
+_GPT_OSS = Family(
+    *(rules.renormalize, "mlp", _JOINED, "router"),
+    needed=("router.bias",),
+    activation=rules.swiglu_of_gpt_oss,
+    order="interleaved",
+    layout="kn",
+    biased=True,
+)
 
 FAMILIES: dict[str, Family] = {
     "qwen3_moe": Family(rules.qwen3),
     **dict.fromkeys(("qwen3_next", "mellum"), _QWEN),
+    **dict.fromkeys(
+        ("qwen4_exp", "lara_mini"), dataclasses.replace(_QWEN, weights=_JOINED, other=_QWEN)
+    ),
     "qwen3_5_moe": Family(rules.renormalize, weights=_JOINED, other=Family(rules.renormalize)),
     "qwen3_vl_moe": Family(
         rules.renormalize, weights=_JOINED, layout="kn", other=Family(rules.renormalize)
@@ -73,16 +84,38 @@ FAMILIES: dict[str, Family] = {
     "jamba": Family(rules.jamba, "feed_forward", router="router"),
     **dict.fromkeys(("mixtral", "minimax", "minimax_m1", "minimax_text_01"), _MIXTRAL),
     **dict.fromkeys(("granitemoe", "granitemoehybrid", "granitemoeshared"), _GRANITE),
+    "granitemoe_swa": Family(rules.renormalize, _SPARSE, _JOINED, "router"),
+    "aria": Family(
+        *(rules.renormalize, "mlp", ("experts.fc1", "experts.fc2"), "router"), layout="kn"
+    ),
+    "flint": Family(rules.flint),
+    "cohere2_moe": Family(rules.cohere2),
+    "kolibri1": _biased(rules.kolibri, "^moe.router.expert_bias"),
+    "mistral4": Family(rules.mistral4, weights=_JOINED),
+    "mistral_large4": Family(rules.mistral_large4, "", _W123),
     "hunyuan_v1_moe": Family(rules.renormalize, router="gate.wg", by_layer=("moe_topk",)),
     "ernie4_5_moe": Family(
         rules.ernie,
         selection_bias="moe_statics.e_score_correction_bias",
         bias_flag=("moe_use_aux_free", True),
     ),
-    "deepseek_v2": Family(rules.deepseek_v2),
+    **dict.fromkeys(("deepseek_v2", "deepseek_ocr2", "unlimited_ocr"), Family(rules.deepseek_v2)),
     **dict.fromkeys(("deepseek_v3", "deepseek_v32", "kimi_k2", "glm_moe_dsa", "dots1"), _DEEPSEEK),
     **dict.fromkeys(("glm4_moe", "glm4_moe_lite", "glm4v_moe", "solar_open", "beam"), _DEEPSEEK),
+    "axk1": _DEEPSEEK,
+    "axk2": dataclasses.replace(_DEEPSEEK, route=rules.axk2),
     "glm5_next": dataclasses.replace(_DEEPSEEK, activation=rules.clamped),
+    **dict.fromkeys(
+        ("hy_v4", "hy_v4_vl"),
+        dataclasses.replace(_DEEPSEEK, weights=_JOINED, activation=rules.clamped),
+    ),
+    "inkling2": _biased(
+        rules.inkling2,
+        "gate.bias",
+        weights=("experts.w13_weight", "experts.w2_weight"),
+        activation=rules.softcapped,
+        order="interleaved",
+    ),
     "mimo_v2_flash": dataclasses.replace(_DEEPSEEK, route=rules.mimo),
     "exaone_moe": _biased(rules.deepseek_v3, _M2_BIAS),
     **dict.fromkeys(("bailing_moe", "bailing_moe_v2"), _BAILING),
@@ -123,14 +156,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "laguna": _biased(rules.laguna, "experts.e_score_correction_bias"),
     **dict.fromkeys(("step3p5", "step3p7"), _STEP),
-    "gpt_oss": Family(
-        *(rules.renormalize, "mlp", _JOINED, "router"),
-        needed=("router.bias",),
-        activation=rules.swiglu_of_gpt_oss,
-        order="interleaved",
-        layout="kn",
-        biased=True,
-    ),
+    "gpt_oss": _GPT_OSS,
+    "openai_privacy_filter": dataclasses.replace(_GPT_OSS, order="gate_up"),
     "llama4": Family(
         *(rules.llama4, "feed_forward", _JOINED, "router"),
         layout="kn",

@@ -36,11 +36,13 @@ class Family:
     """Names of a layer's tensors and the meaning of its configuration.
 
     Attributes:
-      block: the module of a layer that has its router and experts, as in `layers.3.<block>`.
+      block: the module of a layer that has its router and experts, as in `layers.3.<block>`; "" for
+        the layer itself.
       weights: stems of gate, up and down in it, or of the first weight and down; `{e}` is an
         expert.
       router: stem of the router's weight in it.
-      selection_bias: name in it of what is added to scores for the choice, if there may be one.
+      selection_bias: name in it of what is added to scores for the choice, if there may be one;
+        after "^" in the layer.
       table: name in it of the experts of each token, if there may be one.
       bias_flag: what the configuration calls whether there is that bias, and what it means that it
         does not say; None: there may be one.
@@ -120,6 +122,12 @@ class Family:
             return self
         return self.other
 
+    def name(self, at: str, name: str) -> str:
+        """The whole name of a tensor of the block `at`; of its layer after "^"."""
+        if name[:1] != "^":
+            return f"{at}.{name}"
+        return at.removesuffix(self.block) + name[1:]
+
     def of_no_weight(self, parts: Iterable[str]) -> list[str]:
         """Of what follows `<block>.experts` in names of tensors, what belongs to no weight."""
         stems = (
@@ -148,9 +156,8 @@ class Family:
     def _modules(self, stems: Sequence[str], names: Iterable[str]) -> Iterator[tuple[str, str]]:
         """A layer's module and its number, for each name of a tensor with one of these stems."""
         stem = "|".join(map(re.escape, stems)).replace(re.escape("{e}"), r"\d+")
-        pattern = re.compile(
-            rf"((?:.*\.)?layers\.(\d+)\.{re.escape(self.block)})\.(?:{stem})(?:[._].*)?"
-        )
+        block = re.escape(f".{self.block}" if self.block else "")
+        pattern = re.compile(rf"((?:.*\.)?layers\.(\d+){block})\.(?:{stem})(?:[._].*)?")
         for match in filter(None, map(pattern.fullmatch, names)):
             at, digits = match.groups()
             if "mtp" not in at.split("."):

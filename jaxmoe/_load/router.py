@@ -41,7 +41,7 @@ def find(shards: Shards, at: str, family: Family, config: Config, num_experts: i
     """
 
     def there(name: str | None) -> str | None:
-        return f"{at}.{name}" if name and f"{at}.{name}" in shards else None
+        return full if name and (full := family.name(at, name)) in shards else None
 
     # A name that is the choice's bias is none of the logits.
     bias = f"{family.router}.bias"
@@ -70,7 +70,7 @@ def find(shards: Shards, at: str, family: Family, config: Config, num_experts: i
         )
     if router.table:
         _check_table(shards, router.table, top_k(config), num_experts)
-    wanted = [f"{at}.{name}" for name in needed]
+    wanted = [family.name(at, name) for name in needed]
     if wanted and not any(name in shards for name in wanted):
         raise LookupError(
             f"jaxmoe.{OP}: {shards.directory} has no tensor {' or '.join(map(repr, wanted))}"

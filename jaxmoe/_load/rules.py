@@ -151,6 +151,62 @@ def ernie(config: Config) -> Options:
     }
 
 
+def _own(config: Config, norm: bool, **rule: Any) -> Options:
+    """A rule of its own: the fields of `jaxmoe.RoutingMethod` as pairs."""
+    method = tuple({**rule, "norm_topk_prob": True}.items())
+    return {"top_k": top_k(config), "method": method, "norm_topk_prob": norm}
+
+
+def flint(config: Config) -> Options:
+    """Sigmoid, then the largest."""
+    norm = flag(config, "norm_topk_prob", default=True)
+    return {"top_k": top_k(config), "method": "sigmoid_renorm", "norm_topk_prob": norm}
+
+
+def cohere2(config: Config) -> Options:
+    """The largest logits, softmax or sigmoid over those."""
+    one_of(config, "expert_selection_fn", "softmax", "sigmoid")
+    if config.get("expert_selection_fn") != "sigmoid":
+        return renormalize(config)
+    norm = flag(config, "norm_topk_prob", default=True)
+    return _own(config, norm, score="sigmoid", normalize="sum")
+
+
+def kolibri(config: Config) -> Options:
+    """The largest of logits and bias, sigmoid over those logits."""
+    norm = flag(config, "norm_topk_prob", default=False)
+    return _own(config, norm, score="sigmoid", normalize="clamped_sum", bias=True)
+
+
+def mistral4(config: Config) -> Options:
+    """Softmax, then groups by their two largest scores."""
+    norm = flag(config, "norm_topk_prob", default=True)
+    scale = {"scale": real(config, "routed_scaling_factor", 1.0)}
+    if count(config, "n_group", default=1) == 1:
+        return softmax({**config, "norm_topk_prob": norm}) | scale
+    rule = {"score": "softmax", "by_score": True, "normalize": "sum", "group_value": "top2"}
+    return _own(config, norm, **rule) | _groups(config, "n_group") | scale
+
+
+def mistral_large4(config: Config) -> Options:
+    """The same, always divided by the sum."""
+    return mistral4({**config, "norm_topk_prob": True})
+
+
+def axk2(config: Config) -> Options:
+    """DeepSeek-V3's, in which experts of other groups have the key 0; or without groups."""
+    if config.get("n_group") is None:
+        norm = flag(config, "norm_topk_prob", default=True)
+        return _without_groups(config, real(config, "routed_scaling_factor"), norm)
+    masked = {"masked_group_value": 0.0} if count(config, "n_group") > 1 else {}
+    return deepseek_v3(config) | masked
+
+
+def inkling2(config: Config) -> Options:
+    """Sigmoid and bias."""
+    return _without_groups(config, real(config, "route_scale", 1.0))
+
+
 def deepseek_v4(config: Config) -> Options:
     """The root of softplus, and a bias or a table."""
     scale = real(config, "routed_scaling_factor")
@@ -194,6 +250,11 @@ def relu2(config: Config) -> str:
     """The activation of Nemotron, which has no gate."""
     one_of(config, "mlp_hidden_act", "relu2")
     return "relu2"
+
+
+def softcapped(config: Config) -> Activation:
+    """Gate and up are bounded by tanh."""
+    return SoftcapSwiglu(*(real(config, f"mlp_{name}_softcap") for name in ("gate", "up")))
 
 
 def swiglu_of_gpt_oss(config: Config) -> Activation:

@@ -24,14 +24,14 @@ _METHODS = {
     "softmax": _Method(("softmax",), ("greedy",), False),
     "deepseek_v2": _Method(("softmax",), ("group_limited_greedy",), False),
     "deepseek_v3": _Method(("sigmoid", "noaux_tc"), ("noaux_tc",), True),  # dots1 has the second
+    "sigmoid_renorm": _Method(("sigmoid",), ("greedy",), True),
     "minimax2": _Method(("sigmoid",), ("noaux_tc",), True),
     "sqrtsoftplus": _Method(("sqrtsoftplus",), ("noaux_tc",), True),
     "llama4": _Method(("sigmoid",), ("greedy",), False),
 }
-_OWN = _Method(("softmax",), ("noaux_tc",), True)  # a rule of ERNIE's own
 # What families call the same.
 _SCORES = (
-    *("scoring_func", "score_function", "score_func", "moe_gate_act"),
+    *("scoring_func", "score_function", "score_func", "moe_gate_act", "expert_selection_fn"),
     *("moe_router_activation_func", "moe_router_activation", "moe_router_score_func"),
 )
 _NORMS = ("norm_topk_prob", "moe_renormalize", "route_norm", "norm_expert_weight")
@@ -50,7 +50,11 @@ def check_routing(config: Config, options: Mapping[str, Any]) -> None:
     Raises:
       NotImplementedError: a value that changes a layer's numbers and that nothing has read.
     """
-    method = _METHODS.get(options.get("method", "renormalize"), _OWN)
+    rule = options.get("method", "renormalize")
+    if isinstance(rule, tuple):  # the fields of a rule of the family's own
+        method = _Method((dict(rule)["score"],), ("noaux_tc",), True)
+    else:
+        method = _METHODS[rule]
     for name in _SCORES:
         one_of(config, name, *method.scores)
     one_of(config, "topk_method", *method.choices)

@@ -8,21 +8,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import max_dim
 
 from jaxmoe._jax import checks as _checks
 from jaxmoe._jax import leading as _leading
-from jaxmoe._route import scores_of
 from jaxmoe.activation import Activation, resolve
 from jaxmoe.experts import Experts
-from jaxmoe.losses import (
-    expert_load,
-    load_balancing_loss,
-    router_z_loss,
-    sequence_balance_loss,
-)
+from jaxmoe.losses import expert_load
 from jaxmoe.mlp import moe_mlp
-from jaxmoe.nn import checks
+from jaxmoe.nn import checks, losses
 from jaxmoe.routing import Routing, route
 from jaxmoe.routing_methods import METHODS, RoutingMethod, method_of
 
@@ -289,17 +282,21 @@ def apply(
     logits = _product(valid, params["router"])
     if config.router_bias:
         logits += jnp.broadcast_to(params["router_bias"], logits.shape)
-    arrays = {"bias": params.get("selection_bias"), "expert_scale": params.get("expert_scale")}
-    routing = _routed(config, logits, mask=mask, **arrays)
+    bias, factors = params.get("selection_bias"), params.get("expert_scale")
+    routing = _routed(config, logits, bias, factors, mask)
     y = _shared(config, params, x, tokens) if config.shared_intermediate else None
     y = _by_layer(config, layer, tokens, routing, _experts(config, params), y)
-    loss = _loss(config, logits, routing, mask)
+    loss = losses.of_router(config, logits, routing, mask)
     return y.astype(x.dtype), Aux(loss, expert_load(routing.expert_ids, config.num_experts))
 
 
-def _routed(config: MoEConfig, logits: jax.Array, **arrays: jax.Array | None) -> Routing:
-    if (bias := arrays.get("bias")) is not None:
-        arrays["bias"] = jax.lax.stop_gradient(bias)
+def _routed(
+    config: MoEConfig,
+    logits: jax.Array,
+    bias: jax.Array | None = None,
+    expert_scale: jax.Array | None = None,
+    mask: jax.Array | None = None,
+) -> Routing:
     return route(
         logits,
         top_k=config.top_k,
@@ -311,7 +308,9 @@ def _routed(config: MoEConfig, logits: jax.Array, **arrays: jax.Array | None) ->
         epsilon=config.epsilon,
         masked_group_value=config.masked_group_value,
         num_shared_experts=config.num_shared_experts,
-        **arrays,
+        bias=None if bias is None else jax.lax.stop_gradient(bias),
+        expert_scale=expert_scale,
+        mask=mask,
     )
 
 
@@ -365,33 +364,3 @@ def _shared(
     if config.shared_router:
         weights = jax.nn.sigmoid(_product(x, params["shared_router"][:, None]))
     return moe_mlp(tokens, Routing(ids, weights, 1), experts)
-
-
-def _loss(
-    config: MoEConfig, logits: jax.Array, routing: Routing, mask: jax.Array | None
-) -> jax.Array:
-    """The losses with their coefficients."""
-    loss = jnp.zeros((), jnp.float32)
-    if config.balance_loss or config.sequence_balance_loss:
-        scores = _scores(config, logits[..., : config.num_experts])
-        ids = routing.expert_ids[..., : config.top_k]
-        if config.balance_loss:
-            loss += config.balance_loss * load_balancing_loss(scores, ids, mask)
-        if config.sequence_balance_loss:
-            if config.selection_bias:  # which the paper's loss leaves out of the counts
-                ids = jax.lax.top_k(jax.lax.stop_gradient(scores), config.top_k)[1]
-            each = sequence_balance_loss(scores, ids, mask)
-            loss += config.sequence_balance_loss * jnp.sum(each) / max_dim(each.shape[0], 1)
-    if config.z_loss:
-        loss += config.z_loss * router_z_loss(logits, mask)
-    return loss
-
-
-def _scores(config: MoEConfig, logits: jax.Array) -> jax.Array:
-    """Scores of the balance loss, probabilities: those of the rule by their sum, else softmax."""
-    score = method_of(_OP, config.method).score
-    if score in ("logits", "softmax"):
-        return jax.nn.softmax(logits, axis=-1)
-    scores = scores_of(logits, score)
-    total = jnp.sum(scores, axis=-1, keepdims=True)
-    return scores / jnp.where(total == 0, 1.0, total)

@@ -102,8 +102,9 @@ def moe(
 
     Raises:
       NotImplementedError: an argument that cannot be honoured, with what is allowed.
-      TypeError, ValueError: wrong arrays or numbers, a capacity below 1, an `ep_axis` without a mesh, or an axis that
-        the mesh has not; and those of `jaxmoe.route`, `jaxmoe.Experts` and `jaxmoe.moe_mlp`.
+      TypeError, ValueError: wrong arrays or numbers, a capacity below 1, an `ep_axis` without a
+        mesh, or an axis that the mesh has not; and those of `jaxmoe.route`, `jaxmoe.Experts` and
+        `jaxmoe.moe_mlp`.
 
     Numerics: logits are float32 sums and are not rounded to the dtype of `x`; neither are routing
       weights. All else is that of `jaxmoe.moe_mlp`. The loss is
