@@ -477,6 +477,20 @@ def test_what_is_refused(kind, axes, error, text):
         layer(*put(FSDP_H, mesh), axes)
 
 
+@pytest.mark.parametrize("tokens", (P("a"), P(("a", "b"))), ids=str)
+def test_axes_that_gather_all_of_a_weight_are_named(tokens):
+    """H over two axes, one of which is named: the message says what the call may say."""
+    mesh = make_mesh(EXPLICIT, "a", "b")
+    row = Row("", P(None, ("a", "b")), P(None, None, ("a", "b")), "", "", tokens)
+    text = "weights are not gathered; gather_weights=('a', 'b') gathers all of it. Use jax.sharding"
+    with jax.set_mesh(mesh):
+        arguments = put(row, mesh)
+        with pytest.raises(NotImplementedError, match=re.escape(text)):
+            layer(*arguments, "a")
+        y = jax.jit(lambda *a: layer(*a, ("a", "b")))(*arguments)
+    close(y, layer(_drawn()[0], Experts(**_drawn()[1]), None))
+
+
 def test_tokens_that_do_not_divide_are_refused():
     mesh = make_mesh(AUTO, "a")
     _, experts = put(FSDP_H, mesh)

@@ -92,6 +92,8 @@ class Rule:
       names: what the public function calls its op and its arguments, for messages.
       weights: (**params) -> what it calls the arguments that are never gathered, by their indices.
       units: (aval, **params) -> what of such an argument is not divided, for messages.
+      advice: (axes, **params) -> what else to do with one that is split over these axes and would
+        have to be whole along some, for messages; "" for nothing.
     """
 
     dims: Callable[..., str]
@@ -99,6 +101,7 @@ class Rule:
     names: tuple[str, ...]
     weights: Callable[..., dict[int, str]] = lambda **_params: {}
     units: Callable[..., str] = lambda *_args, **_params: ""
+    advice: Callable[..., str] = lambda *_args, **_params: ""
 
 
 def independent(
@@ -164,9 +167,11 @@ def on_explicit_axes(
     for i, name in rule.weights(**params).items():
         if avals[i] is None:
             continue
-        if any(set(have) - set(kept) for have, kept in zip(given[i], split.ins[i], strict=True)):
-            units = rule.units(avals[i], **params)
-            _refuse_weights(rule.names[0], name, avals[i], units, given[i], split.ins[i])
+        dims = tuple(zip(given[i], split.ins[i], strict=True))
+        if axes := [axis for have, kept in dims if set(have) - set(kept) for axis in have]:
+            units, advice = rule.units(avals[i], **params), rule.advice(tuple(axes), **params)
+            named = {name: avals[i]}
+            _refuse_weights(rule.names[0], named, units, given[i], split.ins[i], advice)
     # NOTE: XLA's simplifier takes arrays without elements out of the boundary of a shard_map, and
     # on GPUs its partitioner crashes on what is left. Those of no tokens are made inside.
     there = [i for i, a in enumerate(avals) if a is not None and (a.size or any(split.ins[i]))]
@@ -309,14 +314,17 @@ def refuse_tokens(rule: Rule, call: Call, i: int, dim: int) -> None:
     raise NotImplementedError(_checks.message(rule.names[0], text, **{name: shown}))
 
 
-def _refuse_weights(op: str, name: str, aval: Any, units: str, given: Dims, needed: Dims) -> None:
+def _refuse_weights(
+    op: str, named: dict[str, Any], units: str, given: Dims, needed: Dims, advice: str
+) -> None:
     whole = f" into whole {units}" if units else ""
     text = (
-        f"{name} is split as {_text(given)} over Explicit mesh axes, which does not go with the "
-        f"other arguments or does not divide{whole}: it would have to be {_text(needed)}, and "
-        "weights are not gathered. Use jax.sharding.reshard, or split the other weights like it"
+        f"{next(iter(named))} is split as {_text(given)} over Explicit mesh axes, which does not "
+        f"go with the other arguments or does not divide{whole}: it would have to be "
+        f"{_text(needed)}, and weights are not gathered{advice and f'; {advice}'}. Use "
+        "jax.sharding.reshard, or split the other weights like it"
     )
-    raise NotImplementedError(_checks.message(op, text, **{name: aval}))
+    raise NotImplementedError(_checks.message(op, text, **named))
 
 
 def _text(dims: Dims) -> str:

@@ -54,8 +54,17 @@ def rule(op: LayerOp) -> Rule:
     def units(aval: Any, *, layer: Layer) -> str:
         return layer.format.units(aval.shape)
 
+    def advice(axes: Axes, *, layer: Layer) -> str:
+        """All axes of a dimension that only some are gathered of: the last ones alone can be."""
+        named = layer.gather or ()
+        more = tuple(dict.fromkeys((*axes, *named)))
+        if not named or set(more) == set(named):
+            return ""
+        return f"gather_weights={more!r} gathers all of it"
+
     # Of the other operands only tokens and choices are ever refused.
-    the_rule = Rule(dims, split, ("moe_mlp", "x", "routing.expert_ids"), weights, units)
+    names = "moe_mlp", "x", "routing.expert_ids"
+    the_rule = Rule(dims, split, names, weights, units, advice)
     return the_rule
 
 
