@@ -61,8 +61,8 @@ def grouped_gemm(
     `jax.lax.ragged_dot`, whose positional arguments it has.
 
     Args:
-      lhs: [R, K] bfloat16, float16, float32, or int8, uint8, int4, uint4. Rows already in group
-        order.
+      lhs: [R, K] bfloat16, float16, float32, or int8, uint8, int4, uint4, bool, int16, int32 (the
+        last two beside integers not on CUDA). Rows already in group order.
       rhs: [E, K, N] (or [E, N, K], see `weight_layout`) in one of these dtypes. Or a
         `QuantizedArray` of that layout; `lhs` is then quantized by `jaxmoe.quantize_tokens` in its
         format, unless it is a `QuantizedArray` already.
@@ -96,8 +96,9 @@ def grouped_gemm(
 
     Numerics: float32 accumulation, one rounding to the result's dtype. Bitwise repeatable. Factors
       of two dtypes are converted to one that holds both exactly: integers to the floating one,
-      which is what CUDA's kernels multiply too, bfloat16 or float16 to float32. Sums of integers
-      are int32, exact modulo 2^32, and are converted once; CUDA has no kernel for them. The
+      which is what CUDA's kernels multiply too, bfloat16 or float16 to float32, to which int16 and
+      int32 beside a float are converted as well (int32 is rounded). Sums of integers are int32,
+      exact modulo 2^32, and are converted once; CUDA multiplies those of 8 bits in bf16. The
       gradient of `rhs` for a group without rows is exactly 0. With a quantized `rhs` derivatives
       are those of the product with `jaxmoe.dequantize` of it, in the dtype of `lhs`.
     Sharding: N, E and K may be split over Auto and Explicit mesh axes; for E and K, devices add up

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxmoe._gemm import dtypes as _dtypes
 from jaxmoe._jax import checks as _checks
 from jaxmoe.grouped_gemm import grouped_gemm
 from jaxmoe.weight_grad import grouped_gemm_weight_grad
@@ -42,13 +43,16 @@ def ragged_dot_general(
     implementations takes the next one; what no implementation takes is a TypeError or ValueError.
 
     Args:
-      lhs: [R, K] or [R, M] bfloat16, float16 or float32.
-      rhs: [E, K, N], [E, N, K] or [R, N] in the dtype of `lhs`.
+      lhs: [R, K] in a dtype of `jaxmoe.grouped_gemm`, integers among them; or [R, M] bfloat16,
+        float16 or float32.
+      rhs: [E, K, N] or [E, N, K] in another such dtype or the same; or [R, N] in the dtype of
+        `lhs`.
       group_sizes: [E] integers, or more than E of them with `group_offset`. Rows past their sum are
         in no group.
       ragged_dot_dimension_numbers: one of the three above, without batch dimensions.
       precision: as in `jaxmoe.grouped_gemm`.
-      preferred_element_type: dtype of the result, that of `lhs` by default.
+      preferred_element_type: dtype of the result, a floating one, or int32 of integers; by default
+        that of `jax.lax.dot`.
       group_offset: [] or [1] integer, group of `rhs[0]`. Not in the third form.
       out_sharding: None.
       activation: applied to the float32 result before it is rounded. Not in the third form.
@@ -58,7 +62,8 @@ def ragged_dot_general(
       [R, N] or [E, M, N].
 
     Raises:
-      NotImplementedError: another form or rank, no group, mixed or other dtypes, an `out_sharding`.
+      NotImplementedError: another form or rank, no group, other dtypes, in the third form two, an
+        `out_sharding`.
       TypeError: an argument of another kind.
       TypeError, ValueError: those of `jaxmoe.grouped_gemm` and `grouped_gemm_weight_grad`.
 
@@ -83,9 +88,7 @@ def ragged_dot_general(
     if form is None:
         rule = "ragged_dot_dimension_numbers must be one of the three forms of the docstring"
         raise _unsupported(rule, ragged_dot_dimension_numbers=ragged_dot_dimension_numbers)
-    if lhs.dtype != rhs.dtype or lhs.dtype.name not in _checks.FLOATS:
-        allowed = "bfloat16, float16 or float32"
-        raise _unsupported(f"lhs and rhs must have one dtype, {allowed}", lhs=lhs, rhs=rhs)
+    _check_dtypes(lhs, rhs, form)
     ranks = (lhs.ndim, rhs.ndim, jnp.ndim(group_sizes))
     if ranks != (2, 2 if form == "gradient" else 3, 1) or jnp.shape(group_sizes) == (0,):
         rule = "lhs, rhs and group_sizes must have the axes of one of the three forms"
@@ -93,7 +96,8 @@ def ragged_dot_general(
     if form != "gradient" and rhs.shape[0] == 0:
         raise _unsupported("rhs must have one group or more", rhs=rhs)
     if preferred_element_type is not None:
-        _check_element_type(preferred_element_type)
+        integer = {lhs.dtype.name, rhs.dtype.name} <= set(_dtypes.INTEGERS)
+        _check_element_type(preferred_element_type, ("int32",) if integer else ())
     if out_sharding is not None:
         raise _unsupported("out_sharding must be None", out_sharding=out_sharding)
     given = {"group_offset": group_offset, "activation": activation}
@@ -107,7 +111,8 @@ def ragged_dot_general(
     if activation is None:
         return grouped_gemm(*product, preferred_element_type, group_offset, weight_layout=form)
     z = grouped_gemm(*product, jnp.float32, group_offset, weight_layout=form)
-    return activation(z).astype(preferred_element_type or lhs.dtype)
+    given = lhs.dtype, rhs.dtype
+    return activation(z).astype(_dtypes.of_result(_OP, given, preferred_element_type))
 
 
 def _check_kinds(lhs: Any, rhs: Any, group_sizes: Any, numbers: Any, activation: Any) -> None:
@@ -124,15 +129,28 @@ def _check_kinds(lhs: Any, rhs: Any, group_sizes: Any, numbers: Any, activation:
         raise TypeError(_checks.message(_OP, rule, activation=activation))
 
 
-def _check_element_type(value: Any) -> None:
+def _check_dtypes(lhs: Any, rhs: Any, form: str) -> None:
+    """Refuses dtypes that a product does not have."""
+    floats, names = ", ".join(_checks.FLOATS), {lhs.dtype.name, rhs.dtype.name}
+    if form == "gradient":
+        if len(names) > 1 or not names <= set(_checks.FLOATS):
+            rule = f"lhs and rhs must have one dtype of {floats} where rows are contracted"
+            raise _unsupported(rule, lhs=lhs, rhs=rhs)
+    elif not names <= {*_checks.FLOATS, *_dtypes.INTEGERS}:
+        rule = f"lhs and rhs must have dtypes of {floats}, {', '.join(_dtypes.INTEGERS)}"
+        raise _unsupported(rule, lhs=lhs, rhs=rhs)
+
+
+def _check_element_type(value: Any, besides: tuple[str, ...]) -> None:
     """Refuses a `preferred_element_type` that no result has here."""
-    name, allowed = "preferred_element_type", "bfloat16, float16 or float32"
+    name, allowed = "preferred_element_type", (*besides, *_checks.FLOATS)
+    text = " or ".join(allowed)
     try:
         wanted = jnp.dtype(value)
     except TypeError:
-        raise TypeError(_checks.message(_OP, f"{name}={value!r} must be {allowed}")) from None
-    if wanted.name not in _checks.FLOATS:
-        raise _unsupported(f"{name}={wanted.name} must be {allowed}")
+        raise TypeError(_checks.message(_OP, f"{name}={value!r} must be {text}")) from None
+    if wanted.name not in allowed:
+        raise _unsupported(f"{name}={wanted.name} must be {text}")
 
 
 def _form(numbers: jax.lax.RaggedDotDimensionNumbers) -> str | None:

@@ -68,16 +68,16 @@ GEMM_ERRORS = (
         "Got rhs: bf16[0,8,16].",
     ),
     (
-        {"rhs": zeros(E, K, N, dtype=bool)},
+        {"rhs": zeros(E, K, N, dtype=jnp.uint32)},
         TypeError,
-        "jaxmoe.grouped_gemm: rhs.dtype=bool must be bf16 or f16 or f32 or i8 or u8 or i4 or "
-        "u4. Got rhs: bool[3,8,16].",
+        "jaxmoe.grouped_gemm: rhs.dtype=u32 must be bf16 or f16 or f32 or i8 or u8 or i4 or "
+        "u4 or bool or i16 or i32. Got rhs: u32[3,8,16].",
     ),
     (
-        {"lhs": zeros(R, K, dtype=I32)},
+        {"lhs": zeros(R, K, dtype=jnp.uint16)},
         TypeError,
-        "jaxmoe.grouped_gemm: lhs.dtype=i32 must be bf16 or f16 or f32 or i8 or u8 or i4 or "
-        "u4. Got lhs: i32[6,8].",
+        "jaxmoe.grouped_gemm: lhs.dtype=u16 must be bf16 or f16 or f32 or i8 or u8 or i4 or "
+        "u4 or bool or i16 or i32. Got lhs: u16[6,8].",
     ),
     (
         {
@@ -102,8 +102,8 @@ GEMM_ERRORS = (
         {"rhs": np.zeros((E, K, N), ml_dtypes.float8_e4m3fn)},
         NotImplementedError,
         "jaxmoe.grouped_gemm: rhs.dtype=f8_e4m3fn must be bf16 or f16 or f32 or i8 or u8 or i4 "
-        "or u4; quantized weights and tokens come with their scales as a jaxmoe.QuantizedArray. "
-        "Got rhs: f8_e4m3fn[3,8,16].",
+        "or u4 or bool or i16 or i32; quantized weights and tokens come with their scales as a "
+        "jaxmoe.QuantizedArray. Got rhs: f8_e4m3fn[3,8,16].",
     ),
     (
         {"weight_layout": "NK"},

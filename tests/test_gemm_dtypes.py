@@ -158,3 +158,16 @@ def test_cuda_multiplies_what_is_float32_together_in_parts(lhs, rhs):
 @pytest.mark.parametrize(("lhs", "rhs"), [("bfloat16", "int8"), ("int8", "float16")])
 def test_cuda_multiplies_integers_beside_floats(lhs, rhs):
     assert "jaxmoe_grouped_gemm_v1" in lower_for_cuda(lhs, rhs)
+
+
+@pytest.mark.parametrize(("lhs", "rhs"), [("int32", "int8"), ("int16", "int16")])
+def test_cuda_has_no_sums_of_wide_integers(lhs, rhs):
+    with pytest.raises(NotImplementedError, match="Got lhs: i32"):
+        lower_for_cuda(lhs, rhs)
+
+
+def test_sums_of_wide_integers_wrap_around():
+    lhs = jnp.array([[2**30, 3]], jnp.int32)
+    rhs = jnp.array([[[4, -4], [1, 2]]], jnp.int16)
+    got = grouped_gemm(lhs, rhs, np.array([1]))
+    assert got.dtype == jnp.int32 and got.tolist() == [[3, 6]]

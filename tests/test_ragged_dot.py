@@ -64,6 +64,29 @@ def test_group_offset(offset):
     assert_equal(got, want)
 
 
+@pytest.mark.parametrize("form", ("kn", "nk"))
+@pytest.mark.parametrize(
+    ("of_lhs", "of_rhs", "preferred"),
+    [
+        ("int8", "int8", "int32"),
+        ("int8", "int8", None),
+        ("uint8", "int8", "float32"),
+        ("bfloat16", "int8", None),
+        ("float32", "bfloat16", None),
+    ],
+)
+def test_dtypes_are_those_of_grouped_gemm(form, of_lhs, of_rhs, preferred):
+    lhs, rhs, sizes = example(form)
+    lhs, rhs = jnp.abs(lhs).astype(of_lhs), jnp.asarray(rhs).astype(of_rhs)
+    n, options = numbers(*FORMS[form]), {"preferred_element_type": preferred}
+    got = jaxmoe.ragged_dot_general(lhs, rhs, sizes, n, **options)
+    want = jaxmoe.grouped_gemm(lhs, rhs, sizes, weight_layout=form, **options)
+    assert got.dtype == want.dtype
+    assert_equal(got.astype(jnp.float32), want.astype(jnp.float32))
+    same = jaxmoe.ragged_dot_general(lhs, rhs, sizes, n, **options, activation=lambda z: z)
+    assert same.dtype == want.dtype
+
+
 def test_activation_is_applied_before_rounding():
     lhs, rhs, sizes = example("nk", jnp.bfloat16)
     n = numbers(*FORMS["nk"])
@@ -88,8 +111,9 @@ def test_activation_is_applied_before_rounding():
         ("gradient", {"rhs": np.ones((20, 3, 2), np.float32)}, "must have the axes of one of the"),
         ("kn", {"rhs": np.ones((0, 8, 24), np.float32)}, "rhs must have one group or more"),
         ("kn", {"preferred_element_type": np.int32}, "preferred_element_type=int32 must be"),
-        ("kn", {"lhs": np.ones((20, 8), np.int8)}, "lhs and rhs must have one dtype"),
-        ("kn", {"lhs": np.ones((20, 8), np.float16)}, "lhs and rhs must have one dtype"),
+        ("kn", {"lhs": np.ones((20, 8), np.uint16)}, "lhs and rhs must have dtypes of bfloat16, "),
+        ("gradient", {"lhs": np.ones((20, 8), np.float16)}, "lhs and rhs must have one dtype of"),
+        ("gradient", {"lhs": np.ones((20, 8), np.int8)}, "lhs and rhs must have one dtype of"),
         ("kn", {"out_sharding": jax.P()}, "out_sharding must be None"),
         ("gradient", {"group_offset": 1}, "group_offset must be None where rows are contracted"),
         ("gradient", {"activation": jnp.tanh}, "activation must be None where rows"),

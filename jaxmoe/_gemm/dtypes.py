@@ -9,15 +9,17 @@ import numpy as np
 from jaxmoe._formats import Format
 from jaxmoe._jax import checks as _checks
 
-# Products of these are integers, summed in int32.
-INTEGERS = ("int8", "uint8", "int4", "uint4")
+# Products of these are integers, summed in int32. CUDA has none of the wide ones.
+_WIDE = ("int16", "int32")
+INTEGERS = ("int8", "uint8", "int4", "uint4", "bool", *_WIDE)
 
 
 def factors(op: str, lhs: Any, rhs: Any) -> tuple[Any, Any]:
     """Returns plain factors in the one dtype that holds both exactly, as `jax.lax.dot` has it.
 
-    Integers beside floats become floats. Two integers become int8, uint8 or int16: XLA's CPU
-    backend does not multiply those of 4 bits.
+    Integers beside floats become floats, float32 those of more than 8 bits, which rounds int32. Two
+    integers become int8, uint8, int16 or int32: XLA's CPU backend does not multiply those of 4 bits
+    or booleans.
     """
     for name, x in (("lhs", lhs), ("rhs", rhs)):
         _checks.check_array(op, name, x)
@@ -30,13 +32,15 @@ def factors(op: str, lhs: Any, rhs: Any) -> tuple[Any, Any]:
 
 def _common(a: np.dtype, b: np.dtype) -> np.dtype:
     """The narrowest dtype of a product that holds the values of both."""
-    floats = {t for t in (a, b) if t.name not in INTEGERS}
+    floats, both = {t for t in (a, b) if t.name not in INTEGERS}, {a.name, b.name}
+    wide = not both.isdisjoint(_WIDE)
     if floats:  # neither of bfloat16 and float16 holds the other
-        return floats.pop() if len(floats) == 1 else np.dtype(np.float32)
-    integers = {a.name, b.name}
-    if "uint8" not in integers:
+        return np.dtype(np.float32) if wide or len(floats) > 1 else floats.pop()
+    if wide:
+        return np.dtype(np.int32)
+    if "uint8" not in both:
         return np.dtype(np.int8)
-    return np.dtype(np.uint8 if integers <= {"uint8", "uint4"} else np.int16)
+    return np.dtype(np.uint8 if both <= {"uint8", "uint4", "bool"} else np.int16)
 
 
 def check_bias(op: str, bias: Any, lhs: Any) -> None:
@@ -57,7 +61,8 @@ def of_result(op: str, given: tuple[Any, Any], preferred: Any) -> np.dtype:
     if preferred is None:
         return default
     integer = default.name in INTEGERS
-    return element_type(op, preferred, (default.name, "int32") if integer else ())
+    besides = dict.fromkeys((default.name, "int32")) if integer else ()
+    return element_type(op, preferred, tuple(besides))
 
 
 def element_type(op: str, value: Any, besides: tuple[str, ...] = ()) -> np.dtype:
