@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmoe
 from jaxmoe._testing import normal
-from jaxmoe.seams.maxtext import sparse_matmul
+from jaxmoe.seams.maxtext import sparse_matmul, te_moe_block
+from jaxmoe.seams.transformer_engine import moe
 
 B, S, H, WIDTH, E = 2, 16, 64, 128, 8
 
@@ -134,6 +135,63 @@ def test_quantized_forward_pass(maxtext, monkeypatch):
             got = module(x)[0]
         error = np.linalg.norm(got - want) / np.linalg.norm(want)
         assert 0 < error < 0.1
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("score", ("", "sigmoid"))
+def test_the_block_with_its_router(maxtext, monkeypatch, score):
+    """In the place of the method that calls Transformer Engine, against MaxText's own path."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        options = {"decoder_block": "deepseek" if score else "mixtral", "prefuse_moe_weights": True}
+        options |= {"routed_score_func": score, "routed_scaling_factor": 2.5 if score else 1.0}
+        x = normal(np.random.default_rng(1), (B, S, H))
+        module, mesh = module_of(maxtext, **options)
+        with mesh:
+            want = module(x)[0]
+        monkeypatch.setattr(maxtext.moe.RoutedMoE, "_te_moe_block", te_moe_block)
+        options |= {"te_moe_block": True, "te_gmm_quantization": "te_no_quant"}
+        module, mesh = module_of(maxtext, **options)
+        with mesh:
+            got, _, (received, capacity) = module(x)
+        np.testing.assert_allclose(got, want, rtol=2e-3, atol=2e-4)
+        assert int(received[0]) == int(capacity) == B * S * 2
+
+
+def te_stub(**change):
+    """As much of a `RoutedMoE` as the block with its router reads."""
+    config = {"te_gmm_quantization": "te_no_quant", "routed_bias": False, "routed_score_func": ""}
+    config |= {"mlp_activations": ["silu"], "n_routing_groups": -1, "topk_routing_group": -1}
+    config |= {"routed_scaling_factor": 2.5, "load_balance_loss_weight": 0.01}
+    return types.SimpleNamespace(
+        config=types.SimpleNamespace(**config | change),
+        gate=types.SimpleNamespace(bias=np.linspace(-1, 1, E, dtype=np.float32)),
+        num_experts=E,
+        num_experts_per_tok=2,
+        mesh=jax.make_mesh((1, 1), ("fsdp", "expert")),
+        dtype=jnp.float32,
+        _expert_parallelism_name="expert",
+    )
+
+
+@pytest.mark.parametrize("biased", (False, True))
+def test_the_block_has_what_the_module_says(biased):
+    x, _, _, gate, up, down, *_ = arguments()
+    router = normal(np.random.default_rng(2), (H, E), jnp.float32, 0.3)
+    wi = jnp.concatenate([gate, up], axis=-1)
+    module = te_stub(routed_bias=biased, routed_score_func="sigmoid" if biased else "")
+    given = (x, router, wi, down)
+    y, loss, (received, capacity) = te_moe_block(
+        module, *given, None, None, None, NamedSharding(module.mesh, P())
+    )
+    options = {"num_experts": E, "num_experts_per_tok": 2, "scaling_factor": 2.5}
+    if biased:
+        options |= {"score_function": "sigmoid", "expert_bias": module.gate.bias}
+    want, of_loss, _ = moe(*given, **options, aux_loss_coeff=0.01)
+    np.testing.assert_allclose(y, want, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(loss, of_loss, rtol=1e-6)
+    assert received.tolist() == [B * S * 2] and int(capacity) == B * S * 2
+    with pytest.raises(NotImplementedError, match="te_gmm_quantization='te_mxfp8' must be"):
+        te_moe_block(te_stub(te_gmm_quantization="te_mxfp8"), *given, None, None, None)
 
 
 def stub(**change):

@@ -1,4 +1,4 @@
-"""MaxText's layer of experts: the method `sparse_matmul` of its `RoutedMoE`."""
+"""MaxText's layer of experts: methods of its `RoutedMoE`."""
 
 import dataclasses
 from collections.abc import Callable
@@ -15,6 +15,7 @@ from jaxmoe.losses import expert_load, update_selection_bias
 from jaxmoe.mlp import moe_mlp
 from jaxmoe.seams._activations import BY_NAME
 from jaxmoe.seams._routing import routing_of
+from jaxmoe.seams.transformer_engine import moe
 
 _OP = "seams.maxtext.sparse_matmul"
 _CHOSEN = ("module.get_topk(...)[1]", "module.get_topk(...)[0]")
@@ -118,6 +119,86 @@ def sparse_matmul(
         y = lead.unflat(layer(lead.flat("inputs", x), routing, experts, **options))
     before = gate_logits if pre_bias_logits is None else pre_bias_logits
     return y, _loss(module, before, ids), _bias_update(module, ids)
+
+
+@_checks.array_likes
+def te_moe_block(
+    module: Any,
+    inputs: jax.Array,
+    gate_kernel: jax.Array,
+    wi_kernel: jax.Array,
+    wo_kernel: jax.Array,
+    w0_bias: jax.Array | None,
+    w1_bias: jax.Array | None,
+    wo_bias: jax.Array | None,
+    out_sharding: Any = None,
+    *,
+    forward_format: str | None = None,
+) -> tuple[jax.Array, jax.Array | None, tuple[jax.Array, jax.Array]]:
+    """Computes a `RoutedMoE` with its router, where MaxText would call Transformer Engine.
+
+        RoutedMoE._te_moe_block = jaxmoe.seams.maxtext.te_moe_block
+
+    It is `jaxmoe.seams.transformer_engine.moe` with the arguments that MaxText gives that one, and
+    needs neither Transformer Engine nor its bootstrap.
+
+    Args:
+      module: the `RoutedMoE`, with `te_gmm_quantization: te_no_quant`.
+      inputs: [B, S, H].
+      gate_kernel: [H, E].
+      wi_kernel: [E, H, 2I], gate first.
+      wo_kernel: [E, I, H].
+      w0_bias, w1_bias: [E, I].
+      wo_bias: [E, H].
+      out_sharding: constraint on the result, or None.
+      forward_format: a quantized format for the value, see `jaxmoe.Experts`: FP8 on Hopper.
+
+    Returns:
+      ([B, S, H] in the dtype of the module, its balance loss or None, ([1] int32 choices of all
+      tokens, [] int32 the same number, as a capacity that they do not exceed)).
+
+    Raises:
+      NotImplementedError: another quantization, and what `moe` refuses.
+      TypeError, ValueError: those of `moe`.
+
+    Numerics, Sharding: those of `moe`; tokens over "fsdp" and the module's axis of experts.
+    Source: MaxText 0.2.5, maxtext/layers/moe.py.
+
+    Example:
+      >>> import functools
+      >>> from jaxmoe.seams import maxtext
+      >>> fp8 = functools.partialmethod(maxtext.te_moe_block, forward_format="fp8_channel")
+      >>> class RoutedMoE:  # MaxText's
+      ...     _te_moe_block = fp8
+    """
+    config, op = module.config, "seams.maxtext.te_moe_block"
+    quantization = config.te_gmm_quantization
+    if quantization not in ("", "te_no_quant"):
+        rule = f"config.te_gmm_quantization={quantization!r} must be 'te_no_quant'; forward_format="
+        raise NotImplementedError(_checks.message(op, f"{rule} names a format that jaxmoe has"))
+    biased = config.routed_bias
+    y, loss, received = moe(
+        *(inputs, gate_kernel, wi_kernel, wo_kernel, w0_bias, w1_bias, wo_bias),
+        jnp.asarray(module.gate.bias[...], jnp.float32) if biased else None,
+        num_experts=module.num_experts,
+        num_experts_per_tok=module.num_experts_per_tok,
+        activation_type=config.mlp_activations[0],
+        score_function=config.routed_score_func or "softmax",
+        num_groups=config.n_routing_groups,
+        group_topk=config.topk_routing_group,
+        scaling_factor=config.routed_scaling_factor,
+        aux_loss_coeff=config.load_balance_loss_weight,
+        apply_topk_weights_early=True,
+        ep_axis=module._expert_parallelism_name,
+        data_parallelism_axes=("fsdp",),
+        dtype=module.dtype,
+        forward_format=forward_format,
+        mesh=module.mesh,
+    )
+    y = y.astype(module.dtype)
+    if out_sharding is not None:
+        y = jax.lax.with_sharding_constraint(y, out_sharding)
+    return y, loss, (received, received[0])
 
 
 def _named(value: Any) -> str:
