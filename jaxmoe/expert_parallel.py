@@ -64,7 +64,8 @@ def moe_mlp(
         over NVLink, in what `open_peer_memory` opened. With many tokens and small I copy engines do
         it, beside the products. Elsewhere than on GPUs XLA's collectives.
       auto: all_gather, all_to_all, or direct where memory is open, whichever `choose_dispatch`
-        estimates to be fastest.
+        estimates to be fastest. Along several axes, of which only the last have such memory, in
+        turn: along the others, to another host, then along these.
 
     Args:
       x: [T, H], or [..., H] as all arrays of tokens then, the tokens of this device, bfloat16,

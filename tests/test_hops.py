@@ -1,6 +1,7 @@
 """expert_parallel along two axes in turn: between hosts, then within one."""
 
 import contextlib
+import dataclasses
 import functools
 import re
 
@@ -11,6 +12,7 @@ import pytest
 
 import jaxmoe
 from jaxmoe import Routing, expert_parallel, quantize
+from jaxmoe._ep import peers
 from tests import layers
 from tests.test_expert_parallel import (
     NUM_TOKENS,
@@ -175,6 +177,25 @@ def test_auto_chooses_for_each_axis():
             f"all_gather along 'expert': {3 * 4 * row}",
         ]
         assert all("; room for" in line for line in report.dispatches)
+
+
+def test_auto_goes_in_turn_where_the_last_axis_has_memory(monkeypatch):
+    """As if it were of GPUs, which are not of one host then."""
+    ids = jnp.asarray(ids_of("uniform"))
+    flat = jaxmoe.explain(layer, ids, arrays()).dispatches
+    assert [line.split(":")[0] for line in flat] == ["all_gather along ('host', 'expert')"]
+    opened = expert_parallel.open_peer_memory(mesh(**GRID), "expert", num_bytes=1 << 20)
+    with opened:
+        monkeypatch.setitem(peers._open, ("expert",), dataclasses.replace(opened, on_gpus=True))
+        report = jaxmoe.explain(layer, ids, arrays())
+        assert [line.split(":")[0] for line in report.dispatches] == [
+            "all_gather along 'host'",
+            "direct along 'expert'",
+        ]
+        close(jax.jit(layer)(ids, arrays()), whole()(ids, arrays())[0])
+        apart = jaxmoe.explain(functools.partial(layer, own_apart=True), ids, arrays())
+        assert apart.dispatches == flat
+        monkeypatch.setitem(peers._open, ("expert",), opened)
 
 
 @pytest.mark.parametrize(

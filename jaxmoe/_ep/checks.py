@@ -114,7 +114,7 @@ def check_all(
         raise ValueError(_checks.message(OP, rule))
     per_chunk = num_tokens // num_chunks
     one_byte = quantizes or isinstance(x, QuantizedArray)
-    ways = _hops.names_of(dispatch, axis_name, tokens)
+    ways = _hops.names_of(dispatch, axis_name, tokens, own_apart is True)
     sent = _hops.Tokens(x, per_chunk, top_k, 1 if one_byte else None, own_apart is True)
     dtype = x.dtype if sum_dtype is None else sum_dtype
     hops = _hops.hops_of(ways, sent, experts.num_experts, capacity_factor, dtype)

@@ -95,7 +95,9 @@ class Tokens:
     own_apart: bool = False
 
 
-def names_of(dispatch: Any, axis_name: Any, tokens: str) -> tuple[Any, ...]:
+def names_of(
+    dispatch: Any, axis_name: Any, tokens: str, own_apart: bool = False
+) -> tuple[Any, ...]:
     """Checks `dispatch`, and pairs each of its ways with the axis, or axes, that it is along."""
     choices = ("auto", *DISPATCHES)
     if isinstance(dispatch, list):
@@ -109,7 +111,10 @@ def names_of(dispatch: Any, axis_name: Any, tokens: str) -> tuple[Any, ...]:
                 "where every device has every token"
             )
             raise ValueError(_checks.message(OP, rule))
-        return ((dispatch if tokens == "sharded" else "replicated", axis_name),)
+        if tokens == "replicated":
+            return (("replicated", axis_name),)
+        in_turn = _to_memory(axis_name) if dispatch == "auto" and not own_apart else ()
+        return in_turn or ((dispatch, axis_name),)
     axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     if len(dispatch) != len(axes):
         rule = f"dispatch={dispatch!r} must have a way for each axis of axis_name={axis_name!r}"
@@ -120,6 +125,21 @@ def names_of(dispatch: Any, axis_name: Any, tokens: str) -> tuple[Any, ...]:
     for way in dispatch:
         _checks.check_choice(OP, "dispatch", way, choices)
     return tuple(zip(dispatch, axes, strict=True))
+
+
+def _to_memory(axis_name: Any) -> tuple[Any, ...]:
+    """The ways of "auto" along several axes if memory of GPUs is open along the last of these.
+
+    Those before lead to other hosts then, and a row crosses to each of them once.
+    """
+    axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    for first in range(len(axes)):
+        inner = axes[first] if first + 1 == len(axes) else axes[first:]
+        memory = _peers.opened(inner, jax.lax.axis_size(inner))
+        if memory is not None and memory.on_gpus:
+            outer = axes[0] if first == 1 else axes[:first]
+            return (("auto", outer), ("auto", inner)) if first else ()
+    return ()
 
 
 def hops_of(
