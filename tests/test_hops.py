@@ -179,14 +179,14 @@ def test_auto_chooses_for_each_axis():
         assert all("; room for" in line for line in report.dispatches)
 
 
-def test_auto_goes_in_turn_where_the_last_axis_has_memory(monkeypatch):
+def test_auto_goes_in_turn_where_the_last_axis_has_memory():
     """As if it were of GPUs, which are not of one host then."""
     ids = jnp.asarray(ids_of("uniform"))
     flat = jaxmoe.explain(layer, ids, arrays()).dispatches
     assert [line.split(":")[0] for line in flat] == ["all_gather along ('host', 'expert')"]
     opened = expert_parallel.open_peer_memory(mesh(**GRID), "expert", num_bytes=1 << 20)
     with opened:
-        monkeypatch.setitem(peers._open, ("expert",), dataclasses.replace(opened, on_gpus=True))
+        peers._open["expert",] = dataclasses.replace(opened, on_gpus=True)
         report = jaxmoe.explain(layer, ids, arrays())
         assert [line.split(":")[0] for line in report.dispatches] == [
             "all_gather along 'host'",
@@ -195,7 +195,7 @@ def test_auto_goes_in_turn_where_the_last_axis_has_memory(monkeypatch):
         close(jax.jit(layer)(ids, arrays()), whole()(ids, arrays())[0])
         apart = jaxmoe.explain(functools.partial(layer, own_apart=True), ids, arrays())
         assert apart.dispatches == flat
-        monkeypatch.setitem(peers._open, ("expert",), opened)
+        peers._open["expert",] = opened
 
 
 @pytest.mark.parametrize(
