@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 SLOW_S = 1.0  # of all sets of parameters of a function, with an empty cache of programs
-TOO_SLOW_S = 3.0  # of what a quick run took of them
+TOO_SLOW_S = 2.0  # of what a quick run took of them
 HEAD = """\
 # Tests that take more than a second with an empty cache of programs, all sets of parameters
 # together. `make test` runs one set of each, and none of those that have one or that end with a
