@@ -124,10 +124,10 @@ def test_quantized_weights_are_one_call_too(format):
 
 @pytest.mark.usefixtures("on_gpus")
 @pytest.mark.parametrize("format, token_format, sent", OF_TOKENS)
-def test_tokens_that_travel_quantized_are_one_call_between_exchanges(format, token_format, sent):
+def test_tokens_that_travel_quantized_are_one_call_too(format, token_format, sent):
     over, _ = layer_of_tokens(format, token_format, 8 * 6)
     layer = functools.partial(over, mesh(**EIGHT), dispatch="direct", dispatch_format=sent)
-    assert called(layer)[-3:] == [DISPATCH, LAYER, COMBINE]
+    assert called(layer)[-2:] == [DISPATCH, PUSHED]
 
 
 @pytest.mark.usefixtures("on_gpus")

@@ -41,6 +41,9 @@ struct EnumNames<Shared> {
   static constexpr const char* kAll[] = {"tensor", "row", "group", "block"};
 };
 
+// Most of what kernels count in an int, and most CTAs along x.
+inline constexpr int64_t kMaxInt = 0x7fffffff;
+
 // Rounds up; for non-negative `a` and positive `b`.
 constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 

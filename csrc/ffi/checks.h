@@ -17,8 +17,6 @@
 
 namespace jaxmoe {
 
-inline constexpr int64_t kMaxInt = 0x7fffffff;
-
 inline std::string DtypeName(ffi::DataType dtype) {
   switch (dtype) {
     case ffi::DataType::PRED:

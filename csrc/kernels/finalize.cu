@@ -15,7 +15,7 @@ cudaError_t LaunchFinalizeSized(const FinalizeParams& p, int sm_count, cudaStrea
   int64_t threads =
       std::clamp<int64_t>(RoundUp(CeilDiv(pieces, sm_count), 32), 32, kFinalizeMaxThreads);
   int64_t blocks = CeilDiv(pieces, threads);
-  if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
+  if (blocks > kMaxInt) return cudaErrorInvalidConfiguration;
   return LaunchKernel(FinalizeKernel<T, kSize, kUnroll>,
                       dim3(static_cast<unsigned>(blocks)),
                       dim3(static_cast<unsigned>(threads)),
@@ -46,7 +46,6 @@ cudaError_t LaunchFinalizeType(const FinalizeParams& p, cudaStream_t stream) {
 }  // namespace
 
 cudaError_t LaunchFinalize(const FinalizeParams& params, cudaStream_t stream) {
-  constexpr int64_t kMaxInt = 0x7fffffff;
   if (params.num_rows > kMaxInt || params.hidden > kMaxInt || params.top_k > kMaxInt) {
     return cudaErrorInvalidValue;
   }

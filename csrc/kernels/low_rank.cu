@@ -28,7 +28,7 @@ int64_t UsualTiles(const LowRankParams& p, int64_t tile_rows) {
 
 template <class Stage>
 cudaError_t LaunchTiles(const LowRankParams& p, int sm_count, cudaStream_t stream) {
-  constexpr int64_t kMaxInt = 0x7fffffff, kMaxGridY = 65535;
+  constexpr int64_t kMaxGridY = 65535;
   const int64_t most = p.rows / Stage::kRows + std::min(p.num_groups, p.rows);
   const int64_t columns = CeilDiv(p.rank, kLowRankColumns);
   if (most > kMaxInt / 8 || columns > kMaxGridY) return cudaErrorInvalidValue;
@@ -47,7 +47,6 @@ cudaError_t LaunchTiles(const LowRankParams& p, int sm_count, cudaStream_t strea
 }  // namespace
 
 cudaError_t LaunchLowRank(const LowRankParams& p, cudaStream_t stream) {
-  constexpr int64_t kMaxInt = 0x7fffffff;
   if (p.rows == 0) return cudaSuccess;
   const bool early_index = p.row_index != nullptr && p.early_groups && !p.early_x;
   if (p.rows > kMaxInt || p.k > kMaxInt || p.k % 8 != 0 || p.rank % 8 != 0 || p.rank == 0 ||

@@ -8,8 +8,6 @@ namespace jaxmoe {
 
 namespace {
 
-constexpr int64_t kMaxInt = 0x7fffffff;
-
 template <typename Unit>
 cudaError_t LaunchPermuteUnit(const PermuteParams& p, cudaStream_t stream) {
   int sm_count = 0;

@@ -7,8 +7,6 @@ namespace jaxmoe {
 
 namespace {
 
-constexpr int64_t kMaxGrid = 0x7fffffff;
-
 // Shape of direct problems and of problems with a table.
 PlanShape MakeShape(int64_t rows, int64_t local_experts) {
   int64_t chunk_rows = PlanChunkRows(rows);
@@ -71,13 +69,13 @@ cudaError_t LaunchPlace(const PlanParams& params,
 
 cudaError_t LaunchPlan(const PlanParams& params, cudaStream_t stream) {
   int64_t rows = params.num_tokens * params.top_k;
-  if (rows > kMaxGrid || params.batch > kMaxGrid) return cudaErrorInvalidValue;
+  if (rows > kMaxInt || params.batch > kMaxInt) return cudaErrorInvalidValue;
   if (params.batch == 0) return cudaSuccess;
   bool direct = rows <= kPlanDirectRows;
   bool table = PlanHasTable(rows, params.num_local_experts);
   PlanShape shape = direct || table ? MakeShape(rows, params.num_local_experts)
                                     : MakeSharedShape(rows, params.num_local_experts);
-  if (params.batch * shape.chunks > kMaxGrid) return cudaErrorInvalidConfiguration;
+  if (params.batch * shape.chunks > kMaxInt) return cudaErrorInvalidConfiguration;
   if (direct) return LaunchPlace<PlanTotals::kDirect>(params, shape, params.pdl, stream);
   if (!table) return LaunchPlace<PlanTotals::kShared>(params, shape, params.pdl, stream);
   JAXMOE_RETURN_IF_CUDA_ERROR(LaunchKernel(PlanCountKernel,

@@ -7,8 +7,6 @@ namespace jaxmoe {
 
 namespace {
 
-constexpr int64_t kMaxInt = 0x7fffffff;
-
 dim3 Blocks(int64_t count) { return dim3(static_cast<unsigned>(count)); }
 
 template <typename T, Shared kShared>

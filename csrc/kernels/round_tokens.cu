@@ -5,8 +5,6 @@ namespace jaxmoe {
 
 namespace {
 
-constexpr int64_t kMaxInt = 0x7fffffff;
-
 template <typename T, TokenRule kRule, bool kCodes = false>
 cudaError_t LaunchRule(const RoundTokensParams& p, cudaStream_t stream) {
   const int64_t pieces = p.cols / kPieceSize<T>;

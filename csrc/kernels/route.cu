@@ -20,7 +20,7 @@ struct Launch {
     int64_t warps =
         std::clamp<int64_t>(CeilDiv(params.num_tokens, sm_count), 1, kRouteMaxWarps<kPerLane>);
     int64_t blocks = CeilDiv(params.num_tokens, warps);
-    if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
+    if (blocks > kMaxInt) return cudaErrorInvalidConfiguration;
     return LaunchKernel(RouteKernel<kPerLane, kWidth, kPlain>,
                         dim3(static_cast<unsigned>(blocks)),
                         dim3(static_cast<unsigned>(warps * kRouteLanes)),

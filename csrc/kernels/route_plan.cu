@@ -9,7 +9,6 @@ namespace jaxmoe {
 
 namespace {
 
-constexpr int64_t kMaxGrid = 0x7fffffff;
 constexpr int64_t kMaxClusterBlocks = 8;
 
 // Blocks of the cluster of an entry: one takes 8 tokens as fast as several.
@@ -76,8 +75,8 @@ struct LaunchCluster {
 cudaError_t LaunchRoutePlan(const RouteParams& route, const PlanParams& plan, cudaStream_t stream) {
   int64_t rows = plan.num_tokens * plan.top_k;
   bool known = RouteIsKnown(route) && plan.top_k == route.top_k + route.num_shared_experts &&
-               route.num_tokens == plan.batch * plan.num_tokens && rows <= kMaxGrid &&
-               plan.batch <= kMaxGrid / kMaxClusterBlocks;
+               route.num_tokens == plan.batch * plan.num_tokens && rows <= kMaxInt &&
+               plan.batch <= kMaxInt / kMaxClusterBlocks;
   if (!known) return cudaErrorInvalidValue;
   if (route.num_tokens == 0) return LaunchPlan(plan, stream);
   bool fits = false;

@@ -15,7 +15,7 @@ cudaError_t LaunchZeroRowsUnit(const ZeroRowsParams& p, cudaStream_t stream) {
   JAXMOE_RETURN_IF_CUDA_ERROR(GetSmCount(&sm_count));
   int64_t row_blocks = std::max<int64_t>(1, CeilDiv(p.num_rows, kZeroRowsBlockRows));
   int64_t blocks = std::max<int64_t>(1, p.batch) * row_blocks;
-  if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
+  if (blocks > kMaxInt) return cudaErrorInvalidConfiguration;
   // Split columns only to keep all SMs busy.
   int64_t parts = std::clamp<int64_t>(
       sm_count / blocks, 1, std::max<int64_t>(1, CeilDiv(p.row_bytes, kMinPartBytes)));

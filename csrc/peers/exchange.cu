@@ -107,7 +107,6 @@ cudaError_t LaunchCombineType(const PeerCombineParams& p, cudaStream_t stream) {
 }  // namespace
 
 bool TooLarge(const ExchangeSize& size, int64_t row_bytes) {
-  constexpr int64_t kMaxInt = 0x7fffffff;
   return size.num_tokens > kMaxInt / size.num_devices || size.top_k > kMaxInt ||
          size.num_local > kMaxInt || row_bytes > kMaxInt;
 }

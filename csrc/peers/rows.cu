@@ -27,7 +27,7 @@ cudaError_t LaunchUnrolled(const PeerRows& p, int sm_count, cudaStream_t stream)
     return LaunchKernel(
         PeerMeetFinalizeKernel<T, kUnroll>, grid, block, 0, stream, false, p, per_row);
   }
-  if (ctas > 0x7fffffff) return cudaErrorInvalidConfiguration;
+  if (ctas > kMaxInt) return cudaErrorInvalidConfiguration;
   JAXMOE_RETURN_IF_CUDA_ERROR(LaunchKernel(PeerMeetKernel, dim3(1), dim3(32), 0, stream, false, p));
   const dim3 grid(static_cast<unsigned>(ctas));
   return LaunchKernel(PeerFinalizeKernel<T, kUnroll>, grid, block, 0, stream, false, p, per_row);
@@ -47,7 +47,6 @@ cudaError_t LaunchType(const PeerRows& p, cudaStream_t stream) {
 
 // Rows and experts of all devices are counted in 31 bits.
 bool IsValid(const PeerRows& p) {
-  constexpr int64_t kMaxInt = 0x7fffffff;
   const ExchangeSize& size = p.size;
   const int64_t row_bytes = p.hidden * ElementSize(p.dtype);
   const uintptr_t bits = reinterpret_cast<uintptr_t>(p.residual) |

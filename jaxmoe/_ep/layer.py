@@ -18,6 +18,7 @@ from jaxmoe._ep.checks import OPTIONS, Setup
 from jaxmoe._ep.direct import OP, Sent
 from jaxmoe._ep.slots import local_ids, slots_of
 from jaxmoe._jax import checks as _checks
+from jaxmoe._mlp import op
 from jaxmoe._mlp.operands import Layer, Operands
 from jaxmoe.experts import Experts
 from jaxmoe.quantize import QuantizedArray, quantize_tokens, scales_shape
@@ -217,6 +218,7 @@ def _local(
     if home is None:
         return mlp.moe_mlp(*given, num_experts=num_experts, **options)
     a, layer, recompute = _prepared(*given, options, num_experts)
+    a, layer = op.in_numbers(a, layer)
     if (why := _pushed.why_not(a, layer, home.sent)) is not None:
         return why
     own = home.weights

@@ -37,8 +37,6 @@ def why_not(a: Operands, layer: Layer, sent: Sent) -> str | None:
         return "there is no memory of GPUs"
     if (why := several_calls(a, layer)) is not None:
         return f"the layer is no one call: {why}"
-    if a.x_scales is not None and op.rounds_tokens(a, layer):
-        return "tokens travel in their own format and are rounded again between the products"
     if sent.residual is not None and sent.residual.dtype != layer.dtype:
         return f"residual is {_checks.dtype_name(sent.residual.dtype)}, not the dtype of the layer"
     num_tokens, top_k = sent.slots.shape

@@ -65,16 +65,23 @@ def _xla(*arrays: Any, layer: Layer) -> tuple[jax.Array, ...]:
     a = Operands(*arrays)
     if not is_joined(a):
         return moe_mlp_p(*join(a, layer), layer=layer)
-    numbers = layer.format.of_numbers(a.absent)
-    if numbers is not None:
-        a = a._replace(x=a.x.astype(layer.dtype))
-        return moe_mlp_p(*a, layer=layer.replace(format=numbers))
+    if layer.format.of_numbers(a.absent) is not None:
+        a, layer = in_numbers(a, layer)
+        return moe_mlp_p(*a, layer=layer)
     if isinstance(layer.format, Forward):
         return _quantized(a, layer)
     if layer.format.master:
         return moe_mlp_p(*rounded(a, layer), layer=layer.replace(format=PLAIN))
     rows, order = rows_of(a, layer)
     return result(rows, order, a, layer)
+
+
+def in_numbers(a: Operands, layer: Layer) -> tuple[Operands, Layer]:
+    """The same layer of x in the dtype of the layer, where one call reads no bytes of tokens."""
+    numbers = layer.format.of_numbers(a.absent)
+    if numbers is None:
+        return a, layer
+    return a._replace(x=a.x.astype(layer.dtype)), layer.replace(format=numbers)
 
 
 def is_composed(*, absent: tuple[str, ...], layer: Layer) -> bool:

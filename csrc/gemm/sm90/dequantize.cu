@@ -120,12 +120,11 @@ cudaError_t LaunchDecoder(const DequantizeArgs& args, cudaStream_t stream) {
 }  // namespace
 
 cudaError_t LaunchDequantize(const DequantizeParams& p, cudaStream_t stream) {
-  constexpr int64_t kMaxGridX = 0x7fffffff;
   const FormatRow& format = RowOf(p.format);
   const PackedLayout& layout = format.packed;
   if (p.num_weights == 0 || p.n == 0 || p.k == 0) return cudaSuccess;
   if (!format.is_packed() || p.n % kRows != 0 || p.k % kStepK != 0 ||
-      p.k % layout.superblock_k(p.k) != 0 || p.num_weights * (p.n / kRows) > kMaxGridX) {
+      p.k % layout.superblock_k(p.k) != 0 || p.num_weights * (p.n / kRows) > kMaxInt) {
     return cudaErrorInvalidValue;
   }
   DequantizeArgs args{};
