@@ -73,6 +73,15 @@ def test_without_a_residual(dtype):
         assert_equal(computed(call, a), computed(all_to_all, a))
 
 
+def test_weights_on_the_input_in_chunks():
+    a = drawn(2200, top_k=1)
+    options = {"apply_weight_on_input": True, "num_chunks": 2}
+    ours, theirs = (functools.partial(fn, **options) for fn in (call, all_to_all))
+    with opened():
+        assert is_beside(ours, a)
+        assert_equal(computed(ours, a), computed(theirs, a))
+
+
 def test_gradients_are_those_of_sums():
     a = {n: jnp.asarray(v) for n, v in drawn(1024).items()}
     floats = {n: v for n, v in a.items() if n != "expert_ids"}

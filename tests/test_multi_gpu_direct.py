@@ -133,12 +133,13 @@ def test_tokens_travel_in_the_format_of_tokens(num_tokens, format, token_format,
     count = len(jax.devices("cuda"))
     over, by_one = layer_of_tokens(format, token_format, count * num_tokens)
     with opened():
-        first, again, rounded_there = (
-            jax.device_get(over(mesh(), dispatch="direct", dispatch_format=format))
-            for format in (sent, sent, None)
+        first, again, rounded_there, in_chunks = (
+            jax.device_get(over(mesh(), dispatch="direct", dispatch_format=format, num_chunks=n))
+            for format, n in ((sent, 1), (sent, 1), (None, 1), (sent, 2))
         )
     assert_equal(first, again)
     assert_equal(first, rounded_there)
+    assert_equal(first, in_chunks)
     assert_equal(first, by_one())
 
 

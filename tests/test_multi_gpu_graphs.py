@@ -141,7 +141,7 @@ def test_a_device_that_comes_late_is_waited_for_whatever_the_others_load():
         assert np.isfinite(outs[0]).all()
 
 
-def one_layer(dispatch, number, x, ids, weights, experts):
+def one_layer(dispatch, number, x, ids, weights, experts, **options):
     """A layer whose choices are those of its number, a [] int32."""
     chosen = jnp.where(ids >= 0, (ids + number) % LAYER.num_experts, -1)
     return expert_parallel.moe_mlp(
@@ -149,10 +149,11 @@ def one_layer(dispatch, number, x, ids, weights, experts):
         axis_name="expert",
         dispatch=dispatch,
         batch_invariant=True,
+        **options,
     )
 
 
-def walk(steps, tokens, ids, weights, experts):
+def walk(steps, tokens, ids, weights, experts, **of_layer):
     """Layers by `direct`, each of what the one before gave: what all of them took, and gave.
 
     No collective is between them, which would end a graph.
@@ -161,7 +162,8 @@ def walk(steps, tokens, ids, weights, experts):
     def step(x, i):
         taken, given = [], []
         for j in range(IN_A_STEP):
-            y = one_layer("direct", IN_A_STEP * i + j, x, ids, weights, experts)
+            number = IN_A_STEP * i + j
+            y = one_layer("direct", number, x, ids, weights, experts, **of_layer)
             taken.append(x)
             given.append(y)
             y = y.astype(jnp.float32)
@@ -173,8 +175,22 @@ def walk(steps, tokens, ids, weights, experts):
     return [a.swapaxes(0, 1) for a in (taken, given)]  # [T, steps, layers, H]
 
 
-def walk_of(steps, options):
-    return jax.jit(over_devices(functools.partial(walk, steps)), compiler_options=options)
+def walk_of(steps, options, **of_layer):
+    split = over_devices(functools.partial(walk, steps, **of_layer))
+    return jax.jit(split, compiler_options=options)
+
+
+def again(dispatch, tokens, *rest):
+    """What each layer gives of what it took in `walk`."""
+
+    def step(_, numbered):
+        number, x = numbered
+        return None, one_layer(dispatch, number, x, *rest)
+
+    by_layer = tokens.reshape(tokens.shape[0], -1, tokens.shape[-1]).swapaxes(0, 1)
+    numbers = jnp.arange(by_layer.shape[0], dtype=jnp.int32)
+    _, ys = jax.lax.scan(step, None, (numbers, by_layer))
+    return ys.swapaxes(0, 1).reshape(tokens.shape)
 
 
 def inputs_of_layers(num_tokens, seed=0):
@@ -206,25 +222,59 @@ def test_whole_layers_in_graphs_have_the_bits_of_those_without(num_tokens):
 @pytest.mark.parametrize("num_tokens", (6, 300))
 def test_a_thousand_layers_in_a_row(num_tokens):
     """Each is that of collectives on what it took, and a second run has the bits of the first."""
-    steps = 250
     given = inputs_of_layers(num_tokens)
-
-    def by_collectives(tokens, *rest):
-        def step(_, numbered):
-            number, x = numbered
-            return None, one_layer("all_to_all", number, x, *rest)
-
-        by_layer = tokens.reshape(tokens.shape[0], -1, tokens.shape[-1]).swapaxes(0, 1)
-        numbers = jnp.arange(steps * IN_A_STEP, dtype=jnp.int32)
-        _, ys = jax.lax.scan(step, None, (numbers, by_layer))
-        return ys.swapaxes(0, 1).reshape(tokens.shape)
-
     with opened(1 << 28):
-        run = walk_of(steps, GRAPHS)
+        run = walk_of(250, GRAPHS)
         outs = [run(*given) for _ in range(2)]  # both are under way
+        by_collectives = functools.partial(again, "all_to_all")
         want = jax.jit(over_devices(by_collectives))(outs[0][0], *given[1:])
-        first, again = jax.device_get(outs)
-    jax.tree.map(assert_equal, first, again)
+        first, other = jax.device_get(outs)
+    jax.tree.map(assert_equal, first, other)
     got, want = (np.asarray(a, np.float32) for a in (first[1], jax.device_get(want)))
     assert np.isfinite(got).all()
     np.testing.assert_allclose(got, want, rtol=2**-6, atol=2**-6)
+
+
+@pytest.mark.parametrize("options", (GRAPHS, NO_GRAPHS), ids=("graphs", "no graphs"))
+def test_layers_in_chunks_in_a_row(options):
+    """200 of two chunks, whose calls do not depend on each other: the bits of whole layers."""
+    given = inputs_of_layers(48)
+    with opened(1 << 28):
+        taken, got = walk_of(50, options, num_chunks=2)(*given)
+        want = jax.jit(over_devices(functools.partial(again, "direct")))(taken, *given[1:])
+        got, want = jax.device_get((got, want))
+    assert np.isfinite(got.astype(np.float32)).all()
+    assert_equal(got, want)
+
+
+def test_gradients_in_a_row():
+    """Of 50 layers in two chunks, with other choices each; what travels either way is in graphs."""
+
+    def steps(dispatch, tokens, ids, weights, experts):
+        def loss(moving, number):
+            x, weights, experts = moving
+            given = dispatch, number, x, ids, weights, experts
+            y = one_layer(*given, num_chunks=2, recompute="z")
+            return jnp.sum(jnp.sin(y.astype(jnp.float32)))
+
+        def step(total, number):
+            x, weights_of, of_experts = jax.grad(loss)((tokens, weights, experts), number)
+            add = lambda a, b: a + b.astype(jnp.float32)  # noqa: E731
+            return jax.tree.map(add, total, of_experts), (x, weights_of)
+
+        zeros = jax.tree.map(lambda w: 0 * w.astype(jnp.float32), experts)
+        total, per_token = jax.lax.scan(step, zeros, jnp.arange(50, dtype=jnp.int32))
+        return total, [a.swapaxes(0, 1) for a in per_token]
+
+    given = inputs_of_layers(48)
+    by = lambda way: over_devices(functools.partial(steps, way))  # noqa: E731
+    with opened(1 << 28):
+        run = jax.jit(by("direct"), compiler_options=GRAPHS)
+        outs = [run(*given) for _ in range(2)]  # both are under way
+        want = jax.device_get(jax.jit(by("all_to_all"))(*given))
+        first, other = jax.device_get(outs)
+    jax.tree.map(assert_equal, first, other)
+    for ours, theirs in zip(jax.tree.leaves(first), jax.tree.leaves(want), strict=True):
+        ours, theirs = (np.asarray(a, np.float32) for a in (ours, theirs))
+        limit = 2**-5 * np.abs(theirs).max()
+        np.testing.assert_allclose(ours, theirs, rtol=2**-5, atol=limit)

@@ -153,13 +153,15 @@ def test_without_room_for_rows_sums_travel():
         assert_equal(computed(split, a), computed(functools.partial(split, dispatch="ragged"), a))
 
 
-def test_a_derivative_is_of_sums():
+@pytest.mark.parametrize("on_input", (False, True))
+def test_a_derivative_is_of_sums(on_input):
     """Its value is theirs, to the bit, and so is every gradient nearly."""
-    a = {n: jnp.asarray(v) for n, v in drawn(48).items()}
+    a = {n: jnp.asarray(v) for n, v in drawn(48, top_k=1 if on_input else 3).items()}
     ids = a.pop("expert_ids")
 
     def loss(a, way):
-        y = split(a | {"expert_ids": ids}, dispatch=way).astype(jnp.float32)
+        options = {"dispatch": way, "apply_weight_on_input": on_input}
+        y = split(a | {"expert_ids": ids}, **options).astype(jnp.float32)
         return jnp.sum(y**2), y
 
     def of(way):
