@@ -60,11 +60,11 @@ def _size(nbytes: int) -> str:
     return f"{nbytes / 1000**power:.4g} {('bytes', 'kB', 'MB', 'GB')[power]}"
 
 
-def describe(directory: str, tokens: int) -> str:
+def describe(directory: str, tokens: int, tower: str | None = None) -> str:
     """A line for each layer, and what its products of so many tokens run as on CUDA."""
     if tokens < 1:
         raise ValueError(f"jaxmoe.inspect: --tokens={tokens} must be at least 1")
-    model = Model(directory, "bfloat16")
+    model = Model(directory, "bfloat16", tower)
     first = model.family.at_layer(model.config, min(model.blocks))
     lines = [
         f"{model.config.get('model_type')}: {len(model.blocks)} layers with experts, "
@@ -104,9 +104,10 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m jaxmoe.inspect", description=__doc__)
     parser.add_argument("directory", help="with config.json and safetensors files")
     parser.add_argument("--tokens", type=int, default=16, help="of a call whose kernels are named")
+    parser.add_argument("--tower", help="which layers of a model with several stacks of them")
     options = parser.parse_args(argv)
     try:
-        print(describe(options.directory, options.tokens))
+        print(describe(options.directory, options.tokens, options.tower))
     except (LookupError, OSError, TypeError, ValueError, NotImplementedError) as error:
         print(error, file=sys.stderr)
         return 1

@@ -1,8 +1,6 @@
 """From a folder with a model's config.json and safetensors files to its layers of experts."""
 
 import contextlib
-import dataclasses
-import functools
 import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -10,104 +8,25 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxmoe import _saved
 from jaxmoe._jax import checks as _checks
 from jaxmoe._load import families, find, latent, router, settings
 from jaxmoe._load.ahead import Ahead
+from jaxmoe._load.chosen import chosen
 from jaxmoe._load.files import OP, naming, other, parsed
 from jaxmoe._load.latent import LatentSpace
+from jaxmoe._load.layer import LoadedLayer as LoadedLayer
+from jaxmoe._load.norms import InputNorm
 from jaxmoe._load.shards import Shards
 from jaxmoe._load.spread import Spread
 from jaxmoe._load.stored import Stored
 from jaxmoe.activation import Activation
 from jaxmoe.experts import Experts
-from jaxmoe.mlp import moe_mlp
 from jaxmoe.quantize import QuantizedArray
-from jaxmoe.routing import Routing, route
-from jaxmoe.routing_methods import RoutingMethod
 
 Progress = Callable[[int, int, str], None]
-_INTEGERS = tuple(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64))
-
-
-@_saved.register
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class LoadedLayer:
-    """The experts and the router of one layer; a pytree.
-
-    y = moe_mlp(x, route(x W^T + router_bias, ...), experts)
-
-    Shared experts and norms are not in it.
-
-    Attributes:
-      experts: the weights.
-      router: [E, H], the router's weight.
-      router_bias: [E] or None, added to the logits.
-      selection_bias: [E] or None, the `bias` of `jaxmoe.route`.
-      expert_table: [V, K] or None, the experts of each token of the vocabulary (hash routing).
-      options: the other options of `jaxmoe.route`, as pairs; a rule of its own is the pairs of its
-        fields.
-      call: options of `jaxmoe.moe_mlp`, as pairs.
-      latent: None, or the products around experts that read fewer numbers than a token has.
-    """
-
-    experts: Experts
-    router: jax.Array
-    router_bias: jax.Array | None = None
-    selection_bias: jax.Array | None = None
-    expert_table: jax.Array | None = None
-    options: tuple[tuple[str, Any], ...] = dataclasses.field(default=(), metadata={"static": True})
-    call: tuple[tuple[str, Any], ...] = dataclasses.field(default=(), metadata={"static": True})
-    latent: LatentSpace | None = None
-
-    def route(self, x: jax.Array, token_ids: jax.Array | None = None) -> Routing:
-        """Chooses the experts of tokens x [.., H] by float32 logits.
-
-        token_ids: [..] integers, for a layer with an `expert_table`. A number that is in no row of
-          the table chooses no expert: ids -1 and weights 0.
-
-        Raises:
-          TypeError: x is no array of floats, or `token_ids` none of integers.
-          ValueError: x has another H, `token_ids` another shape, or the layer has a table and there
-            are none.
-        """
-        op, hidden = "LoadedLayer.route", self.router.shape[1]
-        _checks.check_float(op, "x", x)
-        if x.shape[-1:] != (hidden,):
-            rule = f"x must have shape [.., H] with H = {hidden} of the router"
-            raise ValueError(_checks.message(op, rule, x=x))
-        # GPUs would round the factors of a float32 product, and other experts would be chosen.
-        x, router = x.astype(jnp.float32), self.router.astype(jnp.float32)
-        logits = jnp.einsum("...h,eh->...e", x, router, precision=jax.lax.Precision.HIGHEST)
-        if self.router_bias is not None:
-            lead = (1,) * (logits.ndim - 1)
-            logits = logits + self.router_bias.astype(jnp.float32).reshape(*lead, -1)
-        given = _given(self.options)
-        if self.expert_table is not None:
-            given["expert_ids"] = _looked_up(op, self.expert_table, token_ids, x)
-        elif self.selection_bias is not None:
-            given["bias"] = self.selection_bias
-        return route(logits, **given)
-
-    def __call__(
-        self,
-        x: jax.Array,
-        token_ids: jax.Array | None = None,
-        *,
-        residual: jax.Array | None = None,
-        **options: Any,
-    ) -> jax.Array:
-        """The layer's result for tokens x [.., H]; `options` are those of `jaxmoe.moe_mlp`."""
-        routing, call = self.route(x, token_ids), dict(self.call)
-        if self.latent is None:
-            return moe_mlp(x, routing, self.experts, residual=residual, **call, **options)
-        inner = lambda z: moe_mlp(z, routing, self.experts, **call, **options)  # noqa: E731
-        return self.latent(inner, x, residual)
 
 
 def load(
@@ -117,6 +36,7 @@ def load(
     dtype: Any = "bfloat16",
     mesh: Mesh | None = None,
     axis: str | tuple[str, ...] | None = None,
+    tower: str | None = None,
     progress: Progress | None = None,
 ) -> dict[int, LoadedLayer]:
     """Reads the layers of experts of a model, as the files store them.
@@ -140,6 +60,9 @@ def load(
         `axis` by experts, and each process reads those of its own devices alone.
       axis: name of the axis of `mesh` that experts are split over, or a tuple of names, the first
         of which splits them into the largest parts; None: every device has all.
+      tower: which layers to read of a model with several stacks of them, "encoder" or "decoder" and
+        the like, or with several kinds of experts in a layer, "text" or "vision"; the error that
+        there is without it names them.
       progress: called with bytes read, bytes to read and the name of the weight, after each.
 
     Returns:
@@ -152,7 +75,8 @@ def load(
       TypeError: `layers`, `dtype`, `mesh` or `progress` of another kind.
       ValueError: a file that is cut off or broken, a configuration without a number that is needed,
         tensors that do not go together or with the configuration, a tensor that is in two files,
-        experts that `axis` does not divide, another `dtype`.
+        experts that `axis` does not divide, another `dtype`, or
+        no tower of that name.
       NotImplementedError: a model or a format that is not known, a rule of routing that the model
         type does not have, or a tensor that has no reader.
 
@@ -167,7 +91,7 @@ def load(
     if progress is not None and not callable(progress):
         rule = "progress must be a function of bytes read, bytes to read and a name, or None"
         raise TypeError(_checks.message(OP, rule, progress=progress))
-    model = Model(directory, dtype)
+    model = Model(directory, dtype, tower)
     chosen = list(model.blocks) if layers is None else _numbers(layers)
     spread = Spread(mesh, axis, model.num_experts)
     blocks = {number: model.block(number) for number in chosen}
@@ -194,27 +118,6 @@ def load(
     return out
 
 
-def _looked_up(op: str, table: jax.Array, token_ids: Any, x: jax.Array) -> jax.Array:
-    """The experts of tokens, -1 for a token that the table does not have."""
-    if token_ids is None:
-        rule = "token_ids must be given to a layer with a table"
-        raise ValueError(_checks.message(op, rule))
-    _checks.check_dtype(op, "token_ids", token_ids, _INTEGERS)
-    _checks.check_shape(op, "token_ids", token_ids, x.shape[:-1], "the axes of tokens of x")
-    if token_ids.dtype.itemsize < 4:  # a number of rows may be none of so few bits
-        token_ids = token_ids.astype(np.int32)
-    known = (token_ids >= 0) & (token_ids < table.shape[0])
-    return jnp.where(known[..., None], table[jnp.where(known, token_ids, 0)], -1)
-
-
-def _given(options: Any) -> dict[str, Any]:
-    """Options of `jaxmoe.route`, which a pytree has as pairs."""
-    given = dict(options)
-    if isinstance(given.get("method"), tuple):
-        given["method"] = RoutingMethod(**dict(given["method"]))
-    return given
-
-
 def _numbers(layers: Sequence[int]) -> list[int]:
     try:
         return list(map(operator.index, layers))
@@ -237,7 +140,7 @@ class Block(NamedTuple):
 class Model:
     """A folder's configuration, and where its layers are."""
 
-    def __init__(self, directory: str | Path, dtype: Any) -> None:
+    def __init__(self, directory: str | Path, dtype: Any, tower: str | None = None) -> None:
         """Reads the configuration and the headers of the files."""
         if not isinstance(dtype, str | None):  # NumPy takes None for float64
             with contextlib.suppress(TypeError):  # what is no dtype is refused as what it is
@@ -247,7 +150,7 @@ class Model:
         path = Path(directory) / "config.json"
         if not path.is_file():
             raise FileNotFoundError(f"jaxmoe.{OP}: {directory} has no config.json{other(path)}")
-        family, self.config = families.of(parsed(path, path.read_bytes()))
+        family, self.config = families.of(parsed(path, path.read_bytes()), tower)
         self.quantization = settings.section(self.config, "quantization_config")
         self.shards = Shards(directory)
         self.family = family.among(self.shards.names)
@@ -259,8 +162,9 @@ class Model:
         found = self.family.blocks(self.shards.names)
         self.blocks = {number: at for number, at in found.items() if number < count}
         if not self.blocks:
-            places = filter(None, ("layers.N", self.family.block, self.family.weights[-1]))
-            stem = ".".join(places)
+            family, module = self.family, self.family.tower.module
+            places = module, f"{family.layers}.N", family.block, family.weights[-1]
+            stem = ".".join(filter(None, places))
             have = ", ".join(self.shards.names[:3]) or "none"
             raise LookupError(
                 f"jaxmoe.{OP}: {directory} has no layer with tensors {stem}; it has "
@@ -279,25 +183,30 @@ class Model:
                 f"jaxmoe.{OP}: {at}.experts{others[0]} has no reader: it belongs to none of {named}"
             )
         weights: list[Stored] = []
+        how: Any = self.family.experts(self.config)
         for stem in self.family.weights:
-            weight = find.find(self.shards, f"{at}.{stem}", self.quantization, self.dtype)
+            stem = f"{at}.{stem}"
+            weight = find.find(self.shards, stem, self.quantization, self.dtype, **how)
             said = settings.name_of(self.config, settings.EXPERTS)
             weight.check(self.shards, self.num_experts, said)
             weights.append(weight)
         config = self.family.at_layer(self.config, number)
         options, activation = self.family.routing(config), self.family.acts(config)
-        found = router.find(self.shards, at, self.family, config, self.num_experts)
+        found = router.find(self.shards, at, self.family, config)
+        if (factor := found.read_scale(self.shards)) != 1:
+            options["scale"] = factor * options.get("scale", 1.0)
         self._check_options(found, options)
         return Block(at, weights, found, config, options, activation)
 
     def _check_options(self, names: router.Router, options: dict[str, Any]) -> None:
         """Refuses now what `jaxmoe.route` would refuse when the layer is called."""
-        rows: dict[str, tuple[int, ...]] = {"logits": (1, self.num_experts)}
+        logits = jax.ShapeDtypeStruct((1, names.rows), np.float32)
+        bias = None
         if names.selection_bias is not None and names.table is None:
-            rows["bias"] = (self.num_experts,)
-        shapes = {name: jax.ShapeDtypeStruct(row, np.float32) for name, row in rows.items()}
+            choices = names.rows - self.family.num_shared(self.config)
+            bias = jax.ShapeDtypeStruct((choices,), np.float32)
         with naming("config.json"):
-            jax.eval_shape(functools.partial(route, **_given(options)), **shapes)
+            jax.eval_shape(lambda logits, bias: chosen(logits, options, bias=bias), logits, bias)
 
     def layer(
         self, block: Block, weights: Sequence[Any], place: Callable[[Any], Any]
@@ -322,19 +231,31 @@ class Model:
             )
         around = self._latent(block, experts.hidden)
         hidden = experts.hidden if around is None else around.after.shape[0]
-        self.shards.check_float(names.weight, self.num_experts, hidden)
+        names.check(self.shards, hidden)
         table = None if names.table is None else self.shards[names.table]
-        choice = names.selection_bias
+        choice = names.read_choice(self.shards)
+        more = names.rows - self.num_experts  # logits of experts that have no weights
         return LoadedLayer(
             experts,
-            tensor(names.weight),
+            place(names.read_weight(self.shards)),
             tensor(names.bias),
-            None if choice is None else place(self.shards[choice].reshape(-1)),
+            None if choice is None else place(choice),
             None if table is None else place(table.astype(np.int32)),  # int64 in the files
             tuple(sorted(block.options.items())),
-            family.call,
+            (*family.call, *((("num_experts", names.rows),) if more else ())),
             jax.tree.map(place, around),
+            self._norm(block, place, hidden),
+            tensor(names.expert_scale),
+            family.num_copies(block.config),
         )
+
+    def _norm(self, block: Block, place: Callable[[Any], Any], hidden: int) -> InputNorm | None:
+        """The norm of what router and experts read."""
+        if self.family.norms is None:
+            return None
+        name = f"{block.at}.{self.family.norms.experts}.weight"
+        self.shards.check_float(name, hidden)
+        return InputNorm(place(self.shards[name]), settings.real(block.config, "rms_norm_eps"))
 
     def _check_formats(self, at: str, weights: Mapping[str, Any]) -> None:
         """Refuses rows with one scale of which only `group_size` says how they are stored."""
@@ -347,19 +268,26 @@ class Model:
             )
 
     def _latent(self, block: Block, inner: int) -> LatentSpace | None:
-        hidden = self.shards.shape(block.router.weight)[1]
+        hidden = block.router.hidden(self.shards)
         args = self.shards, block.at, self.family, block.config, self.dtype, hidden, inner
         return latent.find(*args)
 
     def _biases(self, block: Block, place: Callable[[Any], Any], quantized: bool) -> dict[str, Any]:
         out: dict[str, Any] = {}
         for part, weight in zip(self.family.parts, block.weights, strict=True):
-            name = f"{weight.stem}_bias"
-            if self.family.biased or (weight.stacked and name in self.shards):
-                self.shards.check_float(name)
-                bias = self.shards[name]
-                out[f"{part}_bias"] = place(bias.astype(self.dtype) if quantized else bias)
-        return out
+            names = weight.bias_names(range(self.num_experts))
+            if self.family.biased or (weight.stacked and names[0] in self.shards):
+                for name in names:
+                    self.shards.check_float(name, *self.shards.shape(names[0]))
+                biases = [self.shards[name] for name in names]
+                out[f"{part}_bias"] = biases[0] if weight.stacked else np.stack(biases)
+        if self.family.sum_bias:
+            name = f"{block.at}.{self.family.sum_bias}"
+            self.shards.check_float(name, block.router.hidden(self.shards))
+            bias = self.shards[name]
+            # The weights of a token add to 1, so that each expert may have it.
+            out["down_bias"] = np.broadcast_to(bias, (self.num_experts, *bias.shape))
+        return {k: place(v.astype(self.dtype) if quantized else v) for k, v in out.items()}
 
     def _input_scales(self, block: Block, place: Callable[[Any], Any]) -> dict[str, Any]:
         """The static scales of x and of the activation's result, of all experts the largest."""

@@ -277,7 +277,8 @@ MODELS = {
 SAME = {
     "mixtral": ("minimax", "minimax_m1", "minimax_text_01"),
     "granitemoe": ("granitemoehybrid", "granitemoeshared"),
-    "deepseek_v3": ("deepseek_v32", "glm4_moe_lite", "glm4v_moe", "solar_open", "beam", "axk1"),
+    "deepseek_v3": ("deepseek_v32", "glm4_moe_lite", "glm4v_moe", "solar_open", "beam", "axk1")
+    + ("dots3_note",),
     "bailing_moe": ("bailing_moe_v2",),
     "qwen3_next": ("mellum",),
     "qwen4_exp": ("lara_mini",),
@@ -286,6 +287,10 @@ SAME = {
     "olmoe": ("flex_olmo",),
     "step3p5": ("step3p7",),
     "kimi_linear": ("kimi_k3",),
+    "inkling2": ("inkling2_loop",),
+    "gemma4": ("diffusion_gemma",),
+    "inkling_mm_model": ("inkling",),
+    "ernie4_5_vl_moe": ("ernie4_5_moe_vl",),
 }
 
 

@@ -43,10 +43,11 @@ class _Weight:
     stem: str
     quantization: Mapping[str, Any]
     dtype: str
+    start: int
 
     @property
     def first(self) -> str:
-        return self.stem.format(e=0)
+        return self.stem.format(e=self.start)
 
     def has(self, part: str) -> bool:
         return self.first + part in self.shards
@@ -83,19 +84,37 @@ class _Weight:
         )
 
 
-def find(shards: Shards, stem: str, quantization: Mapping[str, Any], dtype: str) -> Stored:
+def find(
+    shards: Shards,
+    stem: str,
+    quantization: Mapping[str, Any],
+    dtype: str,
+    *,
+    start: int = 0,
+    joined: int = 0,
+    **how: Any,
+) -> Stored:
     """How the weight of that stem is stored.
 
     Args:
       stem: up to the part's name: "model.layers.0.mlp.experts.{e}.gate_proj".
       quantization: `quantization_config` of config.json, or an empty one.
       dtype: what quantized weights are dequantized to.
+      start, joined, how: fields of `Stored`.
 
     Raises:
       LookupError: the first expert lacks a tensor, which the message names.
       NotImplementedError: weights that no reader knows.
     """
-    weight = _Weight(shards, stem, quantization, dtype)
+    weight = _Weight(shards, stem, quantization, dtype, start)
+    stored = _stored(weight)
+    if joined and stored.reader is not None:
+        raise weight.refused(f"{stored.parts[0]} has the rows of all experts, and {stored.kind}")
+    return dataclasses.replace(stored, start=start, joined=joined, **how)
+
+
+def _stored(weight: _Weight) -> Stored:
+    shards = weight.shards
     if weight.has(".qweight"):
         return _gptq_or_awq(weight)
     if weight.has("_blocks"):

@@ -11,6 +11,7 @@ import numpy as np
 from jaxmoe import _saved
 from jaxmoe._load.family import Family
 from jaxmoe._load.files import OP
+from jaxmoe._load.norms import rms_norm, weighted
 from jaxmoe._load.settings import Config, count, flag, real
 from jaxmoe._load.shards import Shards
 from jaxmoe._load.stored import INPUT_SCALE
@@ -44,10 +45,7 @@ class LatentSpace:
         """The result for tokens x [.., H], with `residual` added last; each array is rounded."""
         z = experts(_product(x, self.before).astype(x.dtype))
         if self.norm is not None:
-            wide = z.astype(jnp.float32)
-            wide = wide * jax.lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + self.epsilon)
-            lead = (1,) * (z.ndim - 1)
-            z = (wide * self.norm.astype(jnp.float32).reshape(*lead, -1)).astype(x.dtype)
+            z = weighted(rms_norm(z, self.epsilon), self.norm).astype(x.dtype)
         y = _product(z, self.after)
         return (y if residual is None else y + residual.astype(jnp.float32)).astype(x.dtype)
 

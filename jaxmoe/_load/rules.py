@@ -14,6 +14,7 @@ from jaxmoe._load.settings import (
     num_experts,
     one_of,
     real,
+    section,
     top_k,
 )
 from jaxmoe.activation import Activation, SoftcapSwiglu, Swiglu, SwigluStep
@@ -238,12 +239,85 @@ def llama4(config: Config) -> Options:
     return {"top_k": top_k(config), "method": "llama4"}
 
 
-def gated(config: Config) -> str:
-    """The activation of most models."""
-    name = str(config.get("hidden_act", "silu"))
+def phimoe(config: Config) -> Options:
+    """Two choices, each weighted by softmax of the logits close to it (`jaxmoe._load.chosen`)."""
+    one_of(config, name_of(config, TOP_K), 2)
+    jitter = real(config, "router_jitter_noise", 0.01)
+    return {"top_k": 2, "method": "sparse_mixer", "jitter": jitter}
+
+
+def dbrx(config: Config) -> Options:
+    """Softmax, then the largest, divided by their sum, which is their norm of order 1."""
+    one_of(config, "moe_normalize_expert_weights", 1)
+    if config.get("moe_normalize_expert_weights", 1) is None:
+        return jamba(config)
+    return renormalize(config)
+
+
+def longcat(config: Config) -> Options:
+    """Softmax and bias; some experts return what they read."""
+    one_of(config, "zero_expert_type", "identity")
+    one_of(config, "router_bias", False)
+    method = tuple({"score": "softmax", "by_score": True, "bias": True}.items())
+    return {
+        "top_k": top_k(config),
+        "method": method,
+        "scale": real(config, "routed_scaling_factor"),
+    }
+
+
+def inkling(config: Config) -> Options:
+    """Sigmoid and bias; one sum divides the weights of routed and of shared experts."""
+    one_of(config, "shared_expert_sink", True)
+    rule = {"score": "sigmoid", "by_score": True, "normalize": "sum", "bias": True, "shared": True}
+    return _own(config, True, **rule) | {
+        "scale": real(config, "route_scale"),
+        "epsilon": 0.0,
+        "num_shared_experts": count(config, "n_shared_experts"),
+    }
+
+
+def switch(config: Config) -> Options:
+    """Softmax, then the largest; an expert takes so many tokens of a sequence."""
+    capacity = count(config, "expert_capacity", default=64)
+    return {"top_k": 1, "method": "softmax", "capacity": capacity}
+
+
+def nllb(config: Config) -> Options:
+    """The two largest logits, softmax over those; evaluation, whose capacity drops no token."""
+    one_of(config, "second_expert_policy", "all")
+    one_of(config, "moe_eval_capacity_token_fraction", 1)
+    return {"top_k": 2, "scale": 1 - real(config, "moe_token_dropout", 0.2)}
+
+
+def gated(config: Config, said: str = "hidden_act", default: str = "silu") -> str:
+    """The activation of most models; `said` is what the configuration calls it."""
+    name = str(config.get(said, default))
     if name not in _GATED:
-        raise ValueError(f"jaxmoe.{OP}: hidden_act={name!r} must be one of {', '.join(_GATED)}")
+        raise ValueError(f"jaxmoe.{OP}: {said}={name!r} must be one of {', '.join(_GATED)}")
     return _GATED[name]
+
+
+def gated_of_gemma(config: Config) -> str:
+    """The same by another name."""
+    return gated(config, "hidden_activation", "gelu_pytorch_tanh")
+
+
+def gated_of_jetmoe(config: Config) -> str:
+    """The same by another name."""
+    return gated(config, "activation_function")
+
+
+def gated_of_dbrx(config: Config) -> str:
+    """The same, named in an object."""
+    return gated(section(config, "ffn_act_fn"), "name")
+
+
+def relu(config: Config) -> str:
+    """The activation of Switch and NLLB, which have no gate."""
+    for said in ("dense_act_fn", "activation_function"):
+        one_of(config, said, "relu")
+    return "relu"
 
 
 def relu2(config: Config) -> str:

@@ -7,7 +7,10 @@ from jaxmoe._load.files import OP, mapping
 
 Config = Mapping[str, Any]
 # What families call the experts of a token, and those that they are chosen from.
-TOP_K = "num_experts_per_tok", "moe_topk", "num_experts_per_token", "moe_k", "moe_top_k"
+TOP_K = (
+    *("num_experts_per_tok", "moe_topk", "num_experts_per_token", "moe_k", "moe_top_k"),
+    "top_k_experts",
+)
 EXPERTS = "n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts"
 
 
@@ -19,9 +22,9 @@ def needed(config: Config, *names: str) -> Any:
     raise ValueError(f"jaxmoe.{OP}: config.json has no {' or '.join(names)}")
 
 
-def count(config: Config, *names: str, default: int | None = None) -> int:
-    """The first of these numbers, an integer of at least 1; by default one must be there."""
-    return int(_number(config, names, int, 1, default))
+def count(config: Config, *names: str, default: int | None = None, least: int = 1) -> int:
+    """The first of these numbers, an integer of at least `least`; by default one must be there."""
+    return int(_number(config, names, int, least, default))
 
 
 def real(config: Config, name: str, default: float | None = None) -> float:

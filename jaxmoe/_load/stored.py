@@ -36,6 +36,11 @@ class Stored:
       checked: the last part does not change, and is checked against the others.
       static: the inputs of each expert have a scale, `INPUT_SCALE`.
       shaped: each expert has `SHAPE`, which is checked against words of eight codes along k.
+      start: the number of the first expert in names.
+      total: experts that names have; 0: those of the weight.
+      spare: further ones that names may have, which are not read.
+      joined: experts whose rows a plain tensor has one after the other; 0: it has an axis of them.
+      biased: experts have biases, which the layer reads.
     """
 
     kind: str
@@ -45,17 +50,31 @@ class Stored:
     checked: bool = False
     static: bool = False
     shaped: bool = False
+    start: int = 0
+    total: int = 0
+    spare: int = 0
+    joined: int = 0
+    biased: bool = False
 
     @property
     def stacked(self) -> bool:
         return "{e}" not in self.stem
 
     def _stems(self, experts: range) -> list[str]:
-        return [self.stem] if self.stacked else [self.stem.format(e=e) for e in experts]
+        return [self.stem] if self.stacked else list(map(self._stem, experts))
+
+    def _stem(self, expert: int) -> str:
+        return self.stem.format(e=self.start + expert)
 
     def names(self, experts: range) -> list[str]:
         """The tensors of these experts."""
         return [stem + part for stem in self._stems(experts) for part in self.parts]
+
+    def bias_names(self, experts: range) -> list[str]:
+        """The tensors of their biases, which the layer reads if there are some."""
+        return (
+            [f"{self.stem}_bias"] if self.stacked else [f"{s}.bias" for s in self._stems(experts)]
+        )
 
     @property
     def _read_parts(self) -> tuple[str, ...]:
@@ -75,7 +94,7 @@ class Stored:
         self._check_count(shards, num_experts, f"jaxmoe.{OP}: {said} of config.json says ")
         self._check_kinds(shards, stems)
         there = shards.parts(stems[0])
-        apart = {"_bias"} if self.stacked else set[str]()  # read by the layer
+        apart = {"_bias"} if self.stacked else {".bias"} if self.biased else set[str]()
         for part in sorted(there.difference(self.parts, _OTHERS, apart)):
             if not self._is_zero(shards, stems, part):
                 raise NotImplementedError(
@@ -107,16 +126,20 @@ class Stored:
         if not self.stacked:
             before, after = self.stem.split("{e}")
             after += self.parts[0]
-            there = set(map(int, shards.numbers(before, after)))
-            if (last := max(there)) >= num_experts:
+            there, total = set(map(int, shards.numbers(before, after))), self.total or num_experts
+            if (last := max(there)) >= total + self.spare:
                 raise ValueError(f"{says}the files have more: {before}{last}{after}")
-            if left := set(range(num_experts)) - there:
+            if left := set(range(total)) - there:
                 missing = f"{before}{min(left)}{after}"
                 raise LookupError(f"{says}{shards.directory} has no tensor {missing!r}")
             return
         for part in self.parts:
             shape = shards.shape(self.stem + part)
-            if shape[:1] != (num_experts,):
+            if self.joined:
+                fits = len(shape) == 2 and shape[0] % num_experts == 0
+            else:
+                fits = shape[:1] == (num_experts,)
+            if not fits:
                 raise ValueError(f"{says}{self.stem}{part} has the shape {list(shape)}")
 
     def _is_zero(self, shards: Shards, stems: list[str], part: str) -> bool:
@@ -148,7 +171,8 @@ class Stored:
         total = sum(map(shards.nbytes, self.names(experts)))
         if not self.stacked:
             return total
-        return total * len(experts) // max(shards.shape(self.stem + self.parts[0])[0], 1)
+        all_of_them = self.joined or shards.shape(self.stem + self.parts[0])[0]
+        return total * len(experts) // max(all_of_them, 1)
 
     def read(self, files: Ahead, experts: range) -> Any:
         """The weight of these experts on JAX's default device, some experts at a time."""
@@ -177,6 +201,8 @@ class Stored:
         self._check_factors(arrays, experts)
         *parts, last = arrays
         if self.reader is None:
+            if self.joined:
+                last = last.reshape(len(experts), -1, last.shape[1])
             return jax.device_put(last)
         with naming(self.stem):
             if not self.checked:
@@ -194,7 +220,7 @@ class Stored:
         for e, said in zip(experts, shapes.tolist(), strict=True):
             if said != wanted:
                 raise ValueError(
-                    f"jaxmoe.{OP}: {self.stem.format(e=e)}{SHAPE}={said} must be {wanted} "
+                    f"jaxmoe.{OP}: {self._stem(e)}{SHAPE}={said} must be {wanted} "
                     "(N and K), by the words"
                 )
 
@@ -206,7 +232,7 @@ class Stored:
             factors = array.astype(np.float32).reshape(-1)
             for e, factor in zip(experts, factors.tolist(), strict=True):
                 if not 0 < factor < np.inf:
-                    name = self.stem.format(e=e) + part
+                    name = self._stem(e) + part
                     rule = "must be one number, positive and finite"
                     raise ValueError(f"jaxmoe.{OP}: {name}={factor} {rule}")
 
@@ -216,7 +242,9 @@ class Stored:
 
     def _piece(self, shards: Shards, part: str, experts: range) -> Piece:
         if self.stacked:
-            return shards.part(self.stem + part, experts.start, experts.stop)
+            name = self.stem + part
+            rows = shards.shape(name)[0] // self.joined if self.joined else 1
+            return shards.part(name, experts.start * rows, experts.stop * rows)
         return shards.stacked([stem + part for stem in self._stems(experts)])
 
 

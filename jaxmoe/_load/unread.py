@@ -28,6 +28,7 @@ _METHODS = {
     "minimax2": _Method(("sigmoid",), ("noaux_tc",), True),
     "sqrtsoftplus": _Method(("sqrtsoftplus",), ("noaux_tc",), True),
     "llama4": _Method(("sigmoid",), ("greedy",), False),
+    "sparse_mixer": _Method((), (), False),
 }
 # What families call the same.
 _SCORES = (
@@ -52,7 +53,8 @@ def check_routing(config: Config, options: Mapping[str, Any]) -> None:
     """
     rule = options.get("method", "renormalize")
     if isinstance(rule, tuple):  # the fields of a rule of the family's own
-        method = _Method((dict(rule)["score"],), ("noaux_tc",), True)
+        fields = dict(rule)
+        method = _Method((fields["score"],), ("noaux_tc",), "normalize" in fields)
     else:
         method = _METHODS[rule]
     for name in _SCORES:
