@@ -20,7 +20,7 @@ from jaxmoe._load.latent import LatentSpace
 from jaxmoe._load.layer import LoadedLayer as LoadedLayer
 from jaxmoe._load.norms import InputNorm
 from jaxmoe._load.shards import Shards
-from jaxmoe._load.spread import Spread
+from jaxmoe._load.spread import AxisNames, Spread
 from jaxmoe._load.stored import Stored
 from jaxmoe.activation import Activation
 from jaxmoe.experts import Experts
@@ -35,7 +35,9 @@ def load(
     layers: Sequence[int] | None = None,
     dtype: Any = "bfloat16",
     mesh: Mesh | None = None,
-    axis: str | tuple[str, ...] | None = None,
+    axis: AxisNames = None,
+    tensor_axis: AxisNames = None,
+    hidden_axis: AxisNames = None,
     tower: str | None = None,
     progress: Progress | None = None,
 ) -> dict[int, LoadedLayer]:
@@ -56,10 +58,16 @@ def load(
         meet, of biases beside these and of FP8 products around experts. int4, GPTQ and AWQ weights,
         whose scales have 16 bits and are rounded to it, refuse float32. Plain weights stay in the
         dtype of the files.
-      mesh: None: weights lie on JAX's default device. Else they lie on the mesh, split over
-        `axis` by experts, and each process reads those of its own devices alone.
+      mesh: None: weights lie on JAX's default device. Else they and their biases lie on the mesh,
+        split over `axis` by experts, and each process reads those of its own devices alone.
       axis: name of the axis of `mesh` that experts are split over, or a tuple of names, the first
         of which splits them into the largest parts; None: every device has all.
+      tensor_axis: the same of the axis that I is split over (tensor parallelism). Gates and ups in
+        one array become `gate` and `up`, unless they are interleaved, so that a gate and its up
+        are on one device.
+      hidden_axis: the same of the axis that H of all weights is split over, which FSDP names as
+        `gather_weights` of `jaxmoe.moe_mlp`. For both, experts are read whole, some at a time, and
+        cut on one of the devices that have them.
       tower: which layers to read of a model with several stacks of them, "encoder" or "decoder" and
         the like, or with several kinds of experts in a layer, "text" or "vision"; the error that
         there is without it names them.
@@ -75,7 +83,8 @@ def load(
       TypeError: `layers`, `dtype`, `mesh` or `progress` of another kind.
       ValueError: a file that is cut off or broken, a configuration without a number that is needed,
         tensors that do not go together or with the configuration, a tensor that is in two files,
-        experts that `axis` does not divide, another `dtype`, or
+        experts that `axis` does not divide, I or H that `tensor_axis` or `hidden_axis` does not
+        divide between blocks of the format, an axis that two of these name, another `dtype`, or
         no tower of that name.
       NotImplementedError: a model or a format that is not known, a rule of routing that the model
         type does not have, or a tensor that has no reader.
@@ -93,8 +102,15 @@ def load(
         raise TypeError(_checks.message(OP, rule, progress=progress))
     model = Model(directory, dtype, tower)
     chosen = list(model.blocks) if layers is None else _numbers(layers)
-    spread = Spread(mesh, axis, model.num_experts)
+    axes = {"axis": axis, "tensor_axis": tensor_axis, "hidden_axis": hidden_axis}
+    spread = Spread(mesh, model.num_experts, **axes)
     blocks = {number: model.block(number) for number in chosen}
+    out: dict[int, LoadedLayer] = {}  # of weights that are shapes, until these are read
+    for number, block in blocks.items():
+        shapes = [weight.shape(model.shards, model.num_experts) for weight in block.weights]
+        out[number] = model.layer(block, shapes, spread.everywhere)
+        with naming(block.at):
+            spread.check(out[number].experts)
     everyone = range(model.num_experts)
     weights = [weight for block in blocks.values() for weight in block.weights]
     total = sum(weight.nbytes(model.shards, everyone) for weight in weights)
@@ -104,17 +120,17 @@ def load(
         for part in spread.parts()
         for piece in weight.pieces(model.shards, part)
     )
-    out, done = {}, 0
+    done = 0
     with Ahead(model.shards, pieces) as files:
         for number, block in blocks.items():
-            read: list[Any] = []
-            for weight in block.weights:
-                jax.block_until_ready(read[-1:])  # until then its bytes are on the host as well
-                read.append(spread(lambda part, w=weight: w.read(files, part)))
+            experts, read = out[number].experts, dict[str, Any]()
+            for part, weight in zip(model.family.parts, block.weights, strict=True):
+                jax.block_until_ready(read)  # until then its bytes are on the host as well
+                read |= spread.weight(weight, files, part, experts)
                 done += weight.nbytes(model.shards, everyone)
                 if progress is not None:
                     progress(done, total, f"{weight.stem}{weight.parts[0]}")
-            out[number] = model.layer(block, read, spread.everywhere)
+            out[number] = dataclasses.replace(out[number], experts=spread.experts(experts, read))
     return out
 
 

@@ -480,7 +480,8 @@ def test_experts_over_a_mesh_are_read_by_their_devices(name, tmp_path, monkeypat
     ranges = []
     read = stored.Stored.read
     monkeypatch.setattr(
-        stored.Stored, "read", lambda self, s, part: ranges.append(part) or read(self, s, part)
+        *(stored.Stored, "read"),
+        lambda self, s, part, kept: ranges.append(part) or read(self, s, part, kept),
     )
     (layer,) = jaxmoe.load(path, mesh=mesh, axis="experts").values()
     assert ranges == [range(2), range(2, 4)] * 3

@@ -174,12 +174,28 @@ class Stored:
         all_of_them = self.joined or shards.shape(self.stem + self.parts[0])[0]
         return total * len(experts) // max(all_of_them, 1)
 
-    def read(self, files: Ahead, experts: range) -> Any:
-        """The weight of these experts on JAX's default device, some experts at a time."""
+    def shape(self, shards: Shards, num_experts: int) -> Any:
+        """The weight of so many experts as shapes; nothing is read."""
+        parts = self.parts[:-1] if self.checked else self.parts
+        pieces = (self._piece(shards, part, range(num_experts)) for part in parts)
+        first, *others = (jax.ShapeDtypeStruct(piece.shape, piece.dtype) for piece in pieces)
+        if self.reader is None:
+            return first
+        with naming(self.stem):
+            return jax.eval_shape(_compiled(self.reader), first, *others)
+
+    def read(
+        self, files: Ahead, experts: range, kept: Callable[[Any], Any] = lambda weight: weight
+    ) -> Any:
+        """What is `kept` of the weight of these experts, which is read some experts at a time.
+
+        kept: from the weight of some experts on JAX's default device to a tree of arrays, whose
+          first axis they are.
+        """
         read: list[Any] = []
         for some in self._chunks(files.shards, experts):
             jax.block_until_ready(read[-1:])  # until then its bytes are on the host as well
-            read.append(self._chunk(files, some))
+            read.append(kept(self._chunk(files, some)))
         return read[0] if len(read) == 1 else jax.tree.map(lambda *a: jnp.concatenate(a), *read)
 
     def pieces(self, shards: Shards, experts: range) -> Iterator[Piece]:
