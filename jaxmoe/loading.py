@@ -1,6 +1,7 @@
 """From a folder with a model's config.json and safetensors files to its layers of experts."""
 
 import contextlib
+import dataclasses
 import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -101,10 +102,10 @@ def load(
         rule = "progress must be a function of bytes read, bytes to read and a name, or None"
         raise TypeError(_checks.message(OP, rule, progress=progress))
     model = Model(directory, dtype, tower)
-    chosen = list(model.blocks) if layers is None else _numbers(layers)
+    numbers = list(model.blocks) if layers is None else _numbers(layers)
     axes = {"axis": axis, "tensor_axis": tensor_axis, "hidden_axis": hidden_axis}
     spread = Spread(mesh, model.num_experts, **axes)
-    blocks = {number: model.block(number) for number in chosen}
+    blocks = {number: model.block(number) for number in numbers}
     out: dict[int, LoadedLayer] = {}  # of weights that are shapes, until these are read
     for number, block in blocks.items():
         shapes = [weight.shape(model.shards, model.num_experts) for weight in block.weights]

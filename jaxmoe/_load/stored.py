@@ -180,7 +180,7 @@ class Stored:
         pieces = (self._piece(shards, part, range(num_experts)) for part in parts)
         first, *others = (jax.ShapeDtypeStruct(piece.shape, piece.dtype) for piece in pieces)
         if self.reader is None:
-            return first
+            return jax.eval_shape(functools.partial(self._apart, num_experts), first)
         with naming(self.stem):
             return jax.eval_shape(_compiled(self.reader), first, *others)
 
@@ -217,15 +217,17 @@ class Stored:
         self._check_factors(arrays, experts)
         *parts, last = arrays
         if self.reader is None:
-            if self.joined:
-                last = last.reshape(len(experts), -1, last.shape[1])
-            return jax.device_put(last)
+            return jax.device_put(self._apart(len(experts), last))
         with naming(self.stem):
             if not self.checked:
                 return _compiled(self.reader)(*parts, last)
             # By its numbers, which a compiled program would not know.
             jax.eval_shape(functools.partial(self._checked, last), *parts)
             return _compiled(self.reader)(*parts)
+
+    def _apart(self, num_experts: int, weight: Any) -> Any:
+        """A plain weight with an axis of experts."""
+        return weight.reshape(num_experts, -1, weight.shape[1]) if self.joined else weight
 
     def _check_shapes(
         self, shapes: np.ndarray[Any, Any], arrays: list[np.ndarray[Any, Any]], experts: range
