@@ -10,7 +10,7 @@ namespace {
 
 // T tokens of each of n devices; those of MoeMlpOperands are the n T of all, and its local experts
 // n times those of a device, see MlpSources.
-ffi::Error BesideMoeMlp(cudaStream_t stream,
+ffi::Error BesideMoeMlp(Stage stage,
                         int32_t device,
                         In place,     // [], see PeerDispatchParams
                         In slots,     // [T,K]
@@ -42,7 +42,7 @@ ffi::Error BesideMoeMlp(cudaStream_t stream,
                         Out index,
                         PeerMoeMlpAttrs attrs) {
   Operands take("expert_parallel.moe_mlp");
-  const PeersOfCall memory(attrs.peers, device, &take);
+  const PeersOfCall memory(attrs.peers, stage, device, &take);
   if (take.failed()) return take.error();
   const Peers& peers = memory.known();
   const int64_t n = attrs.peers.num_devices;
@@ -110,11 +110,13 @@ ffi::Error BesideMoeMlp(cudaStream_t stream,
   exchange.size = {T, K, attrs.peers.num_local, peers.num_devices};
   memory.Fits(PeerBesideBytes(exchange), &take);
   if (take.failed()) return take.error();
-  return take.Result(LaunchBesideMoeMlp(exchange, peers, memory.streams(), layer, stream));
+  if (!stage.stream) return ffi::Error::Success();
+  return take.Result(LaunchBesideMoeMlp(exchange, peers, memory.streams(), layer, *stage.stream));
 }
 
 // Not in CUDA graphs, which would hold where the memory of other devices is.
-const Registered<BesideMoeMlp, false> registered("jaxmoe_peer_beside_moe_mlp_v1");
+const Registered<Checked<BesideMoeMlp>::Execute, false> registered(
+    "jaxmoe_peer_beside_moe_mlp_v1", &Checked<BesideMoeMlp>::HandleCheck);
 
 }  // namespace
 }  // namespace jaxmoe

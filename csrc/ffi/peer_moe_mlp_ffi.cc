@@ -11,7 +11,7 @@ namespace jaxmoe {
 namespace {
 
 // T tokens of this device; those of MoeMlpOperands are the n T of all devices, R = n T K.
-ffi::Error PeerMoeMlp(std::optional<cudaStream_t> stream,
+ffi::Error PeerMoeMlp(Stage stage,
                       int32_t device,
                       In place,     // [], see PeerDispatchParams
                       In slots,     // [T,K], of this device's tokens
@@ -40,7 +40,7 @@ ffi::Error PeerMoeMlp(std::optional<cudaStream_t> stream,
                       Out index,
                       PeerMoeMlpAttrs attrs) {
   Operands take("expert_parallel.moe_mlp");
-  const PeersOfCall peers(attrs.peers, device, &take);
+  const PeersOfCall peers(attrs.peers, stage, device, &take);
   MoeMlpDims dims;
   const MoeMlpOperands operands{x,
                                 x_scales,
@@ -86,9 +86,9 @@ ffi::Error PeerMoeMlp(std::optional<cudaStream_t> stream,
   own.size.bytes = PeerRowsBytes(own.size, H * ElementSize(p.dtype));
   peers.Fits(own.size.bytes, &take);
   if (take.failed()) return take.error();
-  if (!stream) return ffi::Error::Success();
+  if (!stage.stream) return ffi::Error::Success();
   p.peers = &own;
-  return take.Result(LaunchMoeMlp(p, *stream));
+  return take.Result(LaunchMoeMlp(p, *stage.stream));
 }
 
 const Registered<Checked<PeerMoeMlp>::Execute> registered("jaxmoe_peer_moe_mlp_v1",

@@ -7,6 +7,7 @@
 #include <string_view>
 
 #include "csrc/ffi/checks.h"
+#include "csrc/ffi/target.h"
 #include "csrc/peers/memory.h"
 
 namespace jaxmoe {
@@ -20,8 +21,8 @@ struct PeerAttrs {
 // The memory of a GPU of this process.
 class PeersOfCall {
  public:
-  PeersOfCall(const PeerAttrs& attrs, int32_t device, Operands* take)
-      : name_(attrs.memory), in_use_(name_, device) {
+  PeersOfCall(const PeerAttrs& attrs, Stage stage, int32_t device, Operands* take)
+      : name_(attrs.memory), in_use_(Met(name_, stage, device), device) {
     if (in_use_.get() == nullptr) {
       take->Refuse("no peer memory '" + name_ + "' is open on GPU " + std::to_string(device) + ".");
       return;
@@ -44,6 +45,12 @@ class PeersOfCall {
   const PeerStreams& streams() const { return in_use_.streams(); }
 
  private:
+  // Whatever is wrong with the call, the others must not wait for this device.
+  static const std::string& Met(const std::string& name, Stage stage, int32_t device) {
+    if (!stage.stream) MeetPeersOfProcess(name, device, stage.execution);
+    return name;
+  }
+
   const std::string name_;
   const PeersInUse in_use_;
 };

@@ -11,7 +11,7 @@ namespace {
 // Of quantized tokens: as they are, or words of several.
 constexpr Types kQuantized{ffi::DataType::F8E4M3FN, ffi::DataType::U8, ffi::DataType::U32};
 
-ffi::Error PeerDispatch(std::optional<cudaStream_t> stream,
+ffi::Error PeerDispatch(Stage stage,
                         int32_t device,
                         In place,
                         In slots,
@@ -24,7 +24,7 @@ ffi::Error PeerDispatch(std::optional<cudaStream_t> stream,
   Operands take("expert_parallel.moe_mlp");
   Dim T, K, H, S;
   PeerDispatchParams params{};
-  const PeersOfCall peers(attrs, device, &take);
+  const PeersOfCall peers(attrs, stage, device, &take);
   params.peers = peers.on_device();
   const int64_t n = attrs.num_devices;
   params.place = take.Ints("place", place, {});
@@ -43,11 +43,11 @@ ffi::Error PeerDispatch(std::optional<cudaStream_t> stream,
   if (params.token_bytes % 2 != 0) take.Refuse("tokens must have an even number of bytes.");
   peers.Fits(PeerDispatchBytes(params.size, params.token_bytes, params.small_floats), &take);
   if (take.failed()) return take.error();
-  if (!stream) return ffi::Error::Success();
-  return take.Result(LaunchPeerDispatch(params, peers.known(), *stream));
+  if (!stage.stream) return ffi::Error::Success();
+  return take.Result(LaunchPeerDispatch(params, peers.known(), *stage.stream));
 }
 
-ffi::Error PeerCombine(std::optional<cudaStream_t> stream,
+ffi::Error PeerCombine(Stage stage,
                        int32_t device,
                        In place,
                        In slots,
@@ -61,7 +61,7 @@ ffi::Error PeerCombine(std::optional<cudaStream_t> stream,
   Operands take("expert_parallel.moe_mlp");
   Dim T, K, H, S;
   PeerCombineParams params{};
-  const PeersOfCall peers(attrs, device, &take);
+  const PeersOfCall peers(attrs, stage, device, &take);
   params.peers = peers.on_device();
   const int64_t n = attrs.num_devices;
   params.place = take.Ints("place", place, {});
@@ -80,8 +80,8 @@ ffi::Error PeerCombine(std::optional<cudaStream_t> stream,
   const int64_t row_bytes = H * ElementSize(params.dtype);
   peers.Fits(PeerCombineBytes(params.size, row_bytes, params.small_floats), &take);
   if (take.failed()) return take.error();
-  if (!stream) return ffi::Error::Success();
-  return take.Result(LaunchPeerCombine(params, peers.known(), *stream));
+  if (!stage.stream) return ffi::Error::Success();
+  return take.Result(LaunchPeerCombine(params, peers.known(), *stage.stream));
 }
 
 // A CUDA graph does not run the handler; what is wrong with the memory is seen before it.

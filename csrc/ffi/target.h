@@ -27,6 +27,12 @@ struct CtxBinding<int32_t> {
   using Ctx = DeviceOrdinal;
 };
 
+// Of this one which execution of a program it is, the same on all devices of a process.
+template <>
+struct CtxBinding<RunId> {
+  using Ctx = RunId;
+};
+
 }  // namespace xla::ffi
 
 namespace jaxmoe {
@@ -85,15 +91,25 @@ struct Registered<fn, kInGraphs> : Target {
   }
 };
 
-// Two handlers of one function: it launches on a stream, or only checks without one.
+// What a handler is to do: launch on a stream, or only check, before the execution of a program.
+struct Stage {
+  std::optional<cudaStream_t> stream;
+  int64_t execution = 0;  // of the program, where there is no stream
+};
+
+// Two handlers of one function, one for each.
 template <auto fn>
 struct Checked;
 
-template <class... Params, ffi::Error (*fn)(std::optional<cudaStream_t>, Params...)>
+template <class... Params, ffi::Error (*fn)(Stage, Params...)>
 struct Checked<fn> {
-  static ffi::Error Execute(cudaStream_t stream, Params... params) { return fn(stream, params...); }
+  static ffi::Error Execute(cudaStream_t stream, Params... params) {
+    return fn({stream}, params...);
+  }
 
-  static ffi::Error Check(Params... params) { return fn(std::nullopt, params...); }
+  static ffi::Error Check(ffi::RunId run, Params... params) {
+    return fn({std::nullopt, run.run_id}, params...);
+  }
 
   static XLA_FFI_Error* HandleCheck(XLA_FFI_CallFrame* frame) {
     constexpr auto kStage = ffi::ExecutionStage::kInitialize;

@@ -1,6 +1,10 @@
 // Allocates the memory of peers, opens that of other devices and processes, and remembers it.
 #include "csrc/peers/memory.h"
 
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
 #include <exception>
 #include <map>
 #include <mutex>
@@ -32,11 +36,21 @@ struct OpenedPeers {
   KeptPeers kept;
   std::vector<void*> foreign;  // memory of other processes
   PeerStreams streams;
+  std::atomic<int64_t> execution{-1};  // the last one that the device has come to
 };
 
 namespace {
 
+// Where devices of this process wait for each other.
+struct Meeting {
+  std::mutex mutex;
+  std::condition_variable ended;
+  std::map<int64_t, size_t> came;  // devices, by execution; those of one that goes on are gone
+};
+
 constexpr int64_t kCudaBlock = 2 << 20;
+// A program that a device does not run is a mistake, which its kernels name.
+constexpr std::chrono::seconds kMeeting(10);
 
 using Devices = std::map<int, std::shared_ptr<OpenedPeers>>;
 
@@ -45,6 +59,7 @@ using Devices = std::map<int, std::shared_ptr<OpenedPeers>>;
 std::mutex mutex;
 std::map<std::string, Devices, std::less<>> opened;
 std::map<std::pair<std::string, int>, KeptPeers> kept;
+std::map<std::string, Meeting> meetings;  // NOTE: never freed
 
 Devices DevicesOf(const std::string& name) {
   const std::lock_guard<std::mutex> lock(mutex);
@@ -292,6 +307,39 @@ void FreePeerMemory(const std::string& name) {
       throw std::runtime_error(std::string("freeing memory: ") + error);
     }
   });
+}
+
+void MeetPeersOfProcess(const std::string& name, int ordinal, int64_t execution) {
+  const Devices devices = DevicesOf(name);
+  const auto own = devices.find(ordinal);
+  if (execution < 0 || own == devices.end() || devices.size() == 1) return;
+  if (own->second->execution.exchange(execution) == execution) return;
+  Meeting* meeting = nullptr;
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    meeting = &meetings[name];
+  }
+  std::unique_lock<std::mutex> lock(meeting->mutex);
+  if (++meeting->came[execution] == devices.size()) {
+    meeting->came.erase(execution);
+    meeting->ended.notify_all();
+    return;
+  }
+  const auto ended = [&] { return meeting->came.count(execution) == 0; };
+  // The others are here in microseconds as a rule, and waking up takes longer.
+  const auto begin = std::chrono::steady_clock::now();
+  while (std::chrono::steady_clock::now() - begin < std::chrono::microseconds(100)) {
+    if (ended()) return;
+    lock.unlock();
+    std::this_thread::yield();
+    lock.lock();
+  }
+  const std::chrono::nanoseconds timeout(own->second->peers.timeout_ns);
+  const auto most = std::min<std::chrono::nanoseconds>(timeout, kMeeting);
+  if (!meeting->ended.wait_for(lock, most, ended)) {
+    meeting->came.erase(execution);  // the kernels find out who is missing
+    meeting->ended.notify_all();
+  }
 }
 
 std::string WhyFailed(const Peers& peers, const std::string& name) {

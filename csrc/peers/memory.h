@@ -97,6 +97,14 @@ void DisconnectPeers(const std::string& name);
 // Frees what this process has under a name. No other process may have it open.
 void FreePeerMemory(const std::string& name);
 
+// Returns when all devices of this process that have memory under a name have come to the same
+// execution of a program, or one has not for as long as a step waits, at most ten seconds. A device
+// comes as often as it has steps there, and waits at the first. So each has its operands and room
+// for its results, or copies and allocations that have them begun, before a kernel of the first
+// waits for the last: a copy from one GPU to another that is queued behind such a kernel would keep
+// the threads of both from allocating memory and loading kernels, and none would ever come.
+void MeetPeersOfProcess(const std::string& name, int ordinal, int64_t execution);
+
 // What an earlier step of a device has come to, if it failed: a sentence without its period.
 std::string WhyFailed(const Peers& peers, const std::string& name);
 
