@@ -263,7 +263,7 @@ def test_a_device_that_does_not_come_is_named():
 
 
 def test_another_mesh_is_refused():
-    with opened() as memory:
+    with opened(timeout_s=1) as memory:
         assert np.isnan(on_the_first(memory, place=1).astype(np.float32)).all()
         with pytest.raises(
             jax.errors.JaxRuntimeError, match="device 0 of expert is device 1 of the program"

@@ -18,6 +18,9 @@
 
 namespace jaxmoe {
 
+// What XLA says where it knows no number. Others may be below zero: JAX makes them of a hash.
+constexpr int64_t kNoExecution = -1;
+
 // What a device keeps under a name when its memory is closed, as CUDA graphs hold addresses of it.
 // NOTE: never freed; two pages a name and device.
 struct KeptPeers {
@@ -36,7 +39,7 @@ struct OpenedPeers {
   KeptPeers kept;
   std::vector<void*> foreign;  // memory of other processes
   PeerStreams streams;
-  std::atomic<int64_t> execution{-1};  // the last one that the device has come to
+  std::atomic<int64_t> execution{kNoExecution};  // the last one that the device has come to
 };
 
 namespace {
@@ -312,7 +315,7 @@ void FreePeerMemory(const std::string& name) {
 void MeetPeersOfProcess(const std::string& name, int ordinal, int64_t execution) {
   const Devices devices = DevicesOf(name);
   const auto own = devices.find(ordinal);
-  if (execution < 0 || own == devices.end() || devices.size() == 1) return;
+  if (execution == kNoExecution || own == devices.end() || devices.size() == 1) return;
   if (own->second->execution.exchange(execution) == execution) return;
   Meeting* meeting = nullptr;
   {
