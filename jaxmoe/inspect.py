@@ -60,11 +60,13 @@ def _size(nbytes: int) -> str:
     return f"{nbytes / 1000**power:.4g} {('bytes', 'kB', 'MB', 'GB')[power]}"
 
 
-def describe(directory: str, tokens: int, tower: str | None = None) -> str:
+def describe(
+    directory: str, tokens: int, tower: str | None = None, token_format: str | None = None
+) -> str:
     """A line for each layer, and what its products of so many tokens run as on CUDA."""
     if tokens < 1:
         raise ValueError(f"jaxmoe.inspect: --tokens={tokens} must be at least 1")
-    model = Model(directory, "bfloat16", tower)
+    model = Model(directory, "bfloat16", tower, token_format)
     first = model.family.at_layer(model.config, min(model.blocks))
     lines = [
         f"{model.config.get('model_type')}: {len(model.blocks)} layers with experts, "
@@ -105,9 +107,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("directory", help="with config.json and safetensors files")
     parser.add_argument("--tokens", type=int, default=16, help="of a call whose kernels are named")
     parser.add_argument("--tower", help="which layers of a model with several stacks of them")
+    parser.add_argument("--token-format", help="how layers round tokens beside packed weights")
     options = parser.parse_args(argv)
     try:
-        print(describe(options.directory, options.tokens, options.tower))
+        given = options.directory, options.tokens, options.tower, options.token_format
+        print(describe(*given))
     except (LookupError, OSError, TypeError, ValueError, NotImplementedError) as error:
         print(error, file=sys.stderr)
         return 1

@@ -40,6 +40,7 @@ def load(
     tensor_axis: AxisNames = None,
     hidden_axis: AxisNames = None,
     tower: str | None = None,
+    token_format: str | None = None,
     progress: Progress | None = None,
 ) -> dict[int, LoadedLayer]:
     """Reads the layers of experts of a model, as the files store them.
@@ -47,7 +48,8 @@ def load(
     Weights keep their format: bf16, FP8 and every format of 4 bits that `jaxmoe.checkpoints` reads,
     known by the names and dtypes of the tensors. FP8 weights with one scale a matrix keep the
     static scales of their inputs, if the files have some: `x_scale` and `h_scale` are the largest
-    of all experts. Scales of inputs beside other weights are not used. Files are read by threads,
+    of all experts. So do packed weights with `token_format`. Scales of inputs beside other weights
+    are not used. Files are read by threads,
     in order and a gigabyte ahead, so the process holds two or three of its own beside what lies on
     the devices.
 
@@ -72,6 +74,8 @@ def load(
       tower: which layers to read of a model with several stacks of them, "encoder" or "decoder" and
         the like, or with several kinds of experts in a layer, "text" or "vision"; the error that
         there is without it names them.
+      token_format: how the layers round tokens beside packed weights, as in `jaxmoe.Experts`. In
+        "nvfp4" and "e4m3" by the static scales of the files, if these have some.
       progress: called with bytes read, bytes to read and the name of the weight, after each.
 
     Returns:
@@ -101,7 +105,7 @@ def load(
     if progress is not None and not callable(progress):
         rule = "progress must be a function of bytes read, bytes to read and a name, or None"
         raise TypeError(_checks.message(OP, rule, progress=progress))
-    model = Model(directory, dtype, tower)
+    model = Model(directory, dtype, tower, token_format)
     numbers = list(model.blocks) if layers is None else _numbers(layers)
     axes = {"axis": axis, "tensor_axis": tensor_axis, "hidden_axis": hidden_axis}
     spread = Spread(mesh, model.num_experts, **axes)
@@ -157,7 +161,13 @@ class Block(NamedTuple):
 class Model:
     """A folder's configuration, and where its layers are."""
 
-    def __init__(self, directory: str | Path, dtype: Any, tower: str | None = None) -> None:
+    def __init__(
+        self,
+        directory: str | Path,
+        dtype: Any,
+        tower: str | None = None,
+        token_format: str | None = None,
+    ) -> None:
         """Reads the configuration and the headers of the files."""
         if not isinstance(dtype, str | None):  # NumPy takes None for float64
             with contextlib.suppress(TypeError):  # what is no dtype is refused as what it is
@@ -172,7 +182,7 @@ class Model:
         self.shards = Shards(directory)
         self.family = family.among(self.shards.names)
         self.num_experts = settings.num_experts(self.config)
-        self.dtype = str(dtype)
+        self.dtype, self.token_format = str(dtype), token_format
         # Modules that predict further tokens lie behind the layers; `blocks` leaves out those that
         # are modules of their own, whose layers count from 0 again.
         count = settings.count(self.config, "num_hidden_layers", default=1 << 30)
@@ -200,7 +210,7 @@ class Model:
                 f"jaxmoe.{OP}: {at}.experts{others[0]} has no reader: it belongs to none of {named}"
             )
         weights: list[Stored] = []
-        how: Any = self.family.experts(self.config)
+        how: Any = {"tokens": self.token_format, **self.family.experts(self.config)}
         for stem in self.family.weights:
             stem = f"{at}.{stem}"
             weight = find.find(self.shards, stem, self.quantization, self.dtype, **how)
@@ -245,6 +255,7 @@ class Model:
                 activation=block.activation,
                 order=family.order,
                 layout="nk" if quantized else family.layout,
+                token_format=self.token_format,
             )
         around = self._latent(block, experts.hidden)
         hidden = experts.hidden if around is None else around.after.shape[0]
@@ -310,7 +321,6 @@ class Model:
         """The static scales of x and of the activation's result, of all experts the largest."""
         if not any(weight.static for weight in block.weights):
             return {}
-        *first, last = (
-            weight.largest_input_scale(self.shards, self.num_experts) for weight in block.weights
-        )
+        largest = (w.largest_input_scale(self.shards, self.num_experts) for w in block.weights)
+        *first, last = largest
         return {"x_scale": place(max(first)), "h_scale": place(last)}

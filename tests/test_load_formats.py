@@ -1,5 +1,6 @@
 """Which reader of `jaxmoe.checkpoints` a weight has: what names, dtypes and config.json tell."""
 
+import dataclasses
 import json
 
 import jax
@@ -18,6 +19,7 @@ from tests.test_load import (
     GPTQ,
     QWEN,
     W123,
+    WIDE,
     E,
     Files,
     H,
@@ -29,7 +31,11 @@ from tests.test_load import (
     folder,
     gpt_oss,
     gptq,
+    int4_g128,
+    modelopt,
     mxfp4,
+    mxfp8,
+    nvfp4,
     save_folder,
     stacked,
 )
@@ -213,6 +219,71 @@ def test_static_scales_of_inputs(store, over, tmp_path):
 def test_scales_of_inputs_that_are_not_used(store, said, tmp_path):
     layer, _ = loaded(tmp_path, Files("qwen3_moe", QWEN, store, quantization=said))
     assert layer.experts.x_scale is None and layer.experts.h_scale is None
+
+
+def tokens_too(store, part):
+    """Weights, and a scale of their inputs."""
+
+    def scaled(draw, n, k):
+        return {**store(draw, n, k), part: np.float32([1 + draw.u8() / 8])}
+
+    return scaled
+
+
+W4A8 = compressed_tensors({"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128})
+STATIC_TOKENS = {
+    "ModelOpt": (modelopt, ".input_scale", "nvfp4", {}),
+    "compressed-tensors": (nvfp4, ".input_global_scale", "nvfp4", {}),
+    "W4A8": (int4_g128, ".input_scale", "e4m3", W4A8),
+}
+
+
+@pytest.mark.parametrize("kind", STATIC_TOKENS)
+def test_static_scales_of_tokens_in_a_format_of_their_own(kind, tmp_path, capsys):
+    store, part, token_format, said = STATIC_TOKENS[kind]
+    files = Files("qwen3_moe", QWEN, tokens_too(store, part), shapes=WIDE, quantization=said)
+    path, tensors = folder(tmp_path, files)
+    plain = jaxmoe.load(path)[0]
+    assert plain.experts.x_scale is None and plain.experts.token_format is None
+    layer = jaxmoe.load(path, token_format=token_format)[0]
+
+    def static(*names):
+        scales = [a for n, a in tensors.items() if n.endswith(tuple(f"{m}{part}" for m in names))]
+        assert len(scales) == E * len(names) and len({float(s[0]) for s in scales}) > 1
+        return jnp.float32(max(scales)[0] if part == ".input_scale" else 1 / min(scales)[0])
+
+    scales = {"x_scale": static("gate_proj", "up_proj"), "h_scale": static("down_proj")}
+    want = dataclasses.replace(plain.experts, token_format=token_format, **scales)
+    assert_same(layer.experts, want)
+    assert layer(jnp.ones((T, H), jnp.bfloat16)).dtype == jnp.bfloat16
+    assert inspect.main([str(path), "--token-format", token_format]) == 0
+    assert f"tokens: {token_format}" in capsys.readouterr().out
+
+
+def test_tokens_without_static_scales_have_dynamic_ones(tmp_path):
+    path, _ = folder(tmp_path, Files("qwen3_moe", QWEN, tokens_too(mxfp8, ".input_scale")))
+    experts = jaxmoe.load(path, token_format="mxfp8")[0].experts
+    assert experts.token_format == "mxfp8" and experts.x_scale is None
+    path, _ = folder(tmp_path, Files("qwen3_moe", QWEN, modelopt))
+    experts = jaxmoe.load(path, token_format="nvfp4")[0].experts
+    assert experts.token_format == "nvfp4" and experts.x_scale is None
+
+
+def test_a_static_scale_of_tokens_that_one_expert_lacks_is_named(tmp_path):
+    store = tokens_too(modelopt, ".input_scale")
+    path, tensors = folder(tmp_path, Files("qwen3_moe", QWEN, store))
+    name = "model.layers.0.mlp.experts.2.up_proj.input_scale"
+    del tensors[name]
+    save_folder(path, json.loads((path / "config.json").read_text()), tensors)
+    jaxmoe.load(path)
+    with pytest.raises(LookupError, match=f"has no tensor '{name}'"):
+        jaxmoe.load(path, token_format="nvfp4")
+
+
+def test_a_format_of_tokens_that_weights_do_not_have_is_refused(tmp_path):
+    path, _ = folder(tmp_path, Files("qwen3_moe", QWEN, modelopt))
+    with pytest.raises(ValueError, match=r"layers.0.mlp: jaxmoe.Experts: token_format.*mxfp8"):
+        jaxmoe.load(path, token_format="mxfp8")
 
 
 @pytest.mark.parametrize("value", (0, np.nan, np.inf, (1, 1), None))

@@ -41,8 +41,10 @@ _BESIDE: dict[str, tuple[TokenRule, ...]] = {
     NVFP4.name: (_NVFP4,),
     **{f.name: (_E4M3,) for f in INT4 if f.group == 128},
 }
-_RULES = {r.code: r for rules in _BESIDE.values() for r in rules if r.code >= 0}
-TOKEN_FORMATS = tuple(dict.fromkeys(r.name for rules in _BESIDE.values() for r in rules))
+_ALL_RULES = tuple(r for rules in _BESIDE.values() for r in rules)
+_RULES = {r.code: r for r in _ALL_RULES if r.code >= 0}
+TOKEN_FORMATS = tuple(dict.fromkeys(r.name for r in _ALL_RULES))
+STATIC_TOKENS = tuple(dict.fromkeys(r.name for r in _ALL_RULES if r.static))
 
 
 def token_formats(weights: str) -> tuple[str, ...]:
@@ -69,9 +71,8 @@ def with_token_array(weights: Format, array: str) -> Format:
 
 def static_scales() -> str:
     """Where static scales of activations are allowed, for messages."""
-    tokens = (r.name for rules in _BESIDE.values() for r in rules if r.static)
     names = " and ".join(f.name for f in QUANTIZED.values() if f.static_scales)
-    return f"{names} and token_format={' or '.join(map(repr, dict.fromkeys(tokens)))}"
+    return f"{names} and token_format={' or '.join(map(repr, STATIC_TOKENS))}"
 
 
 def kernels() -> tuple[Format, ...]:

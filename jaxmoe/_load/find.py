@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 
 from jaxmoe import checkpoints
+from jaxmoe._formats import STATIC_TOKENS
 from jaxmoe._formats.quantization import BLOCK
 from jaxmoe._jax.checks import FLOATS, dtype_name
 from jaxmoe._load.files import OP, mapping
 from jaxmoe._load.settings import flag, section
 from jaxmoe._load.shards import Shards
-from jaxmoe._load.stored import INPUT_SCALE, SHAPE, Stored
+from jaxmoe._load.stored import INPUT_DIVISOR, INPUT_SCALE, SHAPE, Stored
 
 _GPTQ = ("gptq", "gptq_v2")
 # How AutoRound packs: `auto_gptq` has zero points less 1, the others have them as they are.
@@ -64,7 +65,7 @@ class _Weight:
         *parts: str,
         named: tuple[str, ...] = (),
         checked: bool = False,
-        static: bool = False,
+        static: str = "",
         shaped: bool = False,
         **options: Any,
     ) -> Stored:
@@ -90,6 +91,7 @@ def find(
     quantization: Mapping[str, Any],
     dtype: str,
     *,
+    tokens: str | None = None,
     start: int = 0,
     joined: int = 0,
     **how: Any,
@@ -100,6 +102,7 @@ def find(
       stem: up to the part's name: "model.layers.0.mlp.experts.{e}.gate_proj".
       quantization: `quantization_config` of config.json, or an empty one.
       dtype: what quantized weights are dequantized to.
+      tokens: the format that the layer rounds tokens to beside packed weights.
       start, joined, how: fields of `Stored`.
 
     Raises:
@@ -110,6 +113,9 @@ def find(
     stored = _stored(weight)
     if joined and stored.reader is not None:
         raise weight.refused(f"{stored.parts[0]} has the rows of all experts, and {stored.kind}")
+    if tokens in STATIC_TOKENS and not stored.static:
+        scales = filter(weight.has, (INPUT_SCALE, INPUT_DIVISOR))
+        stored = dataclasses.replace(stored, static=next(scales, ""))
     return dataclasses.replace(stored, start=start, joined=joined, **how)
 
 
@@ -267,5 +273,6 @@ def _fp8(weight: _Weight, part: str) -> Stored:
     one, scheme = math.prod(of_scales) == 1, weight.quantization.get("activation_scheme")
     if one and scheme == "static" and not weight.has(INPUT_SCALE):
         raise weight.missing(INPUT_SCALE, 'activation_scheme="static"')
-    static = one and scheme != "dynamic" and weight.has(INPUT_SCALE)
+    used = one and scheme != "dynamic" and weight.has(INPUT_SCALE)
+    static = INPUT_SCALE if used else ""
     return weight.stored(checkpoints.from_compressed_tensors, part, scale, static=static)

@@ -14,11 +14,11 @@ from jaxmoe._load.ahead import Ahead
 from jaxmoe._load.files import OP, naming
 from jaxmoe._load.shards import Piece, Shards
 
-INPUT_SCALE = ".input_scale"
+INPUT_SCALE, INPUT_DIVISOR = ".input_scale", ".input_global_scale"  # one is 1 over the other
 SHAPE = ".weight_shape"
 # Of a weight's tensors those that no reader takes: scales of inputs, which are of use where all
 # inputs of an expert have one, and what is checked.
-_OTHERS = frozenset((INPUT_SCALE, ".input_global_scale", SHAPE))
+_OTHERS = frozenset((INPUT_SCALE, INPUT_DIVISOR, SHAPE))
 # Factors of all of a weight, where an expert has one number; those of its parts may be 0.
 _FACTORS = (".weight_scale", ".weight_scale_2", ".weight_global_scale")
 _CHUNK_BYTES = 1 << 29  # of host memory, for tensors that are stacked
@@ -34,7 +34,8 @@ class Stored:
       parts: what follows the stem, in the order of the reader's arguments.
       reader: from the stacked tensors to an array or `jaxmoe.QuantizedArray`; None: as they are.
       checked: the last part does not change, and is checked against the others.
-      static: the inputs of each expert have a scale, `INPUT_SCALE`.
+      static: what of each expert is the scale of its inputs, `INPUT_SCALE` or `INPUT_DIVISOR`, if
+        the layer uses it; else "".
       shaped: each expert has `SHAPE`, which is checked against words of eight codes along k.
       start: the number of the first expert in names.
       total: experts that names have; 0: those of the weight.
@@ -48,7 +49,7 @@ class Stored:
     parts: tuple[str, ...]
     reader: Callable[..., Any] | None
     checked: bool = False
-    static: bool = False
+    static: str = ""
     shaped: bool = False
     start: int = 0
     total: int = 0
@@ -110,7 +111,7 @@ class Stored:
                 )
 
     def _check_kinds(self, shards: Shards, stems: list[str]) -> None:
-        static = (INPUT_SCALE,) if self.static else ()
+        static = (self.static,) if self.static else ()
         for part in (*self._read_parts, *static):
             first = shards.kind(stems[0] + part)
             for stem in stems:
@@ -150,13 +151,14 @@ class Stored:
         return not any(shards[name].any() for name in names if name in shards)
 
     def largest_input_scale(self, shards: Shards, num_experts: int) -> np.float32:
-        """The largest of the static scales of the experts' inputs.
+        """The largest of the static scales of the experts' inputs, as multipliers.
 
         Raises:
           LookupError: there are none.
           ValueError: one that is no positive, finite number.
         """
-        names = [stem + INPUT_SCALE for stem in self._stems(range(num_experts))]
+        part = self.static or INPUT_SCALE
+        names = [stem + part for stem in self._stems(range(num_experts))]
         for name in names:
             shards.check_float(name)
         scales = [np.asarray(shards[name], np.float32) for name in names]
@@ -164,6 +166,8 @@ class Stored:
             if scale.size != 1 or not 0 < scale.max() < np.inf:
                 rule = "must be one number, positive and finite"
                 raise ValueError(f"jaxmoe.{OP}: {name}={scale.tolist()} {rule}")
+        if part == INPUT_DIVISOR:
+            scales = [1 / scale for scale in scales]
         return np.float32(max(scale.max() for scale in scales))
 
     def nbytes(self, shards: Shards, experts: range) -> int:
