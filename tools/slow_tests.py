@@ -5,7 +5,8 @@
     python tools/slow_tests.py build/all.xml build/quick.xml
 
 A program that one test compiled is free for the next, so the times of a quick run say more of what
-is left in it: what takes long there is left out whole.
+is left in it: what takes long there is left out whole. What was left out of that run stays out, if
+it is slow yet.
 """
 
 import collections
@@ -37,9 +38,13 @@ def main(whole: Path, quick: Path) -> None:
     """Writes the file from the reports of a whole run and of a quick one."""
     of_all, of_few = seconds_of(whole), seconds_of(quick)
     names = {name for times in (of_all, of_few) for name, time in times.items() if time > SLOW_S}
-    lines = [f"{n} -" if of_few.get(n, 0) > TOO_SLOW_S else n for n in sorted(names)]
-    (ROOT / "tests" / "slow.txt").write_text(HEAD + "".join(f"{n}\n" for n in lines), "utf-8")
-    print(f"{len(lines)} slow tests")
+    path = ROOT / "tests" / "slow.txt"
+    known = (line.removesuffix(" -") for line in path.read_text("utf-8").splitlines())
+    out = {name for name in known if name in of_all and name not in of_few}
+    out |= {name for name, time in of_few.items() if time > TOO_SLOW_S}
+    lines = [f"{name} -\n" if name in out else f"{name}\n" for name in sorted(names)]
+    path.write_text(HEAD + "".join(lines), "utf-8")
+    print(f"{len(lines)} slow tests, {sum(name in out for name in names)} left out")
 
 
 if __name__ == "__main__":
