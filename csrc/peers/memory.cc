@@ -48,7 +48,8 @@ namespace {
 struct Meeting {
   std::mutex mutex;
   std::condition_variable ended;
-  std::map<int64_t, size_t> came;  // devices, by execution; those of one that goes on are gone
+  std::map<int64_t, size_t> came;   // devices, by execution; those of one that goes on are gone
+  int64_t given_up = kNoExecution;  // the last one that a device did not come to in time
 };
 
 constexpr int64_t kCudaBlock = 2 << 20;
@@ -323,6 +324,7 @@ void MeetPeersOfProcess(const std::string& name, int ordinal, int64_t execution)
     meeting = &meetings[name];
   }
   std::unique_lock<std::mutex> lock(meeting->mutex);
+  if (execution == meeting->given_up) return;  // late, and nobody waits any more
   if (++meeting->came[execution] == devices.size()) {
     meeting->came.erase(execution);
     meeting->ended.notify_all();
@@ -341,6 +343,7 @@ void MeetPeersOfProcess(const std::string& name, int ordinal, int64_t execution)
   const auto most = std::min<std::chrono::nanoseconds>(timeout, kMeeting);
   if (!meeting->ended.wait_for(lock, most, ended)) {
     meeting->came.erase(execution);  // the kernels find out who is missing
+    meeting->given_up = execution;
     meeting->ended.notify_all();
   }
 }
