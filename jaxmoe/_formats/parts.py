@@ -4,7 +4,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxmoe._formats import QUANTIZED
 from jaxmoe._formats.weight_only import Packed
@@ -34,7 +33,8 @@ def pack(
     Raises:
       TypeError, ValueError: another dtype of codes, or shapes that no block has.
     """
-    known = QUANTIZED[format].of(np.dtype(dtype))
+    dtype = _checks.float_dtype(op, "dtype", dtype)
+    known = QUANTIZED[format].of(dtype)
     assert isinstance(known, Packed)
     codes, *rest = map(jnp.asarray, parts)
     _checks.check_rank(op, "codes", codes, "E,N,K")
@@ -50,7 +50,7 @@ def pack(
         _checks.check_dtype(op, name, part, allowed)
         _checks.check_shape(op, name, part, shape, format)
     values, scales = known.pack(codes, *rest)
-    return QuantizedArray(values, scales, format, weight_layout, np.dtype(dtype))
+    return QuantizedArray(values, scales, format, weight_layout, dtype)
 
 
 def check_steps_of(op: str, name: str, given: Any, shape: tuple[int, ...], format: str) -> None:

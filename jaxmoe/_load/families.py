@@ -305,7 +305,7 @@ def _tower(kind: str, family: Family | dict[str, Family], tower: str | None) -> 
     """The family of a tower, or that of all layers."""
     towers: dict[str | None, Family]
     towers = {**family} if isinstance(family, dict) else {None: family}
-    if tower in towers:
+    if tower in [*towers]:  # which may be what no key can be
         return towers[tower]
     names = " or ".join(map(repr, towers))
     raise ValueError(f"jaxmoe.{OP}: tower={tower!r} must be {names} for model_type={kind!r}")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jaxmoe._load import rules, unread
-from jaxmoe._load.files import OP
+from jaxmoe._load.files import OP, naming
 from jaxmoe._load.settings import Config, count, flag, num_experts
 from jaxmoe.activation import Activation
 
@@ -148,7 +148,8 @@ class Family:
 
     def acts(self, config: Config) -> str | Activation:
         """The activation, which is all that the configuration says of one."""
-        activation = self.activation(config)
+        with naming("config.json"):
+            activation = self.activation(config)
         unread.check_activation(config, activation)
         return activation
 
@@ -231,9 +232,9 @@ class Family:
 
     def _modules(self, stems: Sequence[str], names: Iterable[str]) -> Iterator[tuple[str, str]]:
         """A layer's module and its number, for each name of a tensor with one of these stems."""
-        stem = "|".join(map(re.escape, stems)).replace(re.escape("{e}"), r"\d+")
+        stem = "|".join(map(re.escape, stems)).replace(re.escape("{e}"), "[0-9]+")
         block = re.escape(f".{self.block}" if self.block else "")
-        pattern = re.compile(rf"((?:.*\.)?{self.layers}\.(\d+){block})\.(?:{stem})(?:[._].*)?")
+        pattern = re.compile(rf"((?:.*\.)?{self.layers}\.([0-9]+){block})\.(?:{stem})(?:[._].*)?")
         for match in filter(None, map(pattern.fullmatch, names)):
             at, digits = match.groups()
             modules, mine = at.split("."), self.tower.module

@@ -50,6 +50,10 @@ class _Weight:
     def first(self) -> str:
         return self.stem.format(e=self.start)
 
+    @property
+    def stacked(self) -> bool:
+        return "{e}" not in self.stem
+
     def has(self, part: str) -> bool:
         return self.first + part in self.shards
 
@@ -137,14 +141,17 @@ def _stored(weight: _Weight) -> Stored:
 
 
 def _gptq_or_awq(weight: _Weight) -> Stored:
-    bits = weight.quantization.get("bits", 4)
-    if str(bits) != "4":
-        raise weight.refused(f".qweight has {bits} bits, not 4")
-    parts, group = (".qweight", ".qzeros", ".scales"), group_size(weight.quantization)
+    said = weight.quantization
+    for name in ("bits", "w_bit"):
+        if str(bits := said.get(name, 4)) != "4":
+            raise weight.refused(f".qweight has {bits} bits, not 4")
+    parts, group = (".qweight", ".qzeros", ".scales"), group_size(said)
     variant = _variant(weight)
     if variant == "awq":
+        if str(said.get("version")).lower().startswith("gemv"):
+            raise weight.refused(f".qweight is packed for version {said['version']!r}, not gemm")
         return weight.stored(checkpoints.from_awq, *parts, named=("scales",), group_size=group)
-    if flag(weight.quantization, "desc_act", default=False) and not weight.has(".g_idx"):
+    if flag(said, "desc_act", default=False) and not weight.has(".g_idx"):
         raise weight.missing(".g_idx", "desc_act=true, which sorts columns")
     order = (".g_idx",) if weight.has(".g_idx") else ()
     options: dict[str, Any] = {"checkpoint_format": variant, "group_size": group}
@@ -258,17 +265,27 @@ def _by_dtype(weight: _Weight, part: str) -> Stored:
     return Stored(kind, weight.stem, (part,), None)
 
 
+def _blocks(weight: _Weight, part: str, scale: str) -> Stored:
+    said = weight.quantization.get("weight_block_size")
+    if said is not None and said != [BLOCK, BLOCK]:
+        raise weight.refused(
+            f"{part} has weight_block_size {said!r} by quantization_config, not [{BLOCK}, {BLOCK}]"
+        )
+    return weight.stored(checkpoints.from_block, part, scale)
+
+
 def _fp8(weight: _Weight, part: str) -> Stored:
     for scale in (".weight_scale_inv", ".scale"):
         if weight.has(scale):
-            return weight.stored(checkpoints.from_block, part, scale)
+            return _blocks(weight, part, scale)
     scale = ".weight_scale"
     if weight.dtype_of(scale) == np.uint8:
         return weight.stored(checkpoints.from_mxfp8, part, scale)
-    shape, of_scales = weight.shape_of(part), weight.shape_of(scale)
+    # Of an expert.
+    shape, of_scales = (weight.shape_of(p)[1 if weight.stacked else 0 :] for p in (part, scale))
     blocks = tuple(math.ceil(size / BLOCK) for size in shape)
     if of_scales == blocks and blocks != (*shape[:1], 1):
-        return weight.stored(checkpoints.from_block, part, scale)
+        return _blocks(weight, part, scale)
     # Beside one scale a matrix the inputs may have one as well.
     one, scheme = math.prod(of_scales) == 1, weight.quantization.get("activation_scheme")
     if one and scheme == "static" and not weight.has(INPUT_SCALE):

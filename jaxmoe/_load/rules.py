@@ -54,6 +54,8 @@ def deepseek_v2(config: Config) -> Options:
     scale = {"scale": real(config, "routed_scaling_factor", 1.0)}
     one_of(config, "topk_method", "greedy", "group_limited_greedy")
     if needed(config, "topk_method") == "greedy":
+        # transformers multiplies by the scale alone, DeepSeek's code divides by the sum instead.
+        one_of(config, "norm_topk_prob", False)
         return softmax(config) | scale
     return {"top_k": top_k(config), "method": "deepseek_v2"} | _groups(config, "n_group") | scale
 
@@ -292,7 +294,7 @@ def nllb(config: Config) -> Options:
 
 def gated(config: Config, said: str = "hidden_act", default: str = "silu") -> str:
     """The activation of most models; `said` is what the configuration calls it."""
-    name = str(config.get(said, default))
+    name = str(default if config.get(said) is None else config[said])
     if name not in _GATED:
         raise ValueError(f"jaxmoe.{OP}: {said}={name!r} must be one of {', '.join(_GATED)}")
     return _GATED[name]

@@ -43,6 +43,12 @@ def _number(config: Config, names: tuple[str, ...], kinds: Any, least: int, defa
                 f"jaxmoe.{OP}: config.json has {name}={value!r}, which must be {what} of at least "
                 f"{least}"
             )
+        for other in names:
+            if type(said := config.get(other)) is int and said != value:
+                raise ValueError(
+                    f"jaxmoe.{OP}: config.json has {name}={value!r} and {other}={said!r}, which "
+                    "must be one number"
+                )
         return value
     return needed(config, *names) if default is None else default
 

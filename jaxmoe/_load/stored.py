@@ -91,8 +91,8 @@ class Stored:
           ValueError: experts of different tensors, dtypes or shapes, or another number of them.
           NotImplementedError: a tensor that the reader does not take, like `pre_quant_scale`.
         """
-        stems = self._stems(range(num_experts))
         self._check_count(shards, num_experts, f"jaxmoe.{OP}: {said} of config.json says ")
+        stems = self._stems(range(num_experts))
         self._check_kinds(shards, stems)
         there = shards.parts(stems[0])
         apart = {"_bias"} if self.stacked else {".bias"} if self.biased else set[str]()
@@ -130,8 +130,8 @@ class Stored:
             there, total = set(map(int, shards.numbers(before, after))), self.total or num_experts
             if (last := max(there)) >= total + self.spare:
                 raise ValueError(f"{says}the files have more: {before}{last}{after}")
-            if left := set(range(total)) - there:
-                missing = f"{before}{min(left)}{after}"
+            if len(there.intersection(range(total))) < total:
+                missing = f"{before}{next(e for e in range(total) if e not in there)}{after}"
                 raise LookupError(f"{says}{shards.directory} has no tensor {missing!r}")
             return
         for part in self.parts:
@@ -162,9 +162,11 @@ class Stored:
         for name in names:
             shards.check_float(name)
         scales = [np.asarray(shards[name], np.float32) for name in names]
+        sizes = {1, num_experts} if self.stacked else {1}
         for name, scale in zip(names, scales, strict=True):
-            if scale.size != 1 or not 0 < scale.max() < np.inf:
-                rule = "must be one number, positive and finite"
+            if scale.size not in sizes or not ((scale > 0) & (scale < np.inf)).all():
+                what = "one number, or one for each expert," if self.stacked else "one number,"
+                rule = f"must be {what} positive and finite"
                 raise ValueError(f"jaxmoe.{OP}: {name}={scale.tolist()} {rule}")
         if part == INPUT_DIVISOR:
             scales = [1 / scale for scale in scales]

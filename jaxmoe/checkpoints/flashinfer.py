@@ -79,6 +79,7 @@ def from_flashinfer(
       (0.25, 0.125, 'up_gate')
     """
     op = "checkpoints.from_flashinfer"
+    _checks.check_type(op, "quant_scales", quant_scales, list | tuple, "a list of arrays")
     scales = [np.asarray(s) if isinstance(s, np.generic) else s for s in quant_scales]
     if len(scales) not in (2, 4, 6, 8):
         rule = (

@@ -4,7 +4,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxmoe._formats.parts import pack
 from jaxmoe._jax import checks as _checks
@@ -65,7 +64,7 @@ def int4_array(
             f"{list(codes.shape[:2])} rows"
         )
         raise ValueError(_checks.message(op, rule, **{name: scales}))
-    dtype = scales.dtype if dtype is None else np.dtype(dtype)
+    dtype = scales.dtype if dtype is None else _checks.float_dtype(op, "dtype", dtype)
     parts = (codes, in_dtype(scales, dtype), *(() if zeros is None else (zeros,)))
     suffix = "" if zeros is None else "_zp"
     return pack(f"int4_{by}{suffix}", *parts, weight_layout="nk", dtype=dtype, op=op, of=of)

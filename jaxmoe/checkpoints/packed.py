@@ -14,9 +14,10 @@ from jax.core import Tracer
 from jaxmoe._formats.elements import exponent_of, power_of_two
 from jaxmoe._formats.parts import pack, unpack
 from jaxmoe._jax import checks as _checks
+from jaxmoe.checkpoints.fp8 import check_weights
 from jaxmoe.checkpoints.int4 import codes_of_words, int4_array, zeros_of_words
 from jaxmoe.checkpoints.known import check_factors
-from jaxmoe.quantize import QuantizedArray, check_quantized
+from jaxmoe.quantize import QuantizedArray
 
 _MX_GROUP = 32
 _NVFP4_GROUP = 16
@@ -85,9 +86,7 @@ def to_mxfp4(q: QuantizedArray) -> tuple[jax.Array, jax.Array]:
       [(2, 64, 64), (2, 64, 4)]
     """
     op = "checkpoints.to_mxfp4"
-    check_quantized(op, "q", q)
-    if q.format != "mxfp4":
-        raise ValueError(_checks.message(op, f"q must be weights in mxfp4, not {q.format}", q=q))
+    check_weights(op, "q", q, ("mxfp4",))
     codes, scale = unpack(q)
     power = (power_of_two(exponent_of(q.scales)) == q.scales) & (q.scales > 0)
     power &= jnp.isfinite(q.scales)

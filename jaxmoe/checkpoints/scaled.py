@@ -100,6 +100,7 @@ def from_scales(
     )
     if dtype is None:
         dtype = scales.dtype if np.dtype(scales.dtype).name in _FLOATS else jnp.bfloat16
+    dtype = _checks.float_dtype(op, "dtype", dtype)
     if weight_layout == "kn":
         values, scales = jnp.swapaxes(values, 1, 2), jnp.swapaxes(scales, 1, 2)
         zero_points = None if zero_points is None else jnp.swapaxes(zero_points, 1, 2)
@@ -119,7 +120,7 @@ def from_scales(
     if format.startswith("fp8"):
         q_values, q_scales = parts
         return QuantizedArray(q_values, q_scales, format, weight_layout, dtype)
-    dtype = np.dtype(dtype) if name != "int4" else np.dtype(scales.dtype)
+    dtype = dtype if name != "int4" else np.dtype(scales.dtype)
     of = "values", got["values"]
     return pack(format, *parts, weight_layout=weight_layout, dtype=dtype, op=op, of=of)
 

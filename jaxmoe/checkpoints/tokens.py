@@ -151,6 +151,7 @@ def from_tokens(
       ((1, 32), [2.0, -1.0, 2.0])
     """
     op = "checkpoints.from_tokens"
+    dtype = _checks.float_dtype(op, "dtype", dtype)
     known = _known(op, format)
     narrow = known.bits == 4
     _checks.check_rank(op, "values", values, "R,K/2" if narrow else "R,K")
@@ -179,9 +180,7 @@ def from_tokens(
         rule = f"global_scale.shape={list(total.shape)} must be [] or [1]"
         raise ValueError(_checks.message(op, rule, global_scale=global_scale))
     rows_of_bytes = jnp.concatenate([data, _bytes(scales)], axis=1)
-    return QuantizedArray(
-        rows_of_bytes, jnp.asarray(total).reshape(()), format, "tokens", np.dtype(dtype)
-    )
+    return QuantizedArray(rows_of_bytes, jnp.asarray(total).reshape(()), format, "tokens", dtype)
 
 
 def to_tokens(

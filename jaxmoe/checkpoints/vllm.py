@@ -53,6 +53,7 @@ def from_vllm_w4a8(
       ('int4_g128', 3.5)
     """
     op = "checkpoints.from_vllm_w4a8"
+    dtype = _checks.float_dtype(op, "dtype", dtype)
     _checks.check_rank(op, "weight", weight, "E,N,K/8")
     stored = codes_of_words(op, "weight", weight)
     experts, n, k = stored.shape
