@@ -217,6 +217,12 @@ LAYER_ERRORS = (
         "experts.num_experts=3 must be in [1, 2]; num_experts=4, expert_offset=2.",
     ),
     (
+        {"routing": dataclasses.replace(routing(), num_experts=3.0)},
+        TypeError,
+        "routing.num_experts must be a Python int known at trace time. Got routing.num_experts: "
+        "3.0.",
+    ),
+    (
         {"routing": dataclasses.replace(routing(), num_experts=4), "expert_offset": 2},
         ValueError,
         "expert_offset=2 and experts.num_experts=3 must end within routing.num_experts=4; give "

@@ -162,6 +162,17 @@ class TestLevanter:
             "activation_fn must be a function of the gate.*: None",
         ),
         ({"activation_fn": "silu"}, TypeError, "activation_fn must be a function.*: 'silu'"),
+        (
+            {"activation_fn": jnp.max},
+            ValueError,
+            r"activation_fn\(gate\).shape=\[\] must be \[48,32\] \(that of the gate\)",
+        ),
+        ({"activation_fn": lambda z: None}, TypeError, r"activation_fn\(gate\) must be a JAX or"),
+        (
+            {"selected_experts": np.zeros((T, 7), np.int32), "activation_fn": jnp.tanh},
+            ValueError,
+            r"selected_experts.shape\[1\]=7 must be in \[0, 6\]",
+        ),
     ],
 )
 def test_refused(change, error, message):
@@ -170,3 +181,10 @@ def test_refused(change, error, message):
     given |= {"moe_w13": w13, "moe_w2": w2, "num_experts": E, "activation_fn": jax.nn.silu}
     with pytest.raises(error, match=message):
         moe_mlp_local(**given | change)
+
+
+def test_results_have_the_dtype_of_tokens():
+    x, ids, weights, valid, w13, w2 = example(jnp.bfloat16)
+    wide = lambda z: jnp.tanh(z.astype(jnp.float32))  # noqa: E731
+    y, _ = moe_mlp_local(x, ids, weights, valid, w13, w2, activation_fn=wide, num_experts=E)
+    assert y.dtype == jnp.bfloat16

@@ -233,3 +233,21 @@ def test_partial_sum_of_quantized_weights_is_refused():
 def test_tgmm_is_refused():
     with pytest.raises(ValueError, match=r"tgmm: lhs must have 2 axes \[K,R\], not 1"):
         megablox.tgmm(jnp.ones(3), jnp.ones((3, 2)), jnp.array([3]))
+
+
+@pytest.mark.parametrize("with_partial", (False, True))
+def test_more_groups_than_matrices_begin_at_the_first(with_partial):
+    lhs, rhs, sizes = jnp.ones((6, 4)), jnp.ones((2, 4, 3)), jnp.array([2, 3, 1])
+    more = {"partial_sum": jnp.zeros((6, 3))} if with_partial else {}
+    out = megablox.gmm(lhs, rhs, sizes, **more)
+    np.testing.assert_array_equal(out[:, 0], [4, 4, 4, 4, 4, 0])
+
+
+def test_factors_of_integers_have_no_gradients_beside_a_partial_sum():
+    lhs, rhs, sizes = jnp.ones((6, 4)), jnp.ones((2, 4, 3), jnp.int8), jnp.array([2, 3])
+    loss = lambda lhs, part: megablox.gmm(lhs, rhs, sizes, partial_sum=part).sum()  # noqa: E731
+    of_lhs, of_part = jax.grad(loss, (0, 1))(lhs, jnp.zeros((6, 3)))
+    np.testing.assert_array_equal(of_lhs[:, 0], [3, 3, 3, 3, 3, 0])
+    np.testing.assert_array_equal(of_part[:, 0], [1, 1, 1, 1, 1, 0])
+    of_part = jax.grad(loss, 1)(lhs.astype(jnp.int8), jnp.zeros((6, 3)))
+    np.testing.assert_array_equal(of_part[:, 0], [1, 1, 1, 1, 1, 0])

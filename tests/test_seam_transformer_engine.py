@@ -324,6 +324,11 @@ def test_not_implemented(change, message):
             r"moe: gate_kernel.shape\[0\]=17 must equal x.shape\[2\]=16 \(hidden\)",
         ),
         ({"wi": (1, 2, 3)}, "wi must be an array or two, gate and up, not 3"),
+        (
+            {"wo_bias": np.zeros((3, H)), "apply_topk_weights_early": True},
+            r"wo_bias.shape=\[3,16\] must be \[8,16\]",
+        ),
+        ({"num_groups": -2, "group_topk": 1}, "num_groups=-2 must be at least -1"),
         ({"scaling_factor": float("nan")}, "scaling_factor=nan must be finite"),
         ({"ep_axis": "expert"}, "ep_axis='expert' needs a mesh: give mesh=, or call it inside jax"),
     ],
@@ -341,3 +346,20 @@ def test_no_numbers(change):
     name, value = next(iter(change.items()))
     with pytest.raises(TypeError, match=f"moe: {name} must be a number.* Got {name}: {value!r}"):
         moe(**example(), num_experts=E, num_experts_per_tok=2, **change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"wo": None}, "wo must be a JAX or NumPy array. Got wo: None"),
+        ({"wi": ([1.0], [1.0])}, r"wi\[0\] must be a JAX or NumPy array"),
+        ({"wi_0_bias": [1.0], "wi_1_bias": [1.0]}, "wi_0_bias must be a JAX or NumPy array"),
+        ({"dtype": "foo"}, "moe: dtype='foo' must be bfloat16, float16 or float32"),
+        ({"dtype": jnp.int32}, "moe: dtype=int32 must be bfloat16, float16 or float32"),
+        ({"num_groups": "a", "group_topk": 1}, "num_groups must be a Python int"),
+    ],
+)
+def test_arguments_of_another_kind(change, message):
+    given = example() | {"num_experts": E, "num_experts_per_tok": 2} | change
+    with pytest.raises(TypeError, match=message):
+        moe(**given)

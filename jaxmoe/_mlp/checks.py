@@ -134,6 +134,8 @@ def num_experts(
 ) -> int:
     """The number of global experts, where the caller does not say it."""
     num_local, routed = experts.num_experts, routing.num_experts
+    if routed is not None:
+        routed = _checks.check_int(op, "routing.num_experts", routed, 0)
     if expert_map is not None:
         _checks.check_rank(op, "expert_map", expert_map, "E")
         (count,) = expert_map.shape

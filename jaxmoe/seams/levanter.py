@@ -20,6 +20,7 @@ from jaxmoe.routing import Routing
 from jaxmoe.seams._activations import of_function
 from jaxmoe.seams._routing import routing_of
 
+_OP = "seams.levanter.moe_mlp_local"
 # What grug's rematerialisation policies save by name.
 _INPUT, _HIDDEN = "grug_moe_dispatch_input", "grug_moe_expert_hidden"
 _OUTPUT, _RESULT = "grug_moe_dispatch_output", "grug_moe_output"
@@ -83,7 +84,7 @@ def moe_mlp_local(
       >>> y.tolist(), int(dropped)
       ([[3.0], [0.0]], 0)
     """
-    op = "seams.levanter.moe_mlp_local"
+    op = _OP
     del implementation
     if expert_chunks != 1:
         rule = f"expert_chunks={expert_chunks} must be 1: weights are not gathered here"
@@ -96,6 +97,8 @@ def moe_mlp_local(
     _checks.check_dtype(op, "token_valid", token_valid, ("bool",))
     _checks.check_shape(op, "token_valid", token_valid, x.shape[:1], "[T]")
     _checks.check_dim(op, "moe_w13", moe_w13, 0, num_experts, "num_experts")
+    _checks.check_rank(op, "selected_experts", selected_experts, "T,K")
+    _checks.check_int(op, "selected_experts.shape[1]", selected_experts.shape[1], 0, num_experts)
     names = ("selected_experts", "combine_weights")
     for name, array in zip(names, (selected_experts, combine_weights), strict=True):
         _checks.check_rank(op, name, array, "T,K")
@@ -126,5 +129,8 @@ def _layer(
     rows = checkpoint_name(permute(x, order), _INPUT)
     z = checkpoint_name(grouped_gemm(rows, first, order.group_sizes), _HIDDEN)
     gate, up = jnp.split(z, 2, axis=1)
-    out = grouped_gemm(function(gate) * up, second, order.group_sizes)
+    activated = function(gate)
+    _checks.check_shape(_OP, "activation_fn(gate)", activated, gate.shape, "that of the gate")
+    hidden = (activated * up.astype(activated.dtype)).astype(x.dtype)
+    out = grouped_gemm(hidden, second, order.group_sizes)
     return finalize(checkpoint_name(out, _OUTPUT), order, routing.weights)

@@ -111,6 +111,8 @@ def gmm(
                 f"preferred_element_type={_checks.dtype_name(dtype)}"
             )
             raise TypeError(_checks.message(op, rule, existing_out=existing_out))
+    if group_offset is None and np.shape(group_sizes) > np.shape(rhs)[:1]:
+        group_offset = jnp.int32(0)
     if partial_sum is None:
         product = (lhs, rhs, group_sizes, None, dtype, group_offset)
         out = grouped_gemm(*product, weight_layout=layout)
@@ -224,16 +226,20 @@ def _added_backward(layout: str, dtype: Any, kept: Any, ct: jax.Array) -> Any:
     del dtype
     lhs, rhs, sizes, offset, of_partial_sum = kept
     other = "nk" if layout == "kn" else "kn"
-    product = (ct, rhs, sizes, None, lhs.dtype, offset)
-    dlhs = grouped_gemm(*product, weight_layout=other)
-    common = jnp.promote_types(lhs.dtype, ct.dtype)
-    drhs = grouped_gemm_weight_grad(
-        *(lhs.astype(common), ct.astype(common), sizes),
-        preferred_element_type=rhs.dtype,
-        weight_layout=layout,
-        group_offset=offset,
-        num_groups=rhs.shape[0],
-    )
+    dlhs: Any = None
+    if jnp.issubdtype(lhs.dtype, jnp.floating):
+        product = (ct, rhs, sizes, None, lhs.dtype, offset)
+        dlhs = grouped_gemm(*product, weight_layout=other)
+    drhs: Any = None  # integers have none
+    if jnp.issubdtype(rhs.dtype, jnp.floating):
+        common = jnp.promote_types(lhs.dtype, ct.dtype)
+        drhs = grouped_gemm_weight_grad(
+            *(lhs.astype(common), ct.astype(common), sizes),
+            preferred_element_type=rhs.dtype,
+            weight_layout=layout,
+            group_offset=offset,
+            num_groups=rhs.shape[0],
+        )
     inside = _inside("seams.megablox.gmm", lhs.shape[0], rhs.shape[0], sizes, offset)
     dpartial = jnp.where(inside, ct, 0).astype(of_partial_sum.dtype)
     return dlhs, drhs, None, None, dpartial

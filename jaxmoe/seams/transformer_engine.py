@@ -129,8 +129,14 @@ def moe(
     _checks.check_rank(_OP, "gate_kernel", gate_kernel, "H,E")
     _checks.check_dim(_OP, "gate_kernel", gate_kernel, 1, num_experts, "num_experts")
     _checks.check_same_dim(_OP, "gate_kernel", gate_kernel, 0, "x", x, 2, "hidden")
+    _check_weights(wi, wo, wi_0_bias, wi_1_bias, wo_bias)
     scale = _checks.check_number(_OP, "scaling_factor", scaling_factor)
     aux_loss_coeff = _checks.check_number(_OP, "aux_loss_coeff", aux_loss_coeff)
+    dtype = _checks.float_dtype(_OP, "dtype", dtype)
+    groups = tuple(
+        0 if value is None else _checks.check_int(_OP, name, value, -1)
+        for name, value in (("num_groups", num_groups), ("group_topk", group_topk))
+    )
     _check_no_quantizer(quantizer_sets)
     received = x.shape[0] * x.shape[1] * num_experts_per_tok
     if recv_capacity_per_rank is not None:
@@ -139,7 +145,6 @@ def moe(
     wide: Any = {"precision": jax.lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
     logits = jnp.matmul(x, gate_kernel.astype(x.dtype), **wide)
     score = _score(score_function)
-    groups = (num_groups or 0, group_topk or 0)
     if apply_weight_on_input:
         options = _on_input(score, num_experts_per_tok, expert_bias, groups, norm_topk_prob)
     else:
@@ -161,6 +166,25 @@ def moe(
         loss = load_balancing_loss(_probabilities(logits, score), routing.expert_ids)
         loss = (loss * (aux_loss_coeff / num_experts_per_tok)).astype(dtype)
     return y, loss, jnp.full((1,), received, jnp.int32)
+
+
+def _check_weights(wi: Any, wo: Any, *biases: Any) -> None:
+    """Refuses what is no array of the layer; `jaxmoe.Experts` checks sizes by other names."""
+    _checks.check_rank(_OP, "wo", wo, "E,I,H")
+    if isinstance(wi, tuple | list):
+        if len(wi) != 2:
+            rule = f"wi must be an array or two, gate and up, not {len(wi)}"
+            raise ValueError(_checks.message(_OP, rule))
+        for i, one in enumerate(wi):
+            _checks.check_rank(_OP, f"wi[{i}]", one, "E,H,I")
+    else:
+        _checks.check_rank(_OP, "wi", wi, "E,H,2I")
+    experts, inner, hidden = wo.shape
+    for name, bias, size in zip(
+        ("wi_0_bias", "wi_1_bias", "wo_bias"), biases, (inner, inner, hidden), strict=True
+    ):
+        if bias is not None:
+            _checks.check_shape(_OP, name, bias, (experts, size), "[E, its outputs]")
 
 
 def _check_no_quantizer(quantizer_sets: Any) -> None:
@@ -185,7 +209,7 @@ def _score(score_function: Any) -> str:
 
 
 def _on_input(
-    score: str, top_k: int, bias: Any, groups: tuple[int, int], normalized: Any
+    score: str, top_k: int, bias: Any, groups: tuple[int, ...], normalized: Any
 ) -> dict[str, Any]:
     """The method of Llama 4."""
     if score != "sigmoid" or top_k != 1 or bias is not None or min(groups) > 0 or normalized:
@@ -201,7 +225,7 @@ def _method(
     score: str,
     top_k: int,
     pre_softmax: bool,
-    groups: tuple[int, int],
+    groups: tuple[int, ...],
     normalized: bool | None,
     **bias: jax.Array,
 ) -> dict[str, Any]:
@@ -253,9 +277,6 @@ def _experts(
     gate_bias, up_bias, down_bias = biases
     first: dict[str, Any]
     if isinstance(wi, tuple | list):
-        if len(wi) != 2:
-            rule = f"wi must be an array or two, gate and up, not {len(wi)}"
-            raise ValueError(_checks.message(_OP, rule))
         gate, up = wi
         first = {"gate": gate, "up": up, "gate_bias": gate_bias, "up_bias": up_bias}
     else:
