@@ -39,8 +39,9 @@ def choose_gather(x: Any, routing: Any, experts: Any) -> GatherChoice:
       `GatherChoice`: the axes, a reason, and the bytes of every way that was compared.
 
     Raises:
-      TypeError: x is no array, `routing` no `jaxmoe.Routing`, or `experts` no `jaxmoe.Experts`.
-      ValueError: x has other rows than `routing`, or another H than `experts`.
+      TypeError: x is no array of floats, `routing` no `jaxmoe.Routing`, or `experts` no
+        `jaxmoe.Experts`.
+      ValueError: x has other axes, other rows than `routing`, or another H than `experts`.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxmoe
@@ -64,6 +65,12 @@ def choose_gather(x: Any, routing: Any, experts: Any) -> GatherChoice:
     _checks.check_type(_OP, "experts", experts, Experts, "a jaxmoe.Experts")
     kinds = jax.Array | np.ndarray | jax.ShapeDtypeStruct | QuantizedArray
     _checks.check_type(_OP, "x", x, kinds, "an array, or what has the shape of one")
+    if x.ndim != 2:
+        rule = f"x must have 2 axes [T,H], one of tokens, not {x.ndim}"
+        raise ValueError(_checks.message(_OP, rule, x=x))
+    if not isinstance(x, QuantizedArray) and np.dtype(x.dtype).name not in _checks.FLOATS:
+        rule = f"x.dtype={_checks.dtype_name(x.dtype)} must be bf16, f16 or f32"
+        raise TypeError(_checks.message(_OP, rule, x=x))
     _checks.check_same_dim(_OP, "x", x, 0, "routing.expert_ids", routing.expert_ids, 0, "T")
     _checks.check_dim(_OP, "x", x, 1, experts.hidden, "experts.hidden")
     local = (experts.num_experts, 0, experts.num_experts)

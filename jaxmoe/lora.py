@@ -314,6 +314,9 @@ def _check_adapters(op: str, experts: Experts, adapters: Adapters) -> tuple[int,
         "down_b": (ranks["down"], e.hidden),
     }
     several = adapters.down_b.shape[:-3]
+    if several == (0,):
+        rule = "adapters must be one, or at least one of several, not 0"
+        raise ValueError(_checks.message(op, rule, down_b=adapters.down_b))
     for name, matrix in wanted.items():
         array = getattr(adapters, name)
         if array.shape != (*several, e.num_experts, *matrix):

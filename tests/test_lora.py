@@ -382,3 +382,10 @@ def test_derivatives_of_the_call_are_those_of_the_ops():
         )
     batch = jax.vmap(lambda x: lora.moe_mlp(x, routing, experts, adapters))(jnp.stack([x, 2 * x]))
     assert_equal(batch[0], layer(x, routing, experts, adapters))
+
+
+def test_no_adapters_at_all_are_refused():
+    x, routing, experts, adapters = example()
+    none = jax.tree.map(lambda a: jnp.asarray(a)[None][:0], adapters)
+    with pytest.raises(ValueError, match="adapters must be one, or at least one of several, not 0"):
+        lora.moe_mlp(x, routing, experts, none, adapter_ids=jnp.zeros(len(x), jnp.int32))

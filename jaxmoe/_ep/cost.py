@@ -88,7 +88,7 @@ def capacity_of(
         )
         raise ValueError(_checks.message(op, rule))
     wanted = capacity_factor * num_tokens * share_per_device(num_devices, top_k)
-    return max(min(1, num_tokens), min(num_tokens, math.ceil(wanted)))
+    return max(min(1, num_tokens), math.ceil(min(num_tokens, wanted)))  # which may be infinite
 
 
 def _row_bytes(hidden: int, top_k: int, itemsize: int, dispatch_itemsize: int) -> tuple[int, int]:

@@ -216,10 +216,9 @@ class Device:
         d, count, format = self.d, self.count, self.layer.format
         scales: Any
         if not format.quantizes_tokens:
-            x = self._gathered(a.x, d.e + d.i + tuple(g for g in d.gather if g in d.h_in))
-            if set(d.h_in) & set(d.gather):
-                x = own(x, 1, d.h_in, count(d.h_in))
-            return x, None
+            cut = d.h_in if set(d.h_in) & set(d.gather) else ()  # else x comes in parts of H
+            x = self._gathered(a.x, d.e + d.i + cut)
+            return own(x, 1, cut, count(cut)), None
         x, scales = a.x, a.x_scales
         if scales is None:
             axes = d.tokens if format.one_token_scale else ()
