@@ -97,12 +97,11 @@ def moe_mlp_local(
     _checks.check_dtype(op, "token_valid", token_valid, ("bool",))
     _checks.check_shape(op, "token_valid", token_valid, x.shape[:1], "[T]")
     _checks.check_dim(op, "moe_w13", moe_w13, 0, num_experts, "num_experts")
-    _checks.check_rank(op, "selected_experts", selected_experts, "T,K")
-    _checks.check_int(op, "selected_experts.shape[1]", selected_experts.shape[1], 0, num_experts)
     names = ("selected_experts", "combine_weights")
     for name, array in zip(names, (selected_experts, combine_weights), strict=True):
         _checks.check_rank(op, name, array, "T,K")
         _checks.check_same_dim(op, name, array, 0, "x", x, 0, "num_tokens")
+    _checks.check_int(op, "selected_experts.shape[1]", selected_experts.shape[1], 0, num_experts)
     routing = routing_of(op, names, selected_experts, combine_weights, num_experts)
     ids = jnp.where(token_valid[:, None], routing.expert_ids, -1)
     routing = dataclasses.replace(routing, expert_ids=ids)

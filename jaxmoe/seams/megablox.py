@@ -111,7 +111,7 @@ def gmm(
                 f"preferred_element_type={_checks.dtype_name(dtype)}"
             )
             raise TypeError(_checks.message(op, rule, existing_out=existing_out))
-    if group_offset is None and np.shape(group_sizes) > np.shape(rhs)[:1]:
+    if group_offset is None and np.shape(group_sizes) > rhs.shape[:1]:  # rhs has the first ones
         group_offset = jnp.int32(0)
     if partial_sum is None:
         product = (lhs, rhs, group_sizes, None, dtype, group_offset)
