@@ -289,6 +289,7 @@ FinalizeParams MakeFinalize(const Layer& layer) {
   finalize.num_rows = layer.rows;
   finalize.hidden = p.hidden;
   finalize.pdl = true;
+  finalize.early_choices = true;  // the gate-up GEMM, or the plan, wrote them
   return finalize;
 }
 
@@ -491,7 +492,9 @@ const char* LaunchMoeMlp(const MoeMlpParams& p, cudaStream_t stream) {
   if (p.peers != nullptr) return Reason(LaunchPeerFinalize(*p.peers, stream));
   // NOTE: zero last: without gather the rows of X are in the same buffer.
   if (p.y == nullptr) return Reason(LaunchZeroRows(MakeZeroRows(layer), stream));
-  return Reason(LaunchFinalize(MakeFinalize(layer), stream));
+  FinalizeParams finalize = MakeFinalize(layer);
+  finalize.early_choices = !(one_kernel && planned_inside);
+  return Reason(LaunchFinalize(finalize, stream));
 }
 
 }  // namespace jaxmoe

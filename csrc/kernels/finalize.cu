@@ -35,12 +35,13 @@ cudaError_t LaunchFinalizeType(const FinalizeParams& p, cudaStream_t stream) {
                    static_cast<uintptr_t>(p.hidden * static_cast<int64_t>(sizeof(T)));
   constexpr int kSize = 16 / sizeof(T);
   if (bits % 16 != 0) return LaunchFinalizeSized<T, 1, 8>(p, sm_count, stream);
+  const int64_t at_once =
+      int64_t{FinalizeBlocksPerSm(kFewTokensUnroll)} * kFinalizeMaxThreads * sm_count;
+  if (p.num_tokens * (p.hidden / kSize) <= at_once) {
+    return LaunchFinalizeSized<T, kSize, kFewTokensUnroll>(p, sm_count, stream);
+  }
   if (p.top_k <= 2) return LaunchFinalizeSized<T, kSize, 2>(p, sm_count, stream);
-  // Eight loads of a thread are the shorter trip while all threads run at once.
-  int64_t at_once = int64_t{FinalizeBlocksPerSm(8)} * kFinalizeMaxThreads * sm_count;
-  bool many = p.num_tokens * (p.hidden / kSize) > at_once;
-  if (p.top_k <= 4 || many) return LaunchFinalizeSized<T, kSize, 4>(p, sm_count, stream);
-  return LaunchFinalizeSized<T, kSize, 8>(p, sm_count, stream);
+  return LaunchFinalizeSized<T, kSize, 4>(p, sm_count, stream);
 }
 
 }  // namespace

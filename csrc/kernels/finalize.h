@@ -23,6 +23,7 @@ struct FinalizeParams {
   int64_t num_rows;            // R < 2^31
   int64_t hidden;              // H < 2^31
   bool pdl;
+  bool early_choices;  // slot_to_row and weights are older than the launch before this one
 };
 
 cudaError_t LaunchFinalize(const FinalizeParams& params, cudaStream_t stream);

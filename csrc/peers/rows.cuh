@@ -85,7 +85,8 @@ __device__ __forceinline__ void FinalizePiece(const Peers& peers,
 #pragma unroll
   for (int i = 0; i < kSize; ++i) sum[i] = failed ? __uint_as_float(0x7fffffffu) : 0.0f;
   const float* weights = params.weights + token * top_k;
-  AddRows<T, kSize, kUnroll, true>(rows, row_pieces, slots, num_slots, weights, top_k, sum);
+  AddRows<T, kSize, kUnroll, true>(
+      rows, row_pieces, nullptr, slots, num_slots, weights, top_k, sum);
   if (params.residual != nullptr) {
     float term[kSize];
     P::Unpack(residual, term);
