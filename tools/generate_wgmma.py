@@ -13,6 +13,7 @@ TYPES = (
     ("F32F16F16", "f16", "f16", 16),
     ("F32E4M3E4M3", "e4m3", "e4m3", 32),
     ("F32E5M2E4M3", "e5m2", "e4m3", 32),
+    ("F32TF32TF32", "tf32", "tf32", 8),
 )
 
 # With A in registers, for which B is K-major.
@@ -43,7 +44,7 @@ def atom(n: int, name: str, ptx_a: str, ptx_b: str, k: int) -> str:
     count = n // 2
     parameters, registers, operands = accumulators(count)
     template = majors = constants = ""
-    if k == 16:  # of FP8 both operands are K-major
+    if k == 16:  # of the others both operands are K-major
         template = "template <cute::SM90::GMMA::Major kMajorA, cute::SM90::GMMA::Major kMajorB>\n"
         majors = f", %{count + 3}, %{count + 4}"
         constants = """,

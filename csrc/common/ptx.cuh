@@ -477,6 +477,7 @@ __device__ __forceinline__ uint32_t PackE4M3(float a, float b, float c, float d)
 
 __device__ __forceinline__ float ToFloat(__nv_bfloat16 v) { return __bfloat162float(v); }
 __device__ __forceinline__ float ToFloat(__half v) { return __half2float(v); }
+__device__ __forceinline__ float ToFloat(float v) { return v; }
 
 template <class Element>
 __device__ __forceinline__ Element FromFloat(float v);

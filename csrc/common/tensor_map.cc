@@ -29,6 +29,8 @@ CUtensorMapDataType MapType(DType dtype) {
       return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
     case DType::kFloat16:
       return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    case DType::kFloat32:  // rounds to what wgmma reads
+      return CU_TENSOR_MAP_DATA_TYPE_TFLOAT32;
     default:
       return CU_TENSOR_MAP_DATA_TYPE_UINT8;
   }

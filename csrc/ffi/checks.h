@@ -75,7 +75,9 @@ class Types {
       : types_{a, b, c} {}
 
   // These and one more; there are at most two of these.
-  Types Or(ffi::DataType type) const { return {types_[0], type, types_[1]}; }
+  Types Or(ffi::DataType type) const {
+    return Has(type) ? *this : Types{types_[0], type, types_[1]};
+  }
 
   bool Has(ffi::DataType type) const {
     return type != ffi::DataType::INVALID &&

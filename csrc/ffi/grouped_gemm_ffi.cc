@@ -52,11 +52,12 @@ ffi::Error GroupedGemm(cudaStream_t stream,
   const bool plain = !RowOf(format).scaled, packed = RowOf(format).is_packed();
   const bool kn = attrs.layout == static_cast<int64_t>(WeightLayout::kKN);
   const bool gated = attrs.activation.gated != 0, gathers = !take.IsAbsent(row_index);
+  const Types tokens = !plain ? ffi::DataType::F8E4M3FN : packed ? kHalfs : kFloats;
   const Types narrow = plain ? Like(x) : Like(bias);  // bias has it, absent or not
   const bool out_f32 = out->element_type() == ffi::DataType::F32;
 
   MoeGemmProblem gemm;
-  gemm.x = take.Any("x", x, {B, gathers ? T : R, K}, plain ? kHalfs : ffi::DataType::F8E4M3FN);
+  gemm.x = take.Any("x", x, {B, gathers ? T : R, K}, tokens);
   gemm.row_index = take.IntsOrNull("row_index", row_index, {B, R});
   gemm.out = take.Any("out", *out, {B, R, O}, gated ? narrow : narrow.Or(ffi::DataType::F32));
   const int64_t N = gated ? 2 * O : O;

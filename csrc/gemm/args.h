@@ -135,6 +135,7 @@ VariantTable Bf16KnVariants();
 VariantTable Bf16NkVariants();
 VariantTable Fp16KnVariants();
 VariantTable Fp16NkVariants();
+VariantTable Tf32Variants();
 VariantTable E4M3Variants();
 VariantTable E4M3PromotedVariants();
 VariantTable E5M2Variants();

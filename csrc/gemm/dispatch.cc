@@ -11,25 +11,12 @@
 namespace jaxmoe {
 namespace {
 
-constexpr VariantTable (*kTables[])() = {&Bf16KnVariants,
-                                         &Bf16NkVariants,
-                                         &Fp16KnVariants,
-                                         &Fp16NkVariants,
-                                         &E4M3Variants,
-                                         &E4M3PromotedVariants,
-                                         &E5M2Variants,
-                                         &E5M2PromotedVariants,
-                                         &Mxfp4Bf16Variants,
-                                         &Mxfp4Fp16Variants,
-                                         &Nvfp4Bf16Variants,
-                                         &Nvfp4Fp16Variants,
-                                         &Int4Bf16Variants,
-                                         &Int4Fp16Variants,
-                                         &Int4E4M3Variants,
-                                         &Int8Bf16Variants,
-                                         &Int8Fp16Variants,
-                                         &Mxfp8Bf16Variants,
-                                         &Mxfp8Fp16Variants};
+constexpr VariantTable (*kTables[])() = {
+    &Bf16KnVariants,       &Bf16NkVariants,    &Fp16KnVariants,       &Fp16NkVariants,
+    &Tf32Variants,         &E4M3Variants,      &E4M3PromotedVariants, &E5M2Variants,
+    &E5M2PromotedVariants, &Mxfp4Bf16Variants, &Mxfp4Fp16Variants,    &Nvfp4Bf16Variants,
+    &Nvfp4Fp16Variants,    &Int4Bf16Variants,  &Int4Fp16Variants,     &Int4E4M3Variants,
+    &Int8Bf16Variants,     &Int8Fp16Variants,  &Mxfp8Bf16Variants,    &Mxfp8Fp16Variants};
 
 const Variant* FindVariant(const MoeGemmProblem& p, const TileConfig& tile) {
   for (const auto& table_of : kTables) {
@@ -170,6 +157,9 @@ const char* MakeArgs(const MoeGemmProblem& p,
   }
   if (p.z != nullptr && (!variant->stores_sums || p.out_f32)) {
     return "sums beside the activation are those of bf16 and fp16 products";
+  }
+  if (p.dtype == DType::kFloat32 && (p.gated || !p.out_f32)) {
+    return "products of float32 have float32 results and no gate";
   }
   const bool has_activation = p.gated || p.activation.kind != ActivationParams::kIdentity;
   const bool quantizes = p.scales.out != nullptr || p.scales.out_groups != nullptr;

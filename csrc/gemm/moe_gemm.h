@@ -108,8 +108,9 @@ constexpr bool QuantizesGroups(Shared shared, const TileConfig& tile) {
 
 // One grouped GEMM. Pointers are device pointers.
 struct MoeGemmProblem {
-  // Of x and w; of w alone if that is FP8: then x is e4m3; of x alone if w is packed: if e4m3, rows
-  // of x are as RoundTokensParams::codes has them, and w has kInt4 codes that are multiplied so.
+  // Of x and w, kFloat32 for TF32; of w alone if that is FP8: then x is e4m3; of x alone if w is
+  // packed: if e4m3, rows of x are as RoundTokensParams::codes has them, and w has kInt4 codes that
+  // are multiplied so.
   DType dtype = DType::kBFloat16;
   DType out_dtype = DType::kBFloat16;  // of bias and (unless out_f32 or scales.out) out
   WeightLayout layout = WeightLayout::kKN;

@@ -86,6 +86,18 @@ class Epilogue {
       scales_.Publish(token_scales_, site_.thread);
       Sync();
     }
+    if constexpr (T::kFloatOut) {
+      ApplyAny(acc);
+    } else {
+      RoundAndStore(acc);
+    }
+  }
+
+ private:
+  enum class StageMode { kHalves, kInterleaved, kSingle };
+
+  // The sums and results of two bytes.
+  __device__ __forceinline__ void RoundAndStore(Accumulators<T>& acc) {
     if constexpr (!T::kScaled) {
       if (args_.z != nullptr) StoreSums(acc);
     }
@@ -106,9 +118,6 @@ class Epilogue {
       ApplyAny(acc);
     }
   }
-
- private:
-  enum class StageMode { kHalves, kInterleaved, kSingle };
 
   // Staged tokens: of gated products with 64 output features, of others with all 128.
   template <StageMode kMode>
@@ -315,11 +324,10 @@ class Epilogue {
   // [token][weight row]. Accumulators are registers, so every pass has staging code of its own.
   __device__ __forceinline__ void ApplyAny(const Accumulators<T>& acc) const {
     constexpr int kTokens = T::kStagingBytes >= 16 * T::kSumPitch ? 16 : 8;  // of a pass
-    // Kernels of plain weights with a warpgroup that gathers would spill accumulators that are
-    // alive around a loop. Those of wide packed tiles would have more instructions in their k
-    // loops.
+    // Wide kernels of plain weights would spill accumulators that are alive around a loop. Those of
+    // wide packed tiles would have more instructions in their k loops.
     constexpr bool kUnrolls =
-        (T::kProducers == 2 && !T::kScaled) || (T::kPacked && T::kWarpgroupTokens > 64);
+        (!T::kDecode && !T::kScaled) || (T::kPacked && T::kWarpgroupTokens > 64);
 #pragma unroll(kUnrolls ? T::kWarpgroupTokens / kTokens : 1)
     for (int t0 = 0; t0 < T::kWarpgroupTokens; t0 += kTokens) {
       if (t0 >= site_.rows) break;
@@ -377,10 +385,14 @@ class Epilogue {
 
   __device__ __forceinline__ void StorePair(int row, int feature, float2 y) const {
     const int64_t at = row * static_cast<int64_t>(args_.n_out) + site_.feature + feature;
-    if (args_.out_f32) {
+    if (T::kFloatOut || args_.out_f32) {
       *reinterpret_cast<float2*>(static_cast<float*>(args_.out) + at) = y;
       return;
     }
+    if constexpr (!T::kFloatOut) StoreRounded(at, y);
+  }
+
+  __device__ __forceinline__ void StoreRounded(int64_t at, float2 y) const {
     const uint32_t v = Out().Pack2(y.x, y.y);
     if constexpr (T::kQuantizesOut) {
       if (args_.scales.out != nullptr) {

@@ -74,6 +74,7 @@ struct Tile {
   using Token = typename Format::Token;
   using Out = typename Format::Out;
   using Decoder = Format;  // of packed weights
+  static constexpr bool kFloatOut = std::is_same_v<Out, float>;
   template <Products kOf, bool kAdds>
   using Like = Tile<Format,
                     kMajor_,
@@ -212,7 +213,8 @@ struct Tile {
   // There is one kernel for both products of a layer. Wider tiles of packed weights lose more to
   // instructions that are not there than they win, and their k loops are split for few tiles alone.
   static constexpr bool kHasLayerKernel =
-      kDecode && !kTokenScaled && (kPacked ? kTokenTile <= 16 && kSplitK == 1 : kTokenTile <= 32);
+      kProducts == Products::kAny && kDecode && !kTokenScaled &&
+      (kPacked ? kTokenTile <= 16 && kSplitK == 1 : kTokenTile <= 32);
 
   // Kernels that add what adapters add are apart, as they would cost the others up to 8 %: of bf16
   // tokens, weights whose rows share a scale, and tiles that serve all numbers of rows. Packed

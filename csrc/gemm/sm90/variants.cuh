@@ -99,13 +99,15 @@ VariantTable MakeVariants() {
     };
     return {rows, static_cast<int>(std::size(rows))};
   } else {
+    constexpr Products kOf =
+        std::is_same_v<typename Format::Out, float> ? Products::kUngated : Products::kAny;
     static const Variant rows[] = {
-        JAXMOE_TILE(128, 8, 6, kNone, 2, 1, 1),
-        JAXMOE_TILE(128, 8, 6, kNone, 2, 1, 2),
-        JAXMOE_TILE(128, 32, 5, kNone, 2, 1, 1),
-        JAXMOE_TILE(128, 192, 5, kTokens, 1, 1, 1),
-        JAXMOE_TILE(256, 160, 4, kWeights, 1, 1, 1),
-        JAXMOE_TILE(256, 160, 4, kWeights, 1, 2, 1),
+        JAXMOE_TILE(128, 8, 6, kNone, 2, 1, 1, kOf),
+        JAXMOE_TILE(128, 8, 6, kNone, 2, 1, 2, kOf),
+        JAXMOE_TILE(128, 32, 5, kNone, 2, 1, 1, kOf),
+        JAXMOE_TILE(128, 192, 5, kTokens, 1, 1, 1, kOf),
+        JAXMOE_TILE(256, 160, 4, kWeights, 1, 1, 1, kOf),
+        JAXMOE_TILE(256, 160, 4, kWeights, 1, 2, 1, kOf),
     };
     return {rows, static_cast<int>(std::size(rows))};
   }

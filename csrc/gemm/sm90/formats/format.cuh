@@ -3,7 +3,8 @@
 // Members of a trait:
 //   Weight             element of the weight that wgmma multiplies
 //   Token              element of X
-//   Out                element of bias and output; void: bf16 or fp16, chosen at run time
+//   Out                element of bias and output; void: bf16 or fp16, chosen at run time;
+//                      float: there are no gated products
 //   kStepK             elements of k in a pipeline step
 //   kScaling           where scales enter the sums
 //   kGathersByThreads  wide tiles fetch rows of X through row_index
@@ -35,6 +36,7 @@ template <class Element>
 constexpr DType DTypeOf() {
   if (std::is_same_v<Element, __nv_bfloat16>) return DType::kBFloat16;
   if (std::is_same_v<Element, __half>) return DType::kFloat16;
+  if (std::is_same_v<Element, float>) return DType::kFloat32;
   return std::is_same_v<Element, __nv_fp8_e4m3> ? DType::kFloat8E4M3 : DType::kFloat8E5M2;
 }
 
