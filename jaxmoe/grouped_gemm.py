@@ -154,7 +154,7 @@ def grouped_gemm(
             packed=format.packed,
         )
         config = whole_k(op, "config", config, chosen)
-    _dtypes.check_precision(op, precision, lhs.dtype, format)
+    precision = _dtypes.check_precision(op, precision, lhs.dtype, format)
     check_num_rows(op, lhs.shape[0], lhs=lhs)
     if bias is not None:
         _checks.check_rank(op, "bias", bias, "E,N")

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmoe._formats import Tokens
+from jaxmoe._gemm.precision import asked
 from jaxmoe._gemm.tiles import GemmConfig, odd_blocks
 from jaxmoe._jax import checks as _checks
 from jaxmoe._jax import leading as _leading
@@ -329,6 +330,7 @@ def static_of(
         num_experts=local[0],
         num_local_experts=local[2],
         expert_offset=local[1],
+        precision=asked(None) if x.dtype == jnp.float32 else None,
         promoted=promoted,
         config=config,
         finalize=finalize,

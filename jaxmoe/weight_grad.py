@@ -76,7 +76,7 @@ def grouped_gemm_weight_grad(
       [[[4.0], [4.0]], [[8.0], [8.0]]]
     """
     _check_factors(lhs, dy, group_sizes, weight_layout)
-    check_precision(_OP, precision, lhs.dtype, PLAIN)
+    precision = check_precision(_OP, precision, lhs.dtype, PLAIN)
     dtype = lhs.dtype
     if accumulate_into is not None:
         _checks.check_dtype(_OP, "accumulate_into", accumulate_into, _checks.FLOATS)

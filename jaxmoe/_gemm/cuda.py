@@ -88,10 +88,13 @@ def count_reason(op: str, num_rows: int, **arrays: Any) -> str | None:
     return _checks.message(op, rule, **arrays)
 
 
-def dtype_reason(op: str, **arrays: Any) -> str | None:
-    """Says why the CUDA kernels cannot multiply arrays of these dtypes, or None."""
+def dtype_reason(op: str, tf32: bool = False, /, **arrays: Any) -> str | None:
+    """Says why the CUDA kernels cannot multiply arrays of these dtypes, or None.
+
+    `tf32`: whether there is a kernel of float32 factors.
+    """
     names = {np.dtype(x.dtype).name for x in arrays.values()}
-    if len(names) == 1 and names <= {"bfloat16", "float16"}:
+    if len(names) == 1 and names <= {"bfloat16", "float16", *(("float32",) if tf32 else ())}:
         return None
     listed = " and ".join(arrays)
     return _checks.message(op, f"{listed} must all be bf16 or all be f16 on CUDA", **arrays)
@@ -132,7 +135,8 @@ def gmm_reason(a: Any, *, format: Format, dtype: Any, out_dtype: Any, **_params:
         name, itemsize = "rhs.values", jnp.dtype(dtype).itemsize
     else:
         of_bias = {} if a.bias is None else {"bias": one(a.bias)}
-        reason = dtype_reason(op, **{"lhs": x, "rhs": w} | of_bias)
+        # Other products of float32 are made of several.
+        reason = dtype_reason(op, True, **{"lhs": x, "rhs": w} | of_bias)
         name, itemsize = "rhs", None
     reason = (
         reason

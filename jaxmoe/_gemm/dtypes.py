@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmoe._formats import Format
+from jaxmoe._gemm.precision import asked
 from jaxmoe._jax import checks as _checks
 
 # Products of these are integers, summed in int32. CUDA has none of the wide ones.
@@ -82,10 +83,15 @@ def element_type(op: str, value: Any, besides: tuple[str, ...] = ()) -> np.dtype
     return dtype
 
 
-def check_precision(op: str, precision: Any, dtype: Any, format: Format) -> None:
-    """Refuses what `jax.lax.dot` does not take; asked of JAX, whose list grows."""
+def check_precision(op: str, precision: Any, dtype: Any, format: Format) -> Any:
+    """Refuses what `jax.lax.dot` does not take; asked of JAX, whose list grows.
+
+    Returns the precision of the product, of float32 factors that of JAX's configuration if none is
+    given.
+    """
+    plain_floats = dtype == np.float32 and not format.quantized
     if precision is None:
-        return
+        return asked(None) if plain_floats else None
     if format.quantized:
         rule = "precision must be None if rhs is quantized: products of FP8 numbers are exact"
         raise ValueError(_checks.message(op, rule, precision=precision))
@@ -100,3 +106,4 @@ def check_precision(op: str, precision: Any, dtype: Any, format: Format) -> None
         )
         kind = ValueError if isinstance(precision, str) else TypeError
         raise kind(_checks.message(op, rule, precision=precision)) from error
+    return asked(precision) if plain_floats else precision

@@ -57,6 +57,7 @@ def _gate_up(
     activation: Activation,
     gate_up: str,
     weight_layout: str,
+    precision: Any,
     config: GemmConfig,
 ) -> tuple[jax.Array, jax.Array]:
     rows = x if row_to_token is None else permute_p(x, row_to_token, slot_to_row)[0]
@@ -65,6 +66,7 @@ def _gate_up(
         *(w, None, bias, starts, sizes),
         weight_layout=weight_layout,
         out_dtype=jnp.float32,
+        precision=precision,
         config=config,
     )
     return activate(z, activation, gate_up).astype(x.dtype), z.astype(x.dtype)
@@ -82,12 +84,12 @@ def _gate_up_out(
 def _gate_up_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
     h, z = gate_up_p(*primals, **params)
     x, row_to_token, slot_to_row, w, bias, *groups = primals
-    layout = params["weight_layout"]
+    of_product = {name: params[name] for name in ("weight_layout", "precision")}
 
     def product(x: jax.Array, w: jax.Array, bias: jax.Array | None) -> jax.Array:
         rows = x if row_to_token is None else permute_p(x, row_to_token, slot_to_row)[0]
         given = (Tokens(rows, None), w, None, bias, *groups)
-        return multiply(*given, weight_layout=layout, out_dtype=x.dtype)
+        return multiply(*given, out_dtype=x.dtype, **of_product)
 
     moving = [tangents.x, tangents.w, tangents.bias]
     if all(t is None for t in moving):
@@ -99,7 +101,13 @@ def _gate_up_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
 
 
 def _attrs(
-    avals: Any, *, activation: Activation, gate_up: str, weight_layout: str, config: GemmConfig
+    avals: Any,
+    *,
+    activation: Activation,
+    gate_up: str,
+    weight_layout: str,
+    config: GemmConfig,
+    **_params: Any,
 ) -> dict[str, Any]:
     return cuda.attrs(
         config,

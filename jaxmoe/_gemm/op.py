@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmoe._formats import PLAIN, Format
-from jaxmoe._gemm import cuda, sharding, split, xla
+from jaxmoe._gemm import cuda, sharding, split, tf32, xla
 from jaxmoe._gemm.dequantized import dequantized
 from jaxmoe._gemm.tiles import gmm_config, tgmm_cluster
 from jaxmoe._jax import checks as _checks
@@ -338,6 +338,12 @@ def _gmm_attrs(
     return cuda.attrs(config, layout=weight_layout, format=format, promoted=promoted)
 
 
+def _gmm_apart(a: Product, *, format: Format, out_dtype: Any, **params: Any) -> Any:
+    if tf32.multiplies(a, format=format, **params):
+        return tf32.gmm_of_whole_rows(gmm, a, out_dtype)
+    return split.gmm_of_parts(gmm, a.x, a.w, format)
+
+
 gmm_p = _primitive.define(
     "jaxmoe_gmm",
     operands=Product,
@@ -352,7 +358,7 @@ gmm_p = _primitive.define(
         attrs=_gmm_attrs,
         scratch=lambda _a, *, dtype, **_: cuda.scratch(dtype),
         reason=cuda.gmm_reason,
-        apart=lambda a, *, format, **_: split.gmm_of_parts(gmm, a.x, a.w, format),
+        apart=_gmm_apart,
     ),
     rule=sharding.gmm_rule(lambda *arrays, **params: gmm_p(*arrays, **params)),
     composed=lambda *, format, **_: format.composed,

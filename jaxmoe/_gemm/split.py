@@ -16,24 +16,18 @@ import jax
 import jax.numpy as jnp
 
 from jaxmoe._formats import Format
+from jaxmoe._gemm.precision import of_precision
 
 BF16 = jnp.dtype(jnp.bfloat16)
 # That many k, by factors of at most -128 or 255 in magnitude; int16 holds both kinds.
 _EXACT_K = {"int8": 1024, "uint8": 256, "int16": 256}
 _COLUMNS = 8  # rows of bf16 are multiples of 16 bytes
-_HIGHEST = (jax.lax.Precision.HIGHEST, "highest", "float32")
 
 
 def is_split(x: Any, w: Any) -> bool:
     """Whether CUDA multiplies these factors in parts: they are floats, one of them float32."""
     dtypes = {jnp.dtype(a.dtype).name for a in (x, w)}
     return "float32" in dtypes and dtypes <= {"float32", "bfloat16", "float16"}
-
-
-def of_precision(precision: Any) -> int:
-    """The number of parts that a factor has."""
-    given = precision if isinstance(precision, tuple) else (precision,)
-    return 3 if any(p in _HIGHEST for p in given) else 2
 
 
 def parts(a: jax.Array, count: int) -> list[jax.Array]:
@@ -80,7 +74,7 @@ def side_by_side(
         xs.append(jnp.ones((*x.shape[:2], len(rows)), BF16))
         ws += rows
     whole, n_axis = jnp.concatenate(ws, axis=k_axis), 5 - k_axis
-    return _filled(jnp.concatenate(xs, axis=2), 2), _filled(_filled(whole, k_axis), n_axis)
+    return filled(jnp.concatenate(xs, axis=2), 2), filled(filled(whole, k_axis), n_axis)
 
 
 def gmm_of_parts(gmm: Callable[..., Any], x: Any, w: Any, format: Format) -> Any:
@@ -129,9 +123,9 @@ def _gmm_of_integers(
         last = min(first + step, k)
         x_part = jax.lax.slice_in_dim(x, first, last, axis=2).astype(BF16)
         w_part = jax.lax.slice_in_dim(w, first, last, axis=k_axis).astype(BF16)
-        w_part = _filled(_filled(w_part, k_axis), 5 - k_axis)
+        w_part = filled(filled(w_part, k_axis), 5 - k_axis)
         (out,) = gmm(
-            *(_filled(x_part, 2), w_part, starts, sizes),
+            *(filled(x_part, 2), w_part, starts, sizes),
             weight_layout=weight_layout,
             out_dtype=jnp.dtype("float32"),
         )
@@ -157,8 +151,8 @@ def tgmm_of_parts(tgmm: Callable[..., Any], x: Any, dy: Any) -> Any:
         precision: Any,
     ) -> tuple[jax.Array]:
         params: dict[str, Any] = {"weight_shape": weight_shape, "precision": None}
-        total = None if init is None else _filled(_filled(init.astype(jnp.float32), -1), -2)
-        for factors in pairs(_filled(x, -1), _filled(dy, -1), of_precision(precision)):
+        total = None if init is None else filled(filled(init.astype(jnp.float32), -1), -2)
+        for factors in pairs(filled(x, -1), filled(dy, -1), of_precision(precision)):
             (total,) = tgmm(
                 *factors, starts, sizes, total, out_dtype=jnp.dtype("float32"), **params
             )
@@ -168,8 +162,13 @@ def tgmm_of_parts(tgmm: Callable[..., Any], x: Any, dy: Any) -> Any:
     return of_parts
 
 
-def _filled(a: jax.Array, axis: int) -> jax.Array:
+def filled(a: jax.Array, axis: int) -> jax.Array:
     """The array with zeros behind an axis, so that it has whole 8."""
-    missing = -a.shape[axis] % _COLUMNS
+    missing = filled_size(a.shape[axis]) - a.shape[axis]
     pad = [(0, missing if i == axis % a.ndim else 0) for i in range(a.ndim)]
     return jnp.pad(a, pad) if missing else a
+
+
+def filled_size(size: int) -> int:
+    """The size that such an axis then has."""
+    return -(-size // _COLUMNS) * _COLUMNS

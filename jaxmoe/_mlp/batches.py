@@ -73,7 +73,7 @@ def _value(
             weight_layout=layer.layouts[0],
             dtype=layer.dtype,
             format=format,
-            precision=None,
+            precision=layer.precision,
             promoted=(layer.promoted or (None, None))[0],
             config=layer.configs_apart[0],
             activation=layer.activation,
@@ -175,6 +175,7 @@ def _params(layer: Layer, which: int, out_dtype: Any) -> dict[str, Any]:
         "weight_layout": layout,
         "out_dtype": out_dtype,
         "dtype": layer.dtype,
+        "precision": layer.precision,
         "promoted": promoted,
         "config": config,
     }

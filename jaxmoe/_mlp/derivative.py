@@ -98,6 +98,7 @@ def linearized(
             activation=layer.activation,
             gate_up=layer.gate_up,
             weight_layout=layer.layouts[0],
+            precision=layer.precision,
             config=config,
         )
     else:
@@ -110,6 +111,7 @@ def linearized(
         order.expert_offsets,
         layout=layer.layouts[1],
         out_dtype=layer.dtype,
+        precision=layer.precision,
         config=second,
         scales=a.down_scales,
         format=layer.format,
@@ -151,6 +153,7 @@ def _apart(a: Operands, layer: Layer, order: Any) -> tuple[jax.Array, jax.Array]
             order.expert_offsets,
             layout=layer.layouts[0],
             out_dtype=jnp.float32,
+            precision=layer.precision,
             config=config,
             scales=scales,
             format=layer.format,
@@ -167,27 +170,17 @@ def _product(
     bias: jax.Array | None,
     expert_offsets: jax.Array,
     *,
-    layout: str,
-    out_dtype: Any,
-    config: Any = None,
     scales: jax.Array | None = None,
     format: Format = PLAIN,
+    **params: Any,
 ) -> jax.Array:
-    return product(
-        Tokens(rows, None),
-        w,
-        scales,
-        bias,
-        expert_offsets,
-        format=format,
-        layout=layout,
-        dtype=rows.dtype,
-        out_dtype=out_dtype,
-        config=config,
-    )
+    arrays = Tokens(rows, None), w, scales, bias, expert_offsets
+    return product(*arrays, format=format, dtype=rows.dtype, **params)
 
 
-def _contract(r: Any, x: jax.Array, dy: jax.Array, count: int, dtype: Any) -> jax.Array:
+def _contract(
+    r: Any, x: jax.Array, dy: jax.Array, count: int, dtype: Any, precision: Any = None
+) -> jax.Array:
     """Sums the outer products of the rows of each expert; of experts that share weights, as one."""
     (dw,) = tgmm(
         x[None],
@@ -197,7 +190,7 @@ def _contract(r: Any, x: jax.Array, dy: jax.Array, count: int, dtype: Any) -> ja
         None,
         weight_shape=(1, count),
         out_dtype=jnp.dtype(dtype),
-        precision=None,
+        precision=precision,
     )
     return dw[0]
 
@@ -220,6 +213,7 @@ def _tangent(*args: Any, layer: Layer) -> tuple[jax.Array]:
             expert_offsets=r.expert_offsets,
             layout=at,
             out_dtype=jnp.float32,
+            precision=layer.precision,
             format=layer.format,
         )
         for at in layer.layouts
@@ -304,8 +298,10 @@ def _gradients(
 ) -> dict[str, jax.Array]:
     """The gradients of the names in `wanted`, whose avals say in which dtype."""
     dtype, grads = layer.dtype, {"residual": dy}
-    backward = functools.partial(_product, bias=None, expert_offsets=r.expert_offsets)
-    contract = functools.partial(_contract, r)
+    backward = functools.partial(
+        _product, bias=None, expert_offsets=r.expert_offsets, precision=layer.precision
+    )
+    contract = functools.partial(_contract, r, precision=layer.precision)
     s = row_weights(r, r.weights)
     rows = to_rows(r, dy) if layer.finalize else dy
     act = functools.partial(activate, activation=layer.activation, gate_up=layer.gate_up)

@@ -72,6 +72,7 @@ class Layer:
       gate_up: order of the outputs of w_gate_up; "gate_up" with `w_up`.
       layouts: "kn" or "nk" for each weight, as stored.
       num_experts, num_local_experts, expert_offset: see `jaxmoe.plan`.
+      precision: of float32 products, see `jaxmoe.grouped_gemm`; None in other dtypes.
       promoted: whether each product promotes its sums, None where the format has no choice.
       config: tiles of the two CUDA products, None for those that the shapes choose.
       gather: mesh axes over which weights are gathered, None to choose by bytes.
@@ -87,6 +88,7 @@ class Layer:
     num_experts: int
     num_local_experts: int
     expert_offset: int
+    precision: Any = None
     promoted: tuple[bool, bool] | None = None
     config: tuple[Any, Any] | None = None
     gather: tuple[str, ...] | None = None

@@ -64,6 +64,7 @@ def product(
     dtype: Any,
     out_dtype: Any,
     own: Callable[[jax.Array], jax.Array] = _same,
+    precision: Any = None,
     promoted: bool | None = None,
     config: Any = None,
 ) -> jax.Array:
@@ -75,6 +76,7 @@ def product(
         weight_layout=layout,
         dtype=dtype,
         out_dtype=out_dtype,
+        precision=precision,
         promoted=promoted if format.quantized else None,
         config=config,
     )
@@ -88,7 +90,11 @@ def rows_of(
     configs = layer.configs_apart
     promoted = layer.promoted or (None, None)
     in_order = functools.partial(
-        product, expert_offsets=order.expert_offsets, dtype=layer.dtype, own=exchange.own
+        product,
+        expert_offsets=order.expert_offsets,
+        dtype=layer.dtype,
+        own=exchange.own,
+        precision=layer.precision,
     )
     rows = _gathered(a, layer, order)
     first = functools.partial(
