@@ -99,6 +99,31 @@ def test_grouped_gemm_is_one_call_of_bf16_factors(lhs, rhs):
     assert operands[0] == "1x10x240xbf16"
 
 
+@pytest.mark.parametrize("precision", (None, "tensorfloat32"))
+@pytest.mark.parametrize("layout", ("kn", "nk"))
+def test_a_batch_invariant_product_has_whole_k_loops(layout, precision):
+    """Few tiles would share theirs otherwise."""
+    k, n = 2048, 128
+    rhs = struct(8, *((k, n) if layout == "kn" else (n, k)), dtype=F32)
+    args = struct(8, k, dtype=F32), rhs, struct(8, dtype=I32)
+    for invariant in (False, True):
+        product = functools.partial(grouped_gemm, weight_layout=layout, precision=precision)
+        product = functools.partial(product, batch_invariant=invariant)
+        ((_, attrs, _, _),) = calls(cuda_text(product, *args))
+        assert attrs["config"]["split_k"] == ("1:i64" if invariant else "2:i64")
+
+    def layer(x, experts):
+        with jax.default_matmul_precision(precision):
+            return jaxmoe.moe_mlp(x, routing, experts, batch_invariant=True)
+
+    routing = jaxmoe.Routing(jnp.zeros((8, 1), I32), jnp.ones((8, 1), F32), 8)
+    shapes = {"gate_up": (8, k, 2 * k), "down": (8, k, k)}
+    turned = {name: (s[0], s[2], s[1]) if layout == "nk" else s for name, s in shapes.items()}
+    weights = {name: struct(*s, dtype=F32) for name, s in turned.items()}
+    text = cuda_text(layer, args[0], Experts(**weights, layout=layout))
+    assert [c[1]["config"]["split_k"] for c in calls(text) if c[0] == GMM] == ["1:i64"] * 2
+
+
 def test_gradients_of_float32_products_are_calls():
     """Also where bf16 factors have a float32 product, whose cotangent is float32."""
     for dtype in (BF16, F32):

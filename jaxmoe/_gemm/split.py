@@ -96,11 +96,13 @@ def gmm_of_parts(gmm: Callable[..., Any], x: Any, w: Any, format: Format) -> Any
         weight_layout: str,
         out_dtype: Any,
         precision: Any,
+        config: Any = None,
         **_of_this: Any,
     ) -> tuple[jax.Array]:
         k_axis, count = 2 if weight_layout == "kn" else 3, of_precision(precision)
         factors = side_by_side(x, w, bias, k_axis=k_axis, count=count)
-        (out,) = gmm(*factors, starts, sizes, weight_layout=weight_layout, out_dtype=jnp.float32)
+        params: dict[str, Any] = {"weight_layout": weight_layout, "out_dtype": jnp.float32}
+        (out,) = gmm(*factors, starts, sizes, config=config, **params)
         return (out[..., : w.shape[5 - k_axis]].astype(out_dtype),)
 
     return of_parts
