@@ -68,8 +68,9 @@ def grouped_gemm(
         format, unless it is a `QuantizedArray` already.
       group_sizes: [E] integers, or more of them than E with `group_offset`. Rows past the sum are
         in no group; negative sizes count as 0 and rows past R as absent.
-      precision: of the products where they are not CUDA's kernels, as in `jax.lax.dot`; of float32
-        factors on CUDA, "highest" for six products of their bf16 parts in place of three.
+      precision: of float32 factors, as in `jax.lax.dot`; `jax.default_matmul_precision` by default.
+        On CUDA three products of their bf16 parts, unless it is "highest", which is six, or
+        "tensorfloat32" (or its `jax.lax.DotAlgorithmPreset`), which is TF32 with layout "nk".
       preferred_element_type: dtype of the result: a floating one, int32 if both factors are
         integers, or the default, which is what `jax.lax.dot` has: that of both factors if it is
         one, the floating one of two, float32 of float32 and a narrower one, int8 of int8 and uint8.

@@ -83,7 +83,8 @@ def moe_mlp(
 
     Numerics: float32 accumulation in both products; the activation is computed in float32 from the
       first accumulator and rounded once, each row of the second is rounded once, and the
-      float32 sum over k once. Bitwise repeatable. NaN stays in the tokens that hold it. With
+      float32 sum over k once. Products of float32 follow `jax.default_matmul_precision`, see
+      docs/semantics.md. Bitwise repeatable. NaN stays in the tokens that hold it. With
       quantized experts x and the rounded result of the activation are quantized in their format, as
       `jaxmoe.quantize_tokens` does, unless the format is one of weights alone. Under
       differentiation the result is the same; what the backward pass reads, the derivative of the

@@ -40,8 +40,8 @@ def grouped_gemm_weight_grad(
       dy: [R, N], the cotangent of the product, in the dtype of `lhs`.
       group_sizes: [E] integers. Rows past the sum are in no group; negative sizes count as 0 and
         rows past R as absent.
-      precision: of the products where they are not CUDA's kernels, as in `jax.lax.dot`; of float32
-        factors on CUDA, "highest" for six products of their bf16 parts in place of three.
+      precision: of float32 factors, as in `jax.lax.dot`; `jax.default_matmul_precision` by default.
+        On CUDA "highest" is six products of their bf16 parts, all others three.
       preferred_element_type: dtype of the result; that of `accumulate_into`, or of `lhs`, by
         default. Float32 is not rounded.
       accumulate_into: [E, K, N] (or [E, N, K]) in the dtype of the result: a gradient to add to.
