@@ -1,6 +1,7 @@
 """dispatch="direct": what its memory is, what a program asks of it, and the bits of its results."""
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import re
@@ -405,7 +406,7 @@ def test_a_jitted_auto_takes_what_is_open(monkeypatch):
             assert taken() and taken()
         assert not taken()
         assert len(traced) == 2, again
-    with open_it(num_bytes=10240):  # too little
+    with open_it(num_bytes=11264):  # too little
         assert not taken()
     with open_it(num_bytes=ENOUGH):
         refused = jax.jit(layer())
@@ -480,10 +481,10 @@ def test_without_memory_it_is_refused():
 def test_memory_that_is_too_small_is_refused_with_what_is_needed():
     ids, a = ids_of("uniform"), arrays()
     rule = (
-        r"needs (\d+) bytes of peer memory for 2 tokens of each of 8 devices, and num_bytes=10240"
+        r"needs (\d+) bytes of peer memory for 2 tokens of each of 8 devices, and num_bytes=11264"
     )
     with (
-        expert_parallel.open_peer_memory(mesh(**EIGHT), "expert", num_bytes=10240),
+        expert_parallel.open_peer_memory(mesh(**EIGHT), "expert", num_bytes=11264),
         pytest.raises(ValueError, match=rule) as caught,
     ):
         jax.eval_shape(layer(), ids, a)
@@ -539,7 +540,7 @@ def test_own_apart_is_refused(memory):
     [
         ({"mesh": "eight"}, TypeError, "mesh must be a jax.sharding.Mesh"),
         ({"axis_name": "experts"}, ValueError, "axis_name='experts' must be one of"),
-        ({"num_bytes": 10239}, ValueError, "num_bytes=10239 must be at least 10240"),
+        ({"num_bytes": 11263}, ValueError, "num_bytes=11263 must be at least 11264"),
         ({"num_bytes": 1e6}, TypeError, "num_bytes"),
         ({"axis_name": ()}, ValueError, "axis_name=() must be an axis of the mesh, or several"),
         ({"axis_name": ("expert", "expert")}, ValueError, "several, each once"),
@@ -678,11 +679,11 @@ def test_memory_has_room_for_the_backward_pass():
     """Small numbers travel beside tokens, as their cotangents do, and ids beside both."""
     sizes = {"num_tokens": 256, "top_k": 8, "num_devices": 8, "small": 16, "row_bytes": 32}
     needed = peers.needed_bytes(token_bytes=32, quantized=False, **sizes)
-    assert needed == peers.HEADER_BYTES + 8 * 8 * 256 * (32 + 4 * 8 + 4 * 16)
+    assert needed == peers.HEADER_BYTES + 12 * 8 * 256 * (32 + 4 * 8 + 4 * 16)
     bytes_ = peers.needed_bytes(token_bytes=8, quantized=True, **sizes)  # of which none come home
-    assert bytes_ == peers.HEADER_BYTES + 8 * 8 * 256 * (8 + 4 * 8 + 4 * 16)
+    assert bytes_ == peers.HEADER_BYTES + 12 * 8 * 256 * (8 + 4 * 8 + 4 * 16)
     packed = peers.needed_bytes(256, 8, 1, 16, 0, 4096, quantized=True)
-    assert packed == peers.HEADER_BYTES + 8 * peers.dispatch_bytes(256, 8, 1, 4096, 0)
+    assert packed == peers.HEADER_BYTES + 12 * peers.dispatch_bytes(256, 8, 1, 4096, 0)
 
 
 def test_memory_is_that_of_what_takes_most():
@@ -703,23 +704,35 @@ def test_memory_is_of_positive_sizes(name):
         expert_parallel.peer_memory_bytes(**given | {name: 1.5})
 
 
-@pytest.mark.parametrize("half", (256, 98304, 1 << 23, 1 << 30))
+@pytest.mark.parametrize("half", (256, 98304, 2 << 20, 3 << 20, 5 << 20, 1 << 23, 1 << 30))
 def test_memory_is_divided_as_it_was_counted(half):
-    """Into halves that have what was asked for, and parts for few tokens."""
-    got, few = peers.parts_of(peers.total_bytes(half))
-    assert (got, few) == (half, min(3 * half, peers.MOST_FEW_BYTES))
-    assert all(a % 256 == 0 for a in peers.parts_of(peers.total_bytes(half) + 1001))
+    """Into halves that have what was asked for, and parts for few tokens, in pairs and lines."""
+    got, few, lines = peers.parts_of(peers.total_bytes(half))
+    pairs = min(3 * half, peers.MOST_PAIR_BYTES)
+    assert (got, few - lines, lines) == (half, pairs, min(2 * half, peers.MOST_LINE_BYTES))
+    more = peers.parts_of(peers.total_bytes(half) + 1001)
+    assert all(a % 256 == 0 for a in more)
+    assert peers.HEADER_BYTES + 2 * sum(more[:2]) <= peers.total_bytes(half) + 1001
 
 
 @pytest.mark.parametrize("num_devices", (2, 8))
 @pytest.mark.parametrize("hidden, top_k", [(2048, 8), (7168, 8), (256, 2)])
 def test_memory_for_few_tokens_has_room_for_their_flags(num_devices, hidden, top_k):
-    """Rows, slots and small numbers of all devices, each 8 bytes in 16."""
+    """Rows, slots and small numbers of all devices, each 8 bytes in 16; and rows in lines."""
     for count in (1, 8, 64):
         needed = expert_parallel.peer_memory_bytes(count, hidden, top_k, num_devices)
-        _, few = peers.parts_of(needed)
+        _, few, lines = peers.parts_of(needed)
         pairs = -(-count * top_k // 2) + count * (hidden // 4 + top_k + hidden // 256)
-        assert min(16 * num_devices * pairs, peers.MOST_FEW_BYTES) <= few
+        assert min(16 * num_devices * pairs, peers.MOST_PAIR_BYTES) <= few - lines
+        of_rows = 128 * num_devices * count * -(-2 * hidden // 112)
+        assert min(of_rows, peers.MOST_LINE_BYTES) <= lines
+
+
+def test_lines_of_the_most_that_are_few_have_room():
+    """Whatever the rows are: 2048 pieces of 4 KiB, begun ones too."""
+    for row_bytes in (1024, 4096, 4112, 7168, 14336, 28672):
+        rows = 2048 // -(-row_bytes // 4096)
+        assert 128 * rows * -(-row_bytes // 112) <= peers.MOST_LINE_BYTES
 
 
 @pytest.mark.usefixtures("on_gpus")
@@ -746,17 +759,19 @@ def test_processes_that_agree_on_nothing_say_so(monkeypatch):
 class Extension:
     """What the CUDA extension does for memory, without any."""
 
-    def __init__(self, fails=""):
-        self.calls, self.fails = [], fails
+    def __init__(self, fails="", links=True):
+        self.calls, self.fails, self.links = [], fails, links
 
     def __getattr__(self, name):
         def call(*given):
             self.calls.append((name, *given))
             if name == self.fails:
                 raise RuntimeError(f"{name} out of memory")
-            return (
-                (4096 * given[1] + 64, bytes([given[1]]) * 64) if name == "peer_allocate" else None
-            )
+            if name == "peer_has_native_atomics":
+                return self.links
+            if name != "peer_allocate":
+                return None
+            return 4096 * given[1] + 64, bytes([given[1]]) * 64, f"0000:{given[1]:02}:00.0"
 
         return call
 
@@ -778,7 +793,7 @@ def connected(monkeypatch, extension, others, good=True):
 
     monkeypatch.setattr(connect.multihost_utils, "process_allgather", gather)
     devices = np.array([Device(0, 0), Device(1, 0), Device(0, 1), Device(1, 1)])
-    connect.connect("expert", devices[None, :], (1024, 512), 2.0)
+    connect.connect("expert", devices[None, :], (1024, 512, 256), 2.0)
 
 
 class Device:
@@ -791,18 +806,37 @@ def told_by_another(mine, host=None):
     rows = np.zeros(4, connect._ROW)
     own = mine.view(connect._ROW).reshape(-1)
     for i in (2, 3):
-        rows[i] = (own["host"][0] if host is None else host, 7 + i, bytes([90 + i]) * 64)
+        host = own["host"][0] if host is None else host
+        rows[i] = host, 7 + i, bytes([90 + i]) * 64, f"0000:{i:02}:00.0".encode()
     return rows.view(np.uint8).reshape(mine.shape)
 
 
 def test_processes_tell_each_other_where_their_memory_is(monkeypatch):
     extension = Extension()
     connected(monkeypatch, extension, told_by_another)
-    allocated, opened = extension.calls[:2], extension.calls[2:]
+    allocated, asked, opened = (extension.calls[i : i + 2] for i in (0, 2, 4))
     assert allocated == [("peer_allocate", "expert", i, 1024, 512, True) for i in (0, 1)]
     own = [(0, 64, bytes(64)), (1, 4160, bytes([1]) * 64)]
     everyone = [*own, (-1, 9, bytes([92]) * 64), (-1, 10, bytes([93]) * 64)]
-    assert opened == [("peer_connect", "expert", i, i, 0, 2.0, everyone) for i in (0, 1)]
+    assert opened == [("peer_connect", "expert", i, i, 0, 256, 2.0, everyone) for i in (0, 1)]
+    buses = [f"0000:0{i}:00.0" for i in range(4)]
+    assert asked == [("peer_has_native_atomics", i, buses) for i in (0, 1)]
+
+
+@pytest.mark.parametrize("here, there", [(False, True), (True, False)])
+def test_there_are_no_lines_where_a_link_is_not_known_to_keep_them(here, there, monkeypatch):
+    """In any process, whichever of them finds it."""
+    extension, said = Extension(links=here), []
+    monkeypatch.setattr(connect, "_all_say", lambda good: said.append(good) or (good and there))
+    monkeypatch.setattr(connect, "_exchange", lambda groups, found: found)
+    monkeypatch.setattr(connect, "_extension", lambda: extension)
+    monkeypatch.setattr(connect, "_check", lambda groups: None)
+    monkeypatch.setattr(connect, "_drain", lambda: None)
+    devices = np.array([[Device(0, 0), Device(1, 0)]])
+    with contextlib.suppress(RuntimeError):  # where the other says no, it does so to all
+        connect.connect("expert", devices, (1024, 512, 256), 2.0)
+    opened = [call for call in extension.calls if call[0] == "peer_connect"]
+    assert [call[5] for call in opened] == [0, 0] and said[0] is here
 
 
 def test_without_kernels_the_reason_is_given(monkeypatch):

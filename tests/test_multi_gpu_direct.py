@@ -79,9 +79,9 @@ def test_rows_and_sums_are_those_of_collectives(num_tokens, hidden, top_k, dtype
         jax.tree.map(assert_equal, *by_both(memory, there_and_back, *arrays))
 
 
-@pytest.mark.parametrize("num_tokens", (48, 1500))
+@pytest.mark.parametrize("num_tokens", (48, 256, 1500))
 def test_a_thousand_steps_with_other_choices_each(num_tokens):
-    """In two programs by turns, beside a collective; a step is one launch, or three."""
+    """In two programs by turns, beside a collective; rows in pairs, in lines, and in chunks."""
     count, steps = len(jax.devices("cuda")), 250
     slots, tokens, _ = drawn(num_tokens, 512, 4, "float32")
 
@@ -106,6 +106,28 @@ def test_a_thousand_steps_with_other_choices_each(num_tokens):
         wanted = [program(by_collectives, shift)(slots, tokens) for shift in (1, 3)]
         for i, got in enumerate(results):
             assert_equal(jax.device_get(got), jax.device_get(wanted[i % 2]))
+
+
+def test_rows_that_look_like_numbers_of_steps():
+    """In pairs and in lines by turns, of many sizes, where rows of other steps have been."""
+    sizes = ((64, 3584), (8, 32), (64, 2052), (3, 4096), (256, 1024), (30, 4), (100, 1792))
+    rng, count = np.random.default_rng(0), len(jax.devices("cuda"))
+
+    def rows_of(num_tokens, words):
+        slots = rng.integers(-1, count * LOCAL, (count * num_tokens, 2)).astype(np.int32)
+        return slots, rng.integers(0, 64, (count * num_tokens, words)).astype(np.uint32)
+
+    def walk(way, *given):
+        found = []
+        for turn in range(8):
+            for slots, rows in given:
+                mine = jnp.where(slots >= 0, (slots + turn) % (count * LOCAL), -1)
+                found.append(direct.send(way, mine, rows, None)[1])
+        return found
+
+    with opened(1 << 27) as memory:
+        arrays = [rows_of(*size) for size in sizes]
+        jax.tree.map(assert_equal, *by_both(memory, walk, *arrays))
 
 
 def test_derivatives_are_those_of_collectives():

@@ -106,7 +106,7 @@ def _reference(a, dtype):
 @pytest.fixture(autouse=True, scope="module")
 def memory():
     """Of the axis of all devices."""
-    options = {"num_bytes": 1 << 24, "timeout_s": 30}
+    options = {"num_bytes": 1 << 25, "timeout_s": 30}
     with expert_parallel.open_peer_memory(mesh(), "expert", **options):
         yield
 

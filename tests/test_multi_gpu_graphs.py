@@ -60,8 +60,9 @@ def runs():
     return [targets.execute_count(name) for name in (DISPATCH, COMBINE)]
 
 
-@pytest.mark.parametrize("num_tokens", (5, 700))
+@pytest.mark.parametrize("num_tokens", (5, 256, 700))
 def test_a_graph_is_replayed_and_finds_memory_that_was_opened_again(num_tokens):
+    """Rows in pairs, in lines and in chunks."""
     arrays = drawn(num_tokens, 512, 4, "float32")
     more = drawn(num_tokens, 512, 4, "float32", seed=1)
     given = [jax.device_put(a, NamedSharding(mesh(), P("expert"))) for a in arrays]

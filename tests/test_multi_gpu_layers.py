@@ -38,7 +38,7 @@ def grid(*sizes, names=("host", "expert"), kinds=(AxisType.Auto,) * 2):
 def memory(of_mesh, *axes):
     with contextlib.ExitStack() as stack:
         for axis in axes:
-            given = {"num_bytes": 1 << 24, "timeout_s": 30}
+            given = {"num_bytes": 1 << 25, "timeout_s": 30}
             stack.enter_context(expert_parallel.open_peer_memory(of_mesh, axis, **given))
         yield
 

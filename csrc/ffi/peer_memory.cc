@@ -2,6 +2,7 @@
 #include "csrc/ffi/peer_memory.h"
 
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <cstring>
 #include <stdexcept>
@@ -22,14 +23,16 @@ auto WithoutGil(const Work& work) {
   return work();
 }
 
-// Returns (address, handle), which `Connect` of this process and, if `shared`, of others takes.
+// Returns (address, handle), which `Connect` of this process and, if `shared`, of others takes, and
+// where the device is.
 nb::tuple Allocate(
     const std::string& name, int ordinal, int64_t half_bytes, int64_t few_bytes, bool shared) {
   const PeerAddress address =
       WithoutGil([&] { return AllocatePeerMemory(name, ordinal, half_bytes, few_bytes, shared); });
   return nb::make_tuple(
       address.address,
-      nb::bytes(reinterpret_cast<const char*>(&address.handle), sizeof(address.handle)));
+      nb::bytes(reinterpret_cast<const char*>(&address.handle), sizeof(address.handle)),
+      address.bus);
 }
 
 // `devices`: (ordinal or -1 of another process, address, handle) of each along the axis.
@@ -37,6 +40,7 @@ void Connect(const std::string& name,
              int ordinal,
              int rank,
              int group,
+             int64_t line_bytes,
              double timeout_s,
              const nb::list& devices) {
   const size_t count = nb::len(devices);
@@ -53,7 +57,7 @@ void Connect(const std::string& name,
     std::memcpy(&address.handle, handle.c_str(), sizeof(address.handle));
     addresses.push_back(address);
   }
-  WithoutGil([&] { ConnectPeers(name, ordinal, rank, group, timeout_s, addresses); });
+  WithoutGil([&] { ConnectPeers(name, ordinal, rank, group, line_bytes, timeout_s, addresses); });
 }
 
 }  // namespace
@@ -61,6 +65,7 @@ void Connect(const std::string& name,
 void AddPeerMemory(nb::module_& m) {
   m.def("peer_allocate", &Allocate);
   m.def("peer_connect", &Connect);
+  m.def("peer_has_native_atomics", &HasNativeAtomics, nb::call_guard<nb::gil_scoped_release>());
   m.def("peer_disconnect", &DisconnectPeers, nb::call_guard<nb::gil_scoped_release>());
   m.def("peer_free", &FreePeerMemory, nb::call_guard<nb::gil_scoped_release>());
 }

@@ -14,6 +14,9 @@ namespace {
 // Up to so many rows of 4 KiB are few tokens: CTAs that run at once whatever else does.
 constexpr int64_t kMostFew = 2048;
 constexpr int64_t kMostCtasOfFew = 64;
+// From so many bytes that a device sends at most, rows of few tokens are lines: pairs of them would
+// take 1.5 us longer on the links, and lines 0.7 us to be read once more.
+constexpr int64_t kLeastInLines = 512 << 10;
 // A chunk takes some 3 us to be announced, in which 1 MB goes over the links; of what is sent last
 // nothing can be taken earlier.
 constexpr int64_t kChunkBytes = 3 << 20;
@@ -46,15 +49,26 @@ int64_t PartsOfRow(int64_t row_units) {
   return std::max<int64_t>(1, CeilDiv(row_units, 32 * kPeerUnits));
 }
 
-// Makes a step one of few tokens if it is small, rows have whole units of 16 bytes, and its pairs
-// have room. That hangs on sizes alone, which all devices have alike, and not on where arrays lie.
-void ChooseFew(ExchangeSize* size, const Peers& peers, int64_t row_bytes, int64_t pairs) {
+// Makes a step one of few tokens if it is small, rows have whole units of 16 bytes, and there is
+// room: for rows in lines where they are worth it, else in pairs. That hangs on sizes and memory
+// alone, which all devices have alike, and not on where arrays lie. `beside`: pairs beside rows.
+void ChooseFew(ExchangeSize* size, const Peers& peers, int64_t row_bytes, int64_t beside) {
+  constexpr int64_t kUnitBytes = sizeof(uint4);
+  const int64_t rows = size->num_tokens * size->num_devices;
   const int64_t parts = PartsOfRow(CeilDiv(row_bytes, 16));
-  const int64_t bytes = pairs * static_cast<int64_t>(sizeof(uint4));
-  if (size->num_tokens * size->num_devices * parts > kMostFew || row_bytes % 16 != 0) return;
-  if (bytes > peers.few_bytes) return;
-  size->few = true;
-  size->bytes = bytes;
+  if (rows * parts > kMostFew || row_bytes % 16 != 0) return;
+  const int64_t room = peers.few_bytes - peers.line_bytes;
+  const int64_t lines = rows * Lines(row_bytes).units / kLineUnits;
+  const int64_t pairs = (beside + rows * Pairs(row_bytes).units) * kUnitBytes;
+  if ((rows - size->num_tokens) * row_bytes >= kLeastInLines &&
+      lines * kPeerLineBytes <= peers.line_bytes && beside * kUnitBytes <= room) {
+    size->few = true;
+    size->bytes = beside * kUnitBytes;
+    size->lines = static_cast<int>(lines);
+  } else if (pairs <= room) {
+    size->few = true;
+    size->bytes = pairs;
+  }
 }
 
 template <class Unit>
@@ -67,11 +81,18 @@ cudaError_t LaunchDispatchUnit(PeerDispatchParams p, cudaStream_t stream) {
   return LaunchKernel(PeerDispatchKernel<Unit>, grid, dim3(kManyThreads), 0, stream, false, p);
 }
 
+// So many CTAs for steps of few tokens that a warp has a part of a row of each device.
+template <class Row>
+cudaError_t GetFewGrid(const ExchangeSize& size, int64_t row_bytes, dim3* grid) {
+  const int64_t parts = FewParts(Row(row_bytes).units, Row::kSent);
+  return GetGrid(size.num_tokens * size.num_devices * parts, true, grid);
+}
+
+template <class Row>
 cudaError_t LaunchFewDispatch(const PeerDispatchParams& p, cudaStream_t stream) {
-  const int64_t parts = FewParts(PairsOf(p.token_bytes));
   dim3 grid;
-  JAXMOE_RETURN_IF_CUDA_ERROR(GetGrid(p.size.num_tokens * p.size.num_devices * parts, true, &grid));
-  return LaunchKernel(PeerFewDispatchKernel, grid, dim3(kFewThreads), 0, stream, false, p);
+  JAXMOE_RETURN_IF_CUDA_ERROR(GetFewGrid<Row>(p.size, p.token_bytes, &grid));
+  return LaunchKernel(PeerFewDispatchKernel<Row>, grid, dim3(kFewThreads), 0, stream, false, p);
 }
 
 // For rows of whole pieces of kSize elements, or of single ones.
@@ -87,6 +108,15 @@ cudaError_t LaunchCombineSized(PeerCombineParams p, cudaStream_t stream) {
   return LaunchKernel(PeerCombineKernel<T, kSize>, grid, block, 0, stream, false, p, row_pieces);
 }
 
+template <typename T, class Row, class From>
+cudaError_t LaunchFewCombine(const PeerCombineParams& p, cudaStream_t stream) {
+  dim3 grid;
+  JAXMOE_RETURN_IF_CUDA_ERROR(
+      GetFewGrid<Row>(p.size, p.hidden * static_cast<int64_t>(sizeof(T)), &grid));
+  const dim3 block(kFewThreads);
+  return LaunchKernel(PeerFewCombineKernel<T, Row, From>, grid, block, 0, stream, false, p);
+}
+
 template <typename T>
 cudaError_t LaunchCombineType(const PeerCombineParams& p, cudaStream_t stream) {
   const int64_t row_bytes = p.hidden * static_cast<int64_t>(sizeof(T));
@@ -98,10 +128,8 @@ cudaError_t LaunchCombineType(const PeerCombineParams& p, cudaStream_t stream) {
                           : LaunchCombineSized<T, 1>(p, stream);
   }
   if (bits % 16 != 0) return cudaErrorMisalignedAddress;
-  const int64_t parts = FewParts(PairsOf(row_bytes));
-  dim3 grid;
-  JAXMOE_RETURN_IF_CUDA_ERROR(GetGrid(p.size.num_tokens * p.size.num_devices * parts, true, &grid));
-  return LaunchKernel(PeerFewCombineKernel<T>, grid, dim3(kFewThreads), 0, stream, false, p);
+  return p.size.lines > 0 ? LaunchFewCombine<T, Lines, LinesReceived>(p, stream)
+                          : LaunchFewCombine<T, Pairs, PairsReceived>(p, stream);
 }
 
 }  // namespace
@@ -116,13 +144,12 @@ cudaError_t LaunchPeerDispatch(PeerDispatchParams params, const Peers& peers, cu
   if (TooLarge(size, params.token_bytes)) return cudaErrorInvalidValue;
   if (size.num_tokens == 0) return cudaSuccess;
   size.bytes = PeerDispatchBytes(size, params.token_bytes, params.small_floats);
-  const int64_t pairs = PairsOf(params.token_bytes) + PairsOf(params.small_floats * 4);
-  ChooseFew(
-      &size,
-      peers,
-      params.token_bytes,
-      size.num_devices * (PairsOf(size.num_tokens * size.top_k * 4) + size.num_tokens * pairs));
-  size.tag = TagOf({size.few ? kFewDispatchStep : kDispatchStep,
+  const int64_t slot_pairs = PairsOf(size.num_tokens * size.top_k * 4);
+  const int64_t small_pairs = size.num_tokens * PairsOf(params.small_floats * 4);
+  ChooseFew(&size, peers, params.token_bytes, size.num_devices * (slot_pairs + small_pairs));
+  size.tag = TagOf({size.lines > 0 ? kLinesDispatchStep
+                    : size.few     ? kFewDispatchStep
+                                   : kDispatchStep,
                     size.num_tokens,
                     size.top_k,
                     size.num_local,
@@ -132,7 +159,9 @@ cudaError_t LaunchPeerDispatch(PeerDispatchParams params, const Peers& peers, cu
                          reinterpret_cast<uintptr_t>(params.all_tokens) |
                          static_cast<uintptr_t>(params.token_bytes);
   if (size.few) {
-    return bits % 8 == 0 ? LaunchFewDispatch(params, stream) : cudaErrorMisalignedAddress;
+    if (bits % 16 != 0) return cudaErrorMisalignedAddress;
+    return size.lines > 0 ? LaunchFewDispatch<Lines>(params, stream)
+                          : LaunchFewDispatch<Pairs>(params, stream);
   }
   if (bits % 16 == 0) return LaunchDispatchUnit<uint4>(params, stream);
   if (bits % 4 == 0) return LaunchDispatchUnit<uint32_t>(params, stream);
@@ -146,12 +175,11 @@ cudaError_t LaunchPeerCombine(PeerCombineParams params, const Peers& peers, cuda
   if (size.num_tokens == 0 || params.hidden == 0) return cudaSuccess;
   params.own = static_cast<const char*>(params.rows) + peers.rank * size.num_tokens * row_bytes;
   size.bytes = PeerCombineBytes(size, row_bytes, params.small_floats);
-  ChooseFew(
-      &size,
-      peers,
-      row_bytes,
-      size.num_devices * size.num_tokens * (PairsOf(row_bytes) + PairsOf(params.small_floats * 4)));
-  size.tag = TagOf({size.few ? kFewCombineStep : kCombineStep,
+  const int64_t small_pairs = PairsOf(params.small_floats * 4);
+  ChooseFew(&size, peers, row_bytes, size.num_devices * size.num_tokens * small_pairs);
+  size.tag = TagOf({size.lines > 0 ? kLinesCombineStep
+                    : size.few     ? kFewCombineStep
+                                   : kCombineStep,
                     size.num_tokens,
                     size.top_k,
                     size.num_local,
@@ -182,10 +210,14 @@ int64_t PeerCombineBytes(const ExchangeSize& size, int64_t row_bytes, int64_t sm
 cudaError_t LoadPeerKernels() {
   JAXMOE_RETURN_IF_CUDA_ERROR(LoadPeerRowsKernels());
   JAXMOE_RETURN_IF_CUDA_ERROR(LoadPeerBesideKernels());
-  return LoadKernels(PeerFewDispatchKernel,
-                     PeerFewCombineKernel<__nv_bfloat16>,
-                     PeerFewCombineKernel<__half>,
-                     PeerFewCombineKernel<float>,
+  return LoadKernels(PeerFewDispatchKernel<Pairs>,
+                     PeerFewDispatchKernel<Lines>,
+                     PeerFewCombineKernel<__nv_bfloat16, Pairs, PairsReceived>,
+                     PeerFewCombineKernel<__nv_bfloat16, Lines, LinesReceived>,
+                     PeerFewCombineKernel<__half, Pairs, PairsReceived>,
+                     PeerFewCombineKernel<__half, Lines, LinesReceived>,
+                     PeerFewCombineKernel<float, Pairs, PairsReceived>,
+                     PeerFewCombineKernel<float, Lines, LinesReceived>,
                      PeerDispatchKernel<uint4>,
                      PeerDispatchKernel<uint32_t>,
                      PeerDispatchKernel<uint16_t>,

@@ -300,9 +300,16 @@ struct Received {
 
   using Read = Bits;
 
+  static __device__ __forceinline__ int UnitsOf(int row_pieces) { return row_pieces; }
+  static __device__ __forceinline__ int ColumnOf(int unit, int) { return unit; }
+
   __device__ __forceinline__ Bits Piece(int device, int64_t token, int column) const {
     return __ldcg(rows + (device * params.size.num_tokens + token) * row_pieces + column);
   }
+
+  template <int kDevices, int kColumns>
+  __device__ __forceinline__ void Await(
+      Bits (&)[kDevices][kColumns], unsigned, int, int64_t, int, int) const {}
 
   __device__ __forceinline__ Bits Arrived(Bits bits, int, int64_t, int) const { return bits; }
 
@@ -331,7 +338,8 @@ __device__ __forceinline__ void SumSmall(const Peers& peers,
   }
 }
 
-// A lane sums kColumns pieces of kSize elements of T, of kDevices at a time.
+// A lane sums kColumns pieces of kSize elements of T, of kDevices at a time. Rows lie in From in
+// units, whose column is that of a piece, or none.
 template <typename T, int kSize, int kColumns, int kDevices, class From>
 __device__ __forceinline__ void Sum(const Peers& peers,
                                     const PeerCombineParams& params,
@@ -344,9 +352,11 @@ __device__ __forceinline__ void Sum(const Peers& peers,
   using Bits = typename P::Bits;
   constexpr int kPart = 32 * kColumns;
   const ExchangeSize& size = params.size;
+  const int rank = peers.rank, num_devices = peers.num_devices;
   const Bits* own_rows = static_cast<const Bits*>(params.own);
   const Bits* residuals = static_cast<const Bits*>(params.residual);
-  const int64_t parts = (row_pieces + kPart - 1) / kPart;
+  const int units = From::UnitsOf(row_pieces);
+  const int64_t parts = (units + kPart - 1) / kPart;
   const int64_t tasks = (range.end - range.begin) * parts;
   for (int64_t task = team.warp; task < tasks; task += team.warps) {
     const int64_t token = range.begin + task / parts;
@@ -356,7 +366,7 @@ __device__ __forceinline__ void Sum(const Peers& peers,
     float sum[kColumns][kSize];
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
-      const int column = first + 32 * c;
+      const int column = From::ColumnOf(first + 32 * c, row_pieces);
       if (column >= row_pieces) continue;
       own[c] = P::Load(own_rows + token * row_pieces + column);
       if (residuals != nullptr) residual[c] = P::Load(residuals + token * row_pieces + column);
@@ -367,29 +377,29 @@ __device__ __forceinline__ void Sum(const Peers& peers,
     if (failed) devices = 0;
     if (task % parts == 0) SumSmall(peers, params, received, failed, token, devices);
     float term[kSize];
-    for (int begin = 0; begin < peers.num_devices; begin += kDevices) {
+    for (int begin = 0; begin < num_devices; begin += kDevices) {
       typename From::Read read[kDevices][kColumns];
 #pragma unroll
       for (int u = 0; u < kDevices; ++u) {
         const int device = begin + u;
-        if ((devices >> device & 1) == 0 || device == peers.rank) continue;
+        if ((devices >> device & 1) == 0 || device == rank) continue;
 #pragma unroll
         for (int c = 0; c < kColumns; ++c) {
-          const int column = first + 32 * c;
-          if (column < row_pieces) read[u][c] = received.Piece(device, token, column);
+          const int unit = first + 32 * c;
+          if (unit < units) read[u][c] = received.Piece(device, token, unit);
         }
       }
+      received.Await(read, devices & ~(1u << rank), begin, token, first, units);
 #pragma unroll
       for (int u = 0; u < kDevices; ++u) {
         const int device = begin + u;
         if ((devices >> device & 1) == 0) continue;
 #pragma unroll
         for (int c = 0; c < kColumns; ++c) {
-          const int column = first + 32 * c;
+          const int column = From::ColumnOf(first + 32 * c, row_pieces);
           if (column >= row_pieces) continue;
-          P::Unpack(
-              device == peers.rank ? own[c] : received.Arrived(read[u][c], device, token, column),
-              term);
+          P::Unpack(device == rank ? own[c] : received.Arrived(read[u][c], device, token, column),
+                    term);
 #pragma unroll
           for (int i = 0; i < kSize; ++i) sum[c][i] += term[i];
         }
@@ -397,7 +407,7 @@ __device__ __forceinline__ void Sum(const Peers& peers,
     }
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
-      const int column = first + 32 * c;
+      const int column = From::ColumnOf(first + 32 * c, row_pieces);
       if (column >= row_pieces) continue;
       if (residuals != nullptr) {
         P::Unpack(residual[c], term);

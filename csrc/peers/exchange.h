@@ -20,7 +20,8 @@ struct ExchangeSize {
   // The launchers make these.
   uint32_t tag = 0;   // of the step, the same on all devices
   bool few = false;   // rows carry their own flags
-  int64_t bytes = 0;  // of the half that the step takes
+  int lines = 0;      // of the part for lines that the step takes: few rows travel in lines then
+  int64_t bytes = 0;  // of the half that the step takes, or of the part for pairs
   int pushers = 0;    // CTAs that push, where rows come in chunks
   int chunks = 0;     // of those
 };

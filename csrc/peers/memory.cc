@@ -135,6 +135,7 @@ Peers ClosedPeers(const OpenedPeers& entry) {
   for (char*& base : closed.bases) base = reinterpret_cast<char*>(entry.kept.closed);
   closed.half_bytes = 0;
   closed.few_bytes = 0;
+  closed.line_bytes = 0;
   return closed;
 }
 
@@ -194,6 +195,24 @@ cudaError_t DestroyStreams(PeerStreams* streams) {
 
 }  // namespace
 
+bool HasNativeAtomics(int ordinal, const std::vector<std::string>& buses) {
+  for (const std::string& bus : buses) {
+    int other = 0, has = 0;
+    if (cudaDeviceGetByPCIBusId(&other, bus.c_str()) != cudaSuccess) {
+      (void)cudaGetLastError();
+      return false;
+    }
+    if (other == ordinal) continue;
+    const cudaDeviceP2PAttr atomics = cudaDevP2PAttrNativeAtomicSupported;
+    if (cudaDeviceGetP2PAttribute(&has, atomics, ordinal, other) != cudaSuccess) {
+      (void)cudaGetLastError();
+      return false;
+    }
+    if (!has) return false;
+  }
+  return true;
+}
+
 PeerAddress AllocatePeerMemory(
     const std::string& name, int ordinal, int64_t half_bytes, int64_t few_bytes, bool shared) {
   const auto entry = std::make_shared<OpenedPeers>();
@@ -225,6 +244,9 @@ PeerAddress AllocatePeerMemory(
           "clearing flags");
     Check(cudaDeviceSynchronize(), "clearing flags");
     if (shared) Check(cudaIpcGetMemHandle(&out.handle, entry->own), "a handle for other processes");
+    char bus[32] = {};
+    Check(cudaDeviceGetPCIBusId(bus, sizeof(bus), ordinal), "where a GPU is");
+    out.bus = bus;
   });
   out.ordinal = ordinal;
   out.address = reinterpret_cast<uint64_t>(entry->own);
@@ -235,6 +257,7 @@ void ConnectPeers(const std::string& name,
                   int ordinal,
                   int rank,
                   int group,
+                  int64_t line_bytes,
                   double timeout_s,
                   const std::vector<PeerAddress>& addresses) {
   OpenedPeers& entry = *DevicesOf(name).at(ordinal);
@@ -242,6 +265,7 @@ void ConnectPeers(const std::string& name,
   peers.num_devices = static_cast<int>(addresses.size());
   peers.rank = rank;
   peers.place = group * peers.num_devices + rank;
+  peers.line_bytes = std::clamp<int64_t>(line_bytes, 0, peers.few_bytes);
   peers.timeout_ns = static_cast<uint64_t>(timeout_s * 1e9);
   OnDevice(ordinal, [&] {
     for (int i = 0; i < peers.num_devices; ++i) {
@@ -374,7 +398,8 @@ std::string WhyFailed(const Peers& peers, const std::string& name) {
              "(xla_gpu_command_buffer_scheduling_mode must not be CONCURRENT)" +
              after;
     case PeerFailure::kTooSmall:
-      return who + " has less memory" + in_step + " than when the program was recorded" + after;
+      return who + " has less memory" + in_step +
+             " than when the program was recorded, or other links" + after;
     default:
       return "";
   }

@@ -68,6 +68,8 @@ struct Peers {
   int64_t few_bytes;  // of half of the part where rows of few tokens carry their own flags
   uint64_t timeout_ns;
   PeerFailure* failure;
+  // Of few_bytes, at their end, for rows in lines (lines.cuh); 0 where links may break these.
+  int64_t line_bytes;
 };
 
 // A device's memory as another process can open it.
@@ -75,7 +77,12 @@ struct PeerAddress {
   int ordinal;  // of the device in this process, -1 if it is another's
   uint64_t address;
   cudaIpcMemHandle_t handle;
+  std::string bus;  // where the device is, for `HasNativeAtomics`
 };
+
+// Whether a device of this process has native atomics in the memory of others, as over NVLink and
+// not over PCIe. `buses`: of these; false if this process cannot see one.
+bool HasNativeAtomics(int ordinal, const std::vector<std::string>& buses);
 
 // Allocates and clears the memory of a device of this process; `shared`: with a handle for others.
 // This and the next three throw std::runtime_error with CUDA's reason, and leave the current device
@@ -84,10 +91,12 @@ PeerAddress AllocatePeerMemory(
     const std::string& name, int ordinal, int64_t half_bytes, int64_t few_bytes, bool shared);
 
 // Opens the memory of all devices along the axis for device `ordinal`, which is one of them.
+// `line_bytes`: alike on all of them, see `Peers`.
 void ConnectPeers(const std::string& name,
                   int ordinal,
                   int rank,
                   int group,
+                  int64_t line_bytes,
                   double timeout_s,
                   const std::vector<PeerAddress>& addresses);
 

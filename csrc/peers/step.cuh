@@ -8,6 +8,7 @@
 
 namespace jaxmoe {
 
+inline constexpr int64_t kPeerLineBytes = 128;
 inline constexpr int kFewThreads = 256;
 // So many, and 128 registers each, as what is in flight to memory is what makes the rate.
 inline constexpr int kManyThreads = 512;
@@ -86,8 +87,9 @@ __device__ __forceinline__ bool Begins(const Peers& peers,
     const int32_t here = *place;  // all of these at once, as each takes its time
     const bool ended = own->finished == NextStep(peers) - 1;
     const uint32_t begun = blockIdx.x == 0 ? atomicExch(&own->begun, step) : step - 1;
-    const bool fits = size.num_devices == peers.num_devices &&
-                      size.bytes <= (size.few ? peers.few_bytes : peers.half_bytes);
+    const int64_t room = size.few ? peers.few_bytes - peers.line_bytes : peers.half_bytes;
+    const bool fits = size.num_devices == peers.num_devices && size.bytes <= room &&
+                      size.lines * kPeerLineBytes <= peers.line_bytes;
     stops = LoadAcquireSystem(&own->failed) != 0;
     if (!stops && (here != peers.place || !fits || !ended || begun == step)) {
       stops = true;

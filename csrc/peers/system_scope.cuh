@@ -37,14 +37,24 @@ __device__ __forceinline__ void StorePairs(uint4* address, uint2 data, uint32_t 
                : "memory");
 }
 
-// Data of words {data, number, data, number}.
-__device__ __forceinline__ uint4 LoadPairs(const uint4* address) {
-  uint4 pairs;
+// 16 bytes of a line of 128, see lines.cuh. All lanes of the line store theirs in one instruction.
+__device__ __forceinline__ void StoreLine(uint4* address, uint4 data) {
+  asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address),
+               "r"(data.x),
+               "r"(data.y),
+               "r"(data.z),
+               "r"(data.w)
+               : "memory");
+}
+
+// What lies there now, whoever has written it.
+__device__ __forceinline__ uint4 LoadNow(const uint4* address) {
+  uint4 data;
   asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(pairs.x), "=r"(pairs.y), "=r"(pairs.z), "=r"(pairs.w)
+               : "=r"(data.x), "=r"(data.y), "=r"(data.z), "=r"(data.w)
                : "l"(address)
                : "memory");
-  return pairs;
+  return data;
 }
 
 // Nanoseconds.

@@ -14,6 +14,8 @@ inline constexpr int64_t kFewCombineStep = 3;
 inline constexpr int64_t kRowsStep = 4;
 inline constexpr int64_t kPublishStep = 5;
 inline constexpr int64_t kSumStep = 6;
+inline constexpr int64_t kLinesDispatchStep = 7;
+inline constexpr int64_t kLinesCombineStep = 8;
 
 // A hash of the kind of a step and of its sizes.
 inline uint32_t TagOf(std::initializer_list<int64_t> numbers) {

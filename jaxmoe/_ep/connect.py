@@ -19,15 +19,16 @@ MAX_PEERS = 16
 _PLATFORM = "gpu"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 # What a process tells of a device: as many bytes of every one.
-_ROW = np.dtype([("host", "S64"), ("address", "<u8"), ("handle", "V64")])
+_ROW = np.dtype([("host", "S64"), ("address", "<u8"), ("handle", "V64"), ("bus", "S32")])
 
 Groups = np.ndarray[Any, Any]  # of devices, [groups, n]
 
 
-def connect(name: str, groups: Groups, parts: tuple[int, int], timeout_s: float) -> None:
+def connect(name: str, groups: Groups, parts: tuple[int, int, int], timeout_s: float) -> None:
     """Allocates the memory of this process's devices, and opens that of their groups.
 
-    `parts`: bytes of a half and of its part for few tokens.
+    `parts`: bytes of a half, of its part for few tokens and of lines in that, for which there is
+    use where all links keep them whole.
 
     Whatever fails here, every process says so in the end: one that left would leave the others
     waiting.
@@ -37,15 +38,16 @@ def connect(name: str, groups: Groups, parts: tuple[int, int], timeout_s: float)
     try:
         _check(groups)
         _drain()
-        _allocate(name, groups, parts, found)
+        _allocate(name, groups, parts[:2], found)
     except Exception as error:
         failure = error
     with contextlib.ExitStack() as undone:
         undone.callback(_free, name)
         everyone = _exchange(groups, found)
+        whole = _all_say(failure is None and _keep_lines(groups, everyone))
         if failure is None:
             try:
-                _connect_all(name, groups, everyone, timeout_s)
+                _connect_all(name, groups, everyone, parts[2] if whole else 0, timeout_s)
             except Exception as error:
                 failure = error
         good = _all_say(failure is None)
@@ -148,11 +150,24 @@ def _allocate(
         if device.process_index == jax.process_index():
             shared = len(_processes(groups[place // groups.shape[1]])) > 1
             ordinal = device.local_hardware_id
-            address, handle = _extension().peer_allocate(name, ordinal, *parts, shared)
-            found[place] = (host.encode()[:64], address, handle)
+            address, handle, bus = _extension().peer_allocate(name, ordinal, *parts, shared)
+            found[place] = (host.encode()[:64], address, handle, bus.encode())
 
 
-def _connect_all(name: str, groups: Groups, everyone: Any, timeout_s: float) -> None:
+def _keep_lines(groups: Groups, everyone: Any) -> bool:
+    """Whether links from this process's GPUs are known to keep lines whole: NVLink does."""
+    for group, rows in zip(groups, everyone.reshape(groups.shape), strict=True):
+        buses = [row["bus"].decode() for row in rows]
+        for device in group:
+            if device.process_index == jax.process_index():
+                if not _extension().peer_has_native_atomics(device.local_hardware_id, buses):
+                    return False
+    return True
+
+
+def _connect_all(
+    name: str, groups: Groups, everyone: Any, line_bytes: int, timeout_s: float
+) -> None:
     here = jax.process_index()
     for number, group in enumerate(groups):
         rows = everyone[number * len(group) : (number + 1) * len(group)]
@@ -167,7 +182,7 @@ def _connect_all(name: str, groups: Groups, everyone: Any, timeout_s: float) -> 
         ]
         for rank, device in enumerate(group):
             if device.process_index == here:
-                mine = name, device.local_hardware_id, rank, number
+                mine = name, device.local_hardware_id, rank, number, line_bytes
                 _extension().peer_connect(*mine, timeout_s, addresses)
 
 

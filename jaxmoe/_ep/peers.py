@@ -13,7 +13,9 @@ from jaxmoe._jax import checks as _checks
 
 BYTES = "expert_parallel.peer_memory_bytes"
 HEADER_BYTES = 8192
-MOST_FEW_BYTES = 16 << 20  # of half of the part for few tokens
+# Of half of the part for few tokens, for what travels in pairs, and for rows in lines of 128 bytes
+# that have 112 of data (csrc/peers/lines.cuh): 2048 rows of 4 KiB, of 37 lines each.
+MOST_PAIR_BYTES, MOST_LINE_BYTES = 6 << 20, 10 << 20
 _ALIGNMENT = 256
 _LONGEST_S = 1e6
 
@@ -126,17 +128,27 @@ def rows_bytes(num_tokens: int, top_k: int, row_bytes: int) -> int:
 def total_bytes(half: int) -> int:
     """Bytes of memory whose halves have so many.
 
-    Beside each lies a part for few tokens, in which rows, ids and small numbers of all devices take
-    twice their bytes.
+    Beside each lies a part for few tokens. Of that one is for pairs, in which rows, ids and small
+    numbers of all devices take twice their bytes, and one for lines, in which rows take 8/7.
     """
-    return HEADER_BYTES + 2 * (half + min(3 * half, MOST_FEW_BYTES))
+    return HEADER_BYTES + 2 * (half + _pair_bytes(half) + _line_bytes(half))
 
 
-def parts_of(num_bytes: int) -> tuple[int, int]:
-    """Bytes of a half and of its part for few tokens, of memory of so many: as `total_bytes`."""
+def parts_of(num_bytes: int) -> tuple[int, int, int]:
+    """Bytes of a half, of its part for few tokens and of lines in that: as `total_bytes` adds."""
     both = (num_bytes - HEADER_BYTES) // 2
-    few = min(3 * both // 4, MOST_FEW_BYTES) // _ALIGNMENT * _ALIGNMENT
-    return (both - few) // _ALIGNMENT * _ALIGNMENT, few
+    least = both - MOST_PAIR_BYTES - MOST_LINE_BYTES, (both - MOST_PAIR_BYTES) // 3, both // 6
+    half = max(least) // _ALIGNMENT * _ALIGNMENT
+    lines = _line_bytes(half)
+    return half, _pair_bytes(half) + lines, lines
+
+
+def _pair_bytes(half: int) -> int:
+    return min(3 * half, MOST_PAIR_BYTES)
+
+
+def _line_bytes(half: int) -> int:
+    return min(2 * half, MOST_LINE_BYTES)
 
 
 def needed_bytes(
@@ -188,8 +200,8 @@ def peer_memory_bytes(
 
     Returns:
       Bytes, about 2 max(n, K) T H itemsize and 32 MiB: two halves, in each of which n devices leave
-      a row a token, or a row for each of its K choices; and for few tokens three times as much
-      again.
+      a row a token, or a row for each of its K choices; and for few tokens up to five times as
+      much again.
 
     Raises:
       TypeError, ValueError: a size that is not a positive int.

@@ -61,6 +61,7 @@ struct Group {
 
 struct Here {
   Index thread, block, grid, size;
+  Group* line;  // 8 lanes of a warp
   Group* warp;
   Group* cta;
   const std::function<void()>* before_reading;  // what others send, once; or null
@@ -83,8 +84,13 @@ inline void Launch(unsigned ctas,
   for (unsigned block = 0; block < ctas; ++block) {
     groups.push_back(std::make_unique<Group>(threads));
     Group* cta = groups.back().get();
+    Group* line = nullptr;
     Group* warp = nullptr;
     for (unsigned thread = 0; thread < threads; ++thread) {
+      if (thread % 8 == 0) {
+        groups.push_back(std::make_unique<Group>(8));
+        line = groups.back().get();
+      }
       if (thread % 32 == 0) {
         groups.push_back(std::make_unique<Group>(32));
         warp = groups.back().get();
@@ -93,7 +99,7 @@ inline void Launch(unsigned ctas,
       running.emplace_back([=, &kernel] {
         if (begins != nullptr) (*begins)();
         const bool reads = readers > 0 && block >= readers;
-        here = {{thread}, {block}, {ctas}, {threads}, warp, cta, before_reading, reads};
+        here = {{thread}, {block}, {ctas}, {threads}, line, warp, cta, before_reading, reads};
         kernel();
       });
     }

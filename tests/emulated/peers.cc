@@ -29,6 +29,7 @@ namespace {
 
 constexpr int64_t kHalfBytes = 1 << 20;
 constexpr int64_t kFewBytes = 1 << 20;
+constexpr int64_t kLineBytes = kFewBytes / 2;
 constexpr int kLocal = 3;  // experts of a device
 
 struct Memory {
@@ -47,7 +48,7 @@ struct Given {
 };
 
 struct Step {
-  bool dispatch, few, has_residual;
+  bool dispatch, few, lines, has_residual;
   int num_tokens, top_k, hidden, small_floats, ctas, chunks;
   std::vector<Given> of_device;
 };
@@ -58,6 +59,7 @@ Step Draw(int devices, int seed, int number) {
   Step step{};
   step.dispatch = below(2);
   step.few = below(2);
+  step.lines = step.few && std::mt19937(seed * 104729 + number)() % 2 == 0;
   step.has_residual = below(2);
   step.num_tokens = 1 + below(4);
   step.top_k = 1 + below(3) + 32 * (below(8) == 0);
@@ -68,6 +70,8 @@ Step Draw(int devices, int seed, int number) {
   const auto floats = [&](int count) {
     std::vector<float> values(count);
     for (float& value : values) value = static_cast<float>(below(1000)) - 500.0f;
+    // Numbers of steps to come, where such a number would be that of a pair.
+    for (int i = 1; i < count; i += 2) values[i] = __uint_as_float(number + 1 + i / 4 % 8);
     return values;
   };
   for (int device = 0; device < devices; ++device) {
@@ -134,8 +138,9 @@ int Run(const Step& step,
   const int n = peers.num_devices, me = peers.rank, rows = n * step.num_tokens;
   const Given& given = step.of_device[me];
   const int pushers = std::max<int>(step.ctas / 2, kPushGroups);
+  const int lines = step.lines ? rows * Lines(step.hidden * 4).units / kLineUnits : 0;
   const ExchangeSize size{
-      step.num_tokens, step.top_k, kLocal, n, tag, step.few, 0, pushers, step.chunks};
+      step.num_tokens, step.top_k, kLocal, n, tag, step.few, lines, 0, pushers, step.chunks};
   std::vector<int32_t> all_slots;
   for (const Given& other : step.of_device) {
     all_slots.insert(all_slots.end(), other.slots.begin(), other.slots.end());
@@ -167,8 +172,10 @@ int Run(const Step& step,
                               got_small.data(),
                               step.hidden * 4,
                               step.small_floats};
-    if (step.few) {
-      launch([&] { PeerFewDispatchKernel(params); });
+    if (step.lines) {
+      launch([&] { PeerFewDispatchKernel<Lines>(params); });
+    } else if (step.few) {
+      launch([&] { PeerFewDispatchKernel<Pairs>(params); });
     } else {
       launch([&] { PeerDispatchKernel<Unit>(params); });
     }
@@ -208,8 +215,10 @@ int Run(const Step& step,
                            step.hidden,
                            step.small_floats};
   const int pieces = step.hidden / kSize;
-  if (step.few) {
-    launch([&] { PeerFewCombineKernel<float>(params); });
+  if (step.lines) {
+    launch([&] { PeerFewCombineKernel<float, Lines, LinesReceived>(params); });
+  } else if (step.few) {
+    launch([&] { PeerFewCombineKernel<float, Pairs, PairsReceived>(params); });
   } else {
     launch([&] { PeerCombineKernel<float, kSize>(params, pieces); });
   }
@@ -343,6 +352,7 @@ int Main(int devices, int steps, int seed, const std::string& fault, int fault_s
       peers.place = 100 + me;
       peers.half_bytes = kHalfBytes;
       peers.few_bytes = kFewBytes;
+      peers.line_bytes = kLineBytes;
       const bool spoils = fault == "spoils", is_beside = spoils || fault == "beside";
       const bool soon = fault == "leaves" || fault == "none";
       peers.timeout_ns = soon ? 2'000'000'000 : is_beside ? 8'000'000'000 : 60'000'000'000;
