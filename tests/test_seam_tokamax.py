@@ -37,8 +37,14 @@ def test_arrays():
     [
         ({"manual_axis_type": 1}, "seams.tokamax.ragged_dot: manual_axis_type must be None"),
         ({"fuse_gateup_activation": "silu"}, "fuse_gateup_activation must be None. Got fuse_gate"),
-        ({"rhs": types.SimpleNamespace(qvalue=1)}, "rhs must be an array; jaxmoe.seams.qwix.quan"),
-        ({"lhs": types.SimpleNamespace(qvalue=1)}, "lhs must be an array; jaxmoe.seams.qwix.quan"),
+        (
+            {"rhs": types.SimpleNamespace(qvalue=1)},
+            "rhs must be an array; jaxmoe.seams.qwix.weight",
+        ),
+        (
+            {"lhs": types.SimpleNamespace(qvalue=1)},
+            "lhs must be an array; jaxmoe.seams.qwix.weight",
+        ),
     ],
 )
 def test_all_else_is_not_implemented(change, message):

@@ -1,5 +1,6 @@
 """Weights of checkpoints and other libraries as quantized arrays or experts, and back."""
 
+from jaxmoe.checkpoints.decoded import weight_from_scales as weight_from_scales
 from jaxmoe.checkpoints.flashinfer import from_flashinfer as from_flashinfer
 from jaxmoe.checkpoints.flashinfer import to_flashinfer as to_flashinfer
 from jaxmoe.checkpoints.fp8 import from_block as from_block

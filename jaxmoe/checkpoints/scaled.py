@@ -82,65 +82,44 @@ def from_scales(
       'int8_channel'
     """
     op = "checkpoints.from_scales"
-    _checks.check_choice(op, "weight_layout", weight_layout, WEIGHT_LAYOUTS)
-    _checks.check_rank(op, "values", values, "E,K,N" if weight_layout == "kn" else "E,N,K")
-    _checks.check_dtype(op, "values", values, tuple(_KNOWN))
     if scale_format is not None:
-        _checks.check_choice(op, "scale_format", scale_format, SCALE_FORMATS)
-        _checks.check_dtype(op, "scales", scales, _DTYPES)
         _check_scales_of(op, scales, scale_format)
-    got: dict[str, Any] = {"values": values, "scales": scales}
-    scales = _of_rank_three(op, "scales", scales, values, weight_layout)
-    if zero_points is not None:
-        zero_points = _of_rank_three(op, "zero_points", zero_points, values, weight_layout)
-        got["zero_points"] = zero_points
-    _checks.check_dtype(op, "scales", scales, _DTYPES)
-    kind = scale_format or {"float8_e8m0fnu": "e8m0", "float8_e4m3fn": "e4m3"}.get(
-        np.dtype(scales.dtype).name
-    )
-    if dtype is None:
-        dtype = scales.dtype if np.dtype(scales.dtype).name in _FLOATS else jnp.bfloat16
-    dtype = _checks.float_dtype(op, "dtype", dtype)
-    if weight_layout == "kn":
-        values, scales = jnp.swapaxes(values, 1, 2), jnp.swapaxes(scales, 1, 2)
-        zero_points = None if zero_points is None else jnp.swapaxes(zero_points, 1, 2)
-    name = np.dtype(values.dtype).name
-    read = _READERS[name]
-    given = None
-    if zero_points is None or name == "int4":
-        given = read(_Given(op, jnp.asarray(values), jnp.asarray(scales), zero_points, kind))
-    if given is None:
-        zeros = "" if zero_points is None else " and zero_points"
+    a = given(op, values, scales, zero_points, weight_layout, scale_format, dtype)
+    _check_int4(a)
+    if (read := read_as(a)) is None:
+        got: dict[str, Any] = {"values": values, "scales": scales}
+        got |= {} if zero_points is None else {"zero_points": zero_points}
+        kind, zeros = np.dtype(values.dtype).name, "" if zero_points is None else " and zero_points"
         rule = (
-            f"scales{zeros} must be those of a format. For values of {_checks.dtype_name(name)} "
-            f"there are {_KNOWN[name]}; jaxmoe.quantize makes one of the dequantized weights"
+            f"scales{zeros} must be those of a format. For values of {_checks.dtype_name(kind)} "
+            f"there are {_KNOWN[kind]}; weight_from_scales decodes the others"
         )
         raise ValueError(_checks.message(op, rule, **got))
-    format, parts = given
-    if format.startswith("fp8"):
-        q_values, q_scales = parts
-        return QuantizedArray(q_values, q_scales, format, weight_layout, dtype)
-    dtype = dtype if name != "int4" else np.dtype(scales.dtype)
-    of = "values", got["values"]
-    return pack(format, *parts, weight_layout=weight_layout, dtype=dtype, op=op, of=of)
+    return array_of(a, *read, of=("values", values))
 
 
-def _check_scales_of(op: str, scales: Any, format: str) -> None:
+def _check_scales_of(op: str, scales: Any, format: Any) -> None:
     """Refuses scales, if they are known, that would become others in the format."""
+    _checks.check_choice(op, "scale_format", format, SCALE_FORMATS)
+    _checks.check_dtype(op, "scales", scales, _DTYPES)
     numbers = known(scales)
     if numbers is None:
         return
-    wide = numbers.astype(np.float32)
+    good = held(numbers.astype(np.float32), format)
+    of = "a number of e4m3" if format == "nvfp4" else "a power of two from 2^-127 to 2^127"
+    rule = f"{of} in {format}; weight_from_scales decodes weights that have others"
+    check_numbers(op, "scales", numbers, good, rule)
+
+
+def held(scales: np.ndarray[Any, Any], format: str) -> np.ndarray[Any, Any]:
+    """Which of float32 scales are numbers of the format's own kind; NaN is."""
     if format == "nvfp4":
         with np.errstate(over="ignore", under="ignore"):
-            good = wide.astype(jnp.float8_e4m3fn).astype(np.float32) == wide
-        rule = f"a number of e4m3 in {format}"
+            good = scales.astype(jnp.float8_e4m3fn).astype(np.float32) == scales
     else:
-        mantissa, exponent = np.frexp(wide)
+        mantissa, exponent = np.frexp(scales)
         good = (mantissa == 0.5) & (exponent >= -126) & (exponent <= 128)
-        rule = f"a power of two from 2^-127 to 2^127 in {format}"
-    rule += "; jaxmoe.quantize makes such scales, of the dequantized weights"
-    check_numbers(op, "scales", numbers, good | np.isnan(wide), rule)
+    return good | np.isnan(scales)
 
 
 def _of_rank_three(op: str, name: str, a: Any, values: Any, layout: str) -> Any:
@@ -157,29 +136,110 @@ def _of_rank_three(op: str, name: str, a: Any, values: Any, layout: str) -> Any:
     return a
 
 
-def _spread(a: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def spread(a: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Repeats elements along each axis until there are as many as `shape` says."""
     for axis, size in enumerate(shape):
         a = repeat_blocks(a, axis, -(-size // a.shape[axis]), size)
     return a
 
 
-class _Given(NamedTuple):
-    """What there is to read, each [E, N, K] or as many parts of these axes."""
+class Given(NamedTuple):
+    """What there is to read.
+
+    Attributes:
+      op: whose errors they are.
+      values: [E, N, K], or [E, K, N] by `layout`; scales and zeros as many parts of these axes.
+      kind: the kind of the scales, or the format that has it, if it is not that of floats.
+      dtype: what the weights are dequantized to.
+      dtype_given: whether the caller said so.
+    """
 
     op: str
-    values: jax.Array
-    scales: jax.Array
-    zeros: jax.Array | None
+    values: Any
+    scales: Any
+    zeros: Any
     kind: str | None
+    layout: str
+    dtype: Any
+    dtype_given: bool
+
+    @property
+    def turned(self) -> "Given":
+        """All of it with [E, N, K] as the axes."""
+        if self.layout == "nk":
+            return self
+
+        def turned(a: Any) -> Any:
+            return None if a is None else jnp.swapaxes(jnp.asarray(a), 1, 2)
+
+        arrays = {name: turned(getattr(self, name)) for name in ("values", "scales", "zeros")}
+        return self._replace(**arrays)
 
 
 # The name of a format and what it is made of, None if there is none.
-_Read = tuple[str, tuple[jax.Array, ...]] | None
+Read = tuple[str, tuple[jax.Array, ...]] | None
 
 
-def _e4m3(a: _Given) -> _Read:
-    _, values, scales, _, kind = a
+def given(
+    op: str,
+    values: Any,
+    scales: Any,
+    zero_points: Any,
+    weight_layout: str,
+    scale_format: str | None,
+    dtype: Any,
+) -> Given:
+    """Checks the arguments of a reader of broadcast scales."""
+    _checks.check_choice(op, "weight_layout", weight_layout, WEIGHT_LAYOUTS)
+    _checks.check_rank(op, "values", values, "E,K,N" if weight_layout == "kn" else "E,N,K")
+    _checks.check_dtype(op, "values", values, tuple(_KNOWN))
+    if scale_format is not None:
+        _checks.check_choice(op, "scale_format", scale_format, SCALE_FORMATS)
+    scales = _of_rank_three(op, "scales", scales, values, weight_layout)
+    if zero_points is not None:
+        zero_points = _of_rank_three(op, "zero_points", zero_points, values, weight_layout)
+    _checks.check_dtype(op, "scales", scales, _DTYPES)
+    name = np.dtype(scales.dtype).name
+    kind = scale_format or {"float8_e8m0fnu": "e8m0", "float8_e4m3fn": "e4m3"}.get(name)
+    wanted = dtype
+    if dtype is None:
+        wanted = scales.dtype if name in _FLOATS else jnp.bfloat16
+    wanted = _checks.float_dtype(op, "dtype", wanted)
+    arrays = values, scales, zero_points
+    return Given(op, *arrays, kind, weight_layout, wanted, dtype is not None)
+
+
+def read_as(a: Given) -> Read:
+    """The format that has such values and scales whatever their numbers are, and its parts."""
+    name = np.dtype(a.values.dtype).name
+    return None if a.zeros is not None and name != "int4" else _READERS[name](a.turned)
+
+
+def array_of(a: Given, format: str, parts: tuple[jax.Array, ...], of: Any) -> QuantizedArray:
+    """The array in a format of what `read_as` returned; `of` as in `pack`."""
+    if format.startswith("fp8"):
+        values, scales = parts
+        return QuantizedArray(values, scales, format, a.layout, a.dtype)
+    dtype = np.dtype(parts[1].dtype) if format.startswith("int4") else a.dtype
+    return pack(format, *parts, weight_layout=a.layout, dtype=dtype, op=a.op, of=of)
+
+
+def _check_int4(a: Given) -> None:
+    """Refuses int4 values beside scales or zero points of dtypes that no format has."""
+    if np.dtype(a.values.dtype).name != "int4" or a.kind is not None:
+        return
+    if a.zeros is not None:
+        _checks.check_dtype(a.op, "zero_points", a.zeros, ("int4",))
+    if np.dtype(a.scales.dtype).itemsize != 2:
+        rule = (
+            f"scales.dtype={_checks.dtype_name(a.scales.dtype)} must be bf16 or f16 with int4 "
+            "values: formats have such scales, and rounding them is yours to do"
+        )
+        raise TypeError(_checks.message(a.op, rule, scales=a.scales))
+
+
+def _e4m3(a: Given) -> Read:
+    values, scales, kind = a.values, a.scales, a.kind
     if kind in ("mxfp8", "e8m0"):
         return _micro("mxfp8", values, scales)
     wide = scales.astype(jnp.float32)
@@ -189,37 +249,31 @@ def _e4m3(a: _Given) -> _Read:
         return None
     if scales.shape[2] == 1:
         if scales.shape[1] == 1:
-            return "fp8_tensor", (values, _spread(wide[:, 0, 0], (e,)))
-        return "fp8_channel", (values, _spread(wide[:, :, 0], (e, n)))
+            return "fp8_tensor", (values, spread(wide[:, 0, 0], (e,)))
+        return "fp8_channel", (values, spread(wide[:, :, 0], (e, n)))
     if group % BLOCK or (rows % BLOCK and scales.shape[1] > 1):
         return None
-    return "fp8_block", (values, _spread(wide, (e, -(-n // BLOCK), k // BLOCK)))
+    return "fp8_block", (values, spread(wide, (e, -(-n // BLOCK), k // BLOCK)))
 
 
-def _e5m2(a: _Given) -> _Read:
+def _e5m2(a: Given) -> Read:
     return _e4m3(a) if a.kind is None and a.scales.shape[1:] == (1, 1) else None
 
 
-def _int8(a: _Given) -> _Read:
-    _, values, scales, _, kind = a
-    if kind is not None or scales.shape[2] != 1:
+def _int8(a: Given) -> Read:
+    values, scales = a.values, a.scales
+    if a.kind is not None or scales.shape[2] != 1:
         return None
     wide = scales[:, :, 0].astype(jnp.float32)
-    return "int8_channel", (values, _spread(wide, values.shape[:2]))
+    return "int8_channel", (values, spread(wide, values.shape[:2]))
 
 
-def _int4(a: _Given) -> _Read:
-    op, values, scales, zeros, kind = a
-    if kind is not None or (zeros is not None and zeros.shape != scales.shape):
+def _int4(a: Given) -> Read:
+    values, scales, zeros = a.values, a.scales, a.zeros
+    if a.kind is not None or np.dtype(scales.dtype).itemsize != 2:
         return None
-    if zeros is not None:
-        _checks.check_dtype(op, "zero_points", zeros, ("int4",))
-    if np.dtype(scales.dtype).itemsize != 2:
-        rule = (
-            f"scales.dtype={_checks.dtype_name(scales.dtype)} must be bf16 or f16 with int4 values:"
-            " formats have such scales, and rounding them is yours to do"
-        )
-        raise TypeError(_checks.message(op, rule, scales=scales))
+    if zeros is not None and (zeros.shape != scales.shape or zeros.dtype != jnp.int4):
+        return None
     e, n, k = values.shape
     group = k // scales.shape[2]
     size = next((g for g in (128, 64, 32) if group % g == 0), 0)
@@ -230,25 +284,25 @@ def _int4(a: _Given) -> _Read:
     else:
         return None
     codes = (values.astype(jnp.int8) + jnp.int8(8)).astype(jnp.uint8)
-    parts = (codes, _spread(scales, (e, n, count)))
+    parts = (codes, spread(scales, (e, n, count)))
     if zeros is None:
         return name, parts
     zeros = (zeros.astype(jnp.int8) + jnp.int8(8)).astype(jnp.uint8)
-    return f"{name}_zp", (*parts, _spread(zeros, (e, n, count)))
+    return f"{name}_zp", (*parts, spread(zeros, (e, n, count)))
 
 
-def _e2m1(a: _Given) -> _Read:
+def _e2m1(a: Given) -> Read:
     format = {"e8m0": "mxfp4", "e4m3": "nvfp4"}.get(a.kind or "", a.kind)
     return None if format not in ("mxfp4", "nvfp4") else _micro(format, a.values, a.scales)
 
 
-def _micro(format: str, values: jax.Array, scales: jax.Array) -> _Read:
+def _micro(format: str, values: jax.Array, scales: jax.Array) -> Read:
     """Elements with a scale for each 32 or 16 of K, in the bytes that files have."""
     e, n, k = values.shape
     size = 16 if format == "nvfp4" else 32
     if (k // scales.shape[2]) % size:
         return None
-    scales = _spread(scales, (e, n, k // size))
+    scales = spread(scales, (e, n, k // size))
     if format == "mxfp8":
         codes = jax.lax.bitcast_convert_type(values, jnp.uint8)
     else:
@@ -261,7 +315,7 @@ def _micro(format: str, values: jax.Array, scales: jax.Array) -> _Read:
     return format, (codes, (bits >> 23).astype(jnp.uint8))
 
 
-_READERS: dict[str, Callable[[_Given], _Read]] = {
+_READERS: dict[str, Callable[[Given], Read]] = {
     "float8_e4m3fn": _e4m3,
     "float8_e5m2": _e5m2,
     "int8": _int8,

@@ -59,8 +59,8 @@ def ragged_dot(
     for name, x in (("lhs", lhs), ("rhs", rhs)):
         if hasattr(x, "qvalue"):
             rule = (
-                f"{name} must be an array; jaxmoe.seams.qwix.quantized_array makes weights of a "
-                "QArray once, which jaxmoe.grouped_gemm multiplies"
+                f"{name} must be an array; jaxmoe.seams.qwix.weight makes weights of a QArray "
+                "once, which jaxmoe.grouped_gemm multiplies"
             )
             raise NotImplementedError(_checks.message(_OP, rule, **{name: x}))
     given = {
