@@ -156,9 +156,10 @@ def test_gptq(group):
         qweight, words(turn(zeros)), turn(scales), checkpoint_format="gptq_v2"
     )
     np.testing.assert_array_equal(numbers(q), want)
-    shuffled = rng().permutation(np.arange(K) // max(group // 2, 1))
-    with pytest.raises(NotImplementedError, match=r"g_idx must be k // group"):
-        checkpoints.from_gptq(qweight, qzeros, turn(scales), shuffled)
+    if group < K:
+        shuffled = rng().permutation(np.arange(K) // group)
+        with pytest.raises(NotImplementedError, match=r"group: jaxmoe.checkpoints.dequantize_gptq"):
+            checkpoints.from_gptq(qweight, qzeros, turn(scales), shuffled)
 
 
 @pytest.mark.parametrize("group", (32, 64, 128, K))
@@ -194,6 +195,77 @@ def test_scales_that_mxfp4_cannot_hold():
         with pytest.raises(ValueError, match=r"q.scales\[1\]=.* must be a power of two"):
             checkpoints.to_mxfp4(other)
         assert (traced[1][1] == 255).all() and not (traced[1][0] == 255).any()
+
+
+def in_order(group, zeros=True):
+    """As `with_zeros`, with groups of any inputs, other ones in each expert: their numbers, too."""
+    codes, points, scales, _ = with_zeros(group)
+    g_idx = np.stack([rng().permutation(np.arange(K) // group), np.arange(K)[::-1] // group])
+    of = lambda a: np.take_along_axis(a, g_idx[:, None], -1).astype(np.float64)  # noqa: E731
+    want = (codes - (of(points) if zeros else 8)) * of(scales)
+    return codes, points, scales, g_idx.astype(np.int32), want
+
+
+@pytest.mark.parametrize("dtype", (None, "bfloat16", "float32"))
+@pytest.mark.parametrize("group", (32, 128, K))
+def test_sorted_columns_of_gptq(group, dtype):
+    """In any order, and of groups of different sizes, which `g_idx` alone tells."""
+    codes, zeros, scales, g_idx, want = in_order(group)
+    turn = lambda a: np.ascontiguousarray(a.swapaxes(1, 2))  # noqa: E731
+    options = {"checkpoint_format": "gptq_v2", "dtype": dtype}
+    args = turn(words(codes)), words(turn(zeros)), turn(scales)
+    w = checkpoints.dequantize_gptq(*args, g_idx, **options)
+    assert_equal(w, want.astype(dtype or np.float16))
+    less = words(turn((zeros - 1) % 16))
+    traced = jax.jit(lambda *a: checkpoints.dequantize_gptq(*a, dtype=dtype))
+    assert_equal(traced(args[0], less, args[2], g_idx), w)
+    g_idx = np.minimum(g_idx, max(K // group - 2, 0))
+    of = lambda a: np.take_along_axis(a, g_idx[:, None], -1).astype(np.float64)  # noqa: E731
+    want = ((codes - of(zeros)) * of(scales)).astype(dtype or np.float16)
+    assert_equal(checkpoints.dequantize_gptq(*args, g_idx, **options), want)
+    same = checkpoints.dequantize_gptq(*args, **options)
+    assert_equal(same, checkpoints.dequantize_gptq(*args, np.arange(K) // group, **options))
+    if dtype is None:
+        assert_equal(same, dequantize(checkpoints.from_gptq(*args, checkpoint_format="gptq_v2")))
+
+
+@pytest.mark.parametrize("zeros", (True, False))
+@pytest.mark.parametrize("group", (32, 128))
+def test_sorted_columns_of_compressed_tensors(group, zeros):
+    codes, points, scales, g_idx, want = in_order(group, zeros)
+    turn = lambda a: np.ascontiguousarray(a.swapaxes(1, 2))  # noqa: E731
+    named = {"weight_zero_point": turn(words(turn(points)))} if zeros else {}
+    args = words(codes), scales
+    w = checkpoints.dequantize_int4(*args, g_idx, **named, dtype="float32")
+    assert_equal(w, want.astype(np.float32))
+    with pytest.raises(NotImplementedError, match="checkpoints.dequantize_int4 reads sorted"):
+        checkpoints.from_int4(*args, g_idx, **named)
+    unset = g_idx.copy()
+    unset[1] = -1  # which compressed-tensors has in the place of neighbours
+    w = checkpoints.dequantize_int4(*args, unset, **named)
+    assert_equal(jax.jit(lambda *a: checkpoints.dequantize_int4(*a, **named))(*args, unset), w)
+    assert_equal(w[0], want[0].astype(np.float16))
+    q = checkpoints.from_int4(*args, np.full((E, K), -1), **named)
+    assert_equal(w[1], dequantize(q)[1])
+
+
+@pytest.mark.parametrize(
+    ("g_idx", "error", "message"),
+    [
+        (np.arange(K - 1), ValueError, r"g_idx must be \[256\] or \[2, 256\]"),
+        (np.full(K, 8), ValueError, "g_idx must hold numbers of 8 groups"),
+        (np.full(K, -1), ValueError, "g_idx must hold numbers of 8 groups"),
+        (np.zeros(K), TypeError, "g_idx.dtype=f64 must be i32 or i64"),
+    ],
+)
+def test_numbers_that_are_no_groups(g_idx, error, message):
+    scales = np.ones((E, 8, N), np.float16)
+    args = WORDS.swapaxes(1, 2), np.zeros((E, 8, N // 8), np.int32), scales
+    with pytest.raises(error, match=f"jaxmoe.checkpoints.dequantize_gptq: {message}"):
+        checkpoints.dequantize_gptq(*args, g_idx)
+    if error is ValueError and g_idx.size == K:
+        w = jax.jit(checkpoints.dequantize_gptq)(*args, g_idx)
+        assert np.isnan(w).all()
 
 
 @pytest.mark.parametrize("group", (64, 128))

@@ -8,6 +8,8 @@ from jaxmoe.checkpoints.fp8 import from_compressed_tensors as from_compressed_te
 from jaxmoe.checkpoints.fp8 import to_block as to_block
 from jaxmoe.checkpoints.fp8 import to_compressed_tensors as to_compressed_tensors
 from jaxmoe.checkpoints.joined import join_gate_up as join_gate_up
+from jaxmoe.checkpoints.ordered import dequantize_gptq as dequantize_gptq
+from jaxmoe.checkpoints.ordered import dequantize_int4 as dequantize_int4
 from jaxmoe.checkpoints.packed import from_awq as from_awq
 from jaxmoe.checkpoints.packed import from_gptq as from_gptq
 from jaxmoe.checkpoints.packed import from_int4 as from_int4

@@ -8,14 +8,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.core import Tracer
 
 from jaxmoe._formats.elements import exponent_of, power_of_two
 from jaxmoe._formats.parts import pack, unpack
 from jaxmoe._jax import checks as _checks
 from jaxmoe.checkpoints.fp8 import check_weights
-from jaxmoe.checkpoints.int4 import codes_of_words, int4_array, zeros_of_words
+from jaxmoe.checkpoints.int4 import (
+    check_order,
+    codes_of_words,
+    compressed_parts,
+    gptq_parts,
+    int4_array,
+    set_groups,
+    with_zeros,
+)
 from jaxmoe.checkpoints.known import check_factors
 from jaxmoe.quantize import QuantizedArray
 
@@ -206,7 +213,7 @@ def from_int4(
     Args:
       weight_packed: int32 [E, N, K / 8], eight codes a word, the first in the lowest bits.
       weight_scale: bfloat16 or float16 [E, N, K / g] with g of 32, 64, 128 or K.
-      g_idx: `weight_g_idx`, as in `from_gptq`.
+      g_idx: `weight_g_idx`, as in `from_gptq`; an expert that has -1 has groups of neighbours.
       weight_zero_point: int32 [E, N / 8, K / g], eight zero points along n a word; None: all are 8.
       group_size: g, which the configuration of the files has. A row with one scale is int4_channel,
         or a group of K if this is K.
@@ -218,7 +225,8 @@ def from_int4(
 
     Raises:
       TypeError, ValueError: a wrong dtype or shape, or groups that no format has.
-      NotImplementedError: `g_idx` of weights whose columns were sorted (`actorder: group`).
+      NotImplementedError: `g_idx` of weights whose columns were sorted (`actorder: group`), which
+        `dequantize_int4` reads.
 
     Numerics: codes and scales keep their bits, unless `dtype` is another than the scales', which
       are rounded to it, before the product is; one that would be zero or infinite there is NaN.
@@ -234,19 +242,11 @@ def from_int4(
       ('int4_g32', 0.5)
     """
     op = "checkpoints.from_int4"
-    _checks.check_rank(op, "weight_packed", weight_packed, "E,N,K/8")
-    _checks.check_rank(op, "weight_scale", weight_scale, "E,N,K/g")
-    codes = codes_of_words(op, "weight_packed", weight_packed)
-    scales = jnp.asarray(weight_scale)
-    _check_order(op, g_idx, codes, scales)
-    zeros = None
-    if weight_zero_point is not None:
-        wanted = (codes.shape[0], codes.shape[1] // 8, scales.shape[2])
-        name = "weight_zero_point"
-        _checks.check_shape(op, name, weight_zero_point, wanted, "[E, N / 8, K / g]")
-        zeros = zeros_of_words(op, name, jnp.swapaxes(jnp.asarray(weight_zero_point), 1, 2))
-    of = "weight_packed", weight_packed
-    return int4_array(op, of, "weight_scale", codes, scales, zeros, dtype, group_size)
+    parts = compressed_parts(op, weight_packed, weight_scale, weight_zero_point)
+    check_order(op, set_groups(g_idx, parts), parts)
+    return int4_array(
+        op, ("weight_packed", weight_packed), "weight_scale", parts, dtype, group_size
+    )
 
 
 def from_gptq(
@@ -276,7 +276,8 @@ def from_gptq(
 
     Raises:
       TypeError, ValueError: a wrong dtype or shape, or groups that no format has.
-      NotImplementedError: `g_idx` of weights whose columns were sorted (`desc_act`).
+      NotImplementedError: `g_idx` of weights whose columns were sorted (`desc_act`), which
+        `dequantize_gptq` reads.
 
     Numerics: as `from_int4`.
     Source: https://arxiv.org/abs/2210.17323 and AutoGPTQ's files (format "gptq").
@@ -291,15 +292,9 @@ def from_gptq(
       ('int4_g64_zp', -1.0)
     """
     op = "checkpoints.from_gptq"
-    _checks.check_rank(op, "qweight", qweight, "E,K/8,N")
-    codes = codes_of_words(op, "qweight", jnp.swapaxes(jnp.asarray(qweight), 1, 2))
-    _checks.check_choice(op, "checkpoint_format", checkpoint_format, ("gptq", "gptq_v2"))
-    scales = _turned(op, "scales", scales)
-    _check_zeros(op, qzeros, codes, scales)
-    zeros = zeros_of_words(op, "qzeros", qzeros)
-    zeros = (zeros + jnp.uint8(checkpoint_format == "gptq")) & jnp.uint8(15)
-    _check_order(op, g_idx, codes, scales)
-    return int4_array(op, ("qweight", qweight), "scales", codes, scales, zeros, dtype, group_size)
+    parts = gptq_parts(op, qweight, qzeros, scales, checkpoint_format)
+    check_order(op, g_idx, parts)
+    return int4_array(op, ("qweight", qweight), "scales", parts, dtype, group_size)
 
 
 def from_awq(
@@ -342,26 +337,8 @@ def from_awq(
     op = "checkpoints.from_awq"
     _checks.check_rank(op, "qweight", qweight, "E,K,N/8")
     codes = jnp.swapaxes(codes_of_words(op, "qweight", qweight, _AWQ_NIBBLES), 1, 2)
-    scales = _turned(op, "scales", scales)
-    _check_zeros(op, qzeros, codes, scales)
-    zeros = zeros_of_words(op, "qzeros", qzeros, _AWQ_NIBBLES)
-    return int4_array(op, ("qweight", qweight), "scales", codes, scales, zeros, dtype, group_size)
-
-
-def _check_order(op: str, g_idx: Any, codes: jax.Array, scales: jax.Array) -> None:
-    """Refuses groups of others than neighbours along k."""
-    if g_idx is None:
-        return
-    if isinstance(g_idx, Tracer):
-        rule = "g_idx must be known numbers, not traced by jax.jit"
-        raise TypeError(_checks.message(op, rule, g_idx=g_idx))
-    (experts, _, k), groups = codes.shape, np.asarray(g_idx)
-    if groups.shape not in ((k,), (experts, k)):
-        rule = f"g_idx must be [{k}] or [{experts}, {k}] (K, or E and K)"
-        raise ValueError(_checks.message(op, rule, g_idx=groups))
-    if (groups != np.arange(k) // max(k // max(scales.shape[2], 1), 1)).any():
-        rule = "g_idx must be k // group: sorted columns (desc_act) need a permuted x"
-        raise NotImplementedError(_checks.message(op, rule))
+    parts = with_zeros(op, codes, qzeros, scales, _AWQ_NIBBLES)
+    return int4_array(op, ("qweight", qweight), "scales", parts, dtype, group_size)
 
 
 def _nibbles(op: str, weight: jax.Array) -> jax.Array:
@@ -375,18 +352,6 @@ def _nibbles(op: str, weight: jax.Array) -> jax.Array:
 def _bytes(a: Any) -> jax.Array:
     a = jnp.asarray(a)
     return a if a.dtype == jnp.uint8 else jax.lax.bitcast_convert_type(a, jnp.uint8)
-
-
-def _turned(op: str, name: str, scales: Any) -> jax.Array:
-    """[E, groups, N] -> [E, N, groups]."""
-    _checks.check_rank(op, name, scales, "E,K/g,N")
-    return jnp.swapaxes(jnp.asarray(scales), 1, 2)
-
-
-def _check_zeros(op: str, qzeros: Any, codes: jax.Array, scales: jax.Array) -> None:
-    experts, n, _ = codes.shape
-    meaning = "[E, K / g, N / 8], by qweight and scales"
-    _checks.check_shape(op, "qzeros", qzeros, (experts, scales.shape[2], n // 8), meaning)
 
 
 def _check_groups(
