@@ -39,9 +39,34 @@ def _formats(experts: Experts) -> str:
     return ", ".join(dict.fromkeys(names))
 
 
+def _decoded(block: Block, experts: Experts) -> str:
+    """What weights become that are not read as they are stored, "" if all are."""
+    if not any(weight.decoded for weight in block.weights):
+        return ""
+    weights = [
+        w for w in (experts.gate_up, experts.gate, experts.up, experts.down) if w is not None
+    ]
+    nbytes = sum(w.size * w.dtype.itemsize for w in weights)
+    return f"; sorted columns (g_idx), decoded to {_size(nbytes)}"
+
+
 def _kind(model: Model, weight: Stored) -> tuple[object, ...]:
     """What layers of one report have in common."""
     return weight.kind, *map(model.shards.kind, weight.names(range(1)))
+
+
+def _by_layer(
+    options: dict[int, dict[str, object]],
+) -> tuple[dict[str, object], dict[int, dict[str, object]]]:
+    """What all layers have, and what each has besides, None where others have something."""
+    names = dict.fromkeys(name for own in options.values() for name in own)
+    first = next(iter(options.values()))
+    same = [n for n in names if all(n in o and o[n] == first.get(n) for o in options.values())]
+    apart = {
+        number: {name: own.get(name) for name in names if name not in same}
+        for number, own in options.items()
+    }
+    return {name: first[name] for name in same}, apart
 
 
 def _numbers(numbers: Sequence[int]) -> str:
@@ -67,24 +92,26 @@ def describe(
     if tokens < 1:
         raise ValueError(f"jaxmoe.inspect: --tokens={tokens} must be at least 1")
     model = Model(directory, "bfloat16", tower, token_format)
-    first = model.family.at_layer(model.config, min(model.blocks))
+    blocks = {number: model.block(number) for number in model.blocks}
+    common, apart = _by_layer(
+        {n: {**block.options, "activation": block.activation} for n, block in blocks.items()}
+    )
     lines = [
         f"{model.config.get('model_type')}: {len(model.blocks)} layers with experts, "
-        f"{model.num_experts} experts, {model.family.routing(first)}"
+        f"{model.num_experts} experts, {common}"
     ]
-    seen: dict[object, tuple[str, str, list[int]]] = {}
+    seen: dict[object, tuple[str, str, str, list[int]]] = {}
     total = 0
-    for number in model.blocks:
-        block = model.block(number)
+    for number, block in blocks.items():
         nbytes = sum(w.nbytes(model.shards, range(model.num_experts)) for w in block.weights)
         total += nbytes
-        key = tuple(map(functools.partial(_kind, model), block.weights)), block.activation
+        k = block.options["top_k"]
+        key = tuple(map(functools.partial(_kind, model), block.weights)), block.activation, k
         if key not in seen:
             experts = _shapes(model, block)
             first = experts.first
             dtype = jnp.bfloat16 if isinstance(first, QuantizedArray) else first.dtype
             x = jax.ShapeDtypeStruct((tokens, experts.hidden), dtype)
-            k = block.options["top_k"]
             routing = Routing(
                 jax.ShapeDtypeStruct((tokens, k), jnp.int32),  # type: ignore[arg-type]
                 jax.ShapeDtypeStruct((tokens, k), jnp.float32),  # type: ignore[arg-type]
@@ -92,11 +119,13 @@ def describe(
             with targets.force_cuda_lowering():
                 found = explain(moe_mlp, x, routing, experts, **dict(model.family.call))
             found = f"{experts.hidden} x {experts.intermediate}, {tokens} tokens:\n{found}"
-            seen[key] = _formats(experts), found, []
-        seen[key][2].append(number)
-        lines.append(f"layer {number}: {seen[key][0]}, {_size(nbytes)}")
+            seen[key] = _formats(experts), found, _decoded(block, experts), []
+        formats, _, decoded, numbers = seen[key]
+        numbers.append(number)
+        own = "".join(f", {name}={value!r}" for name, value in apart[number].items())
+        lines.append(f"layer {number}: {formats}, {_size(nbytes)}{decoded}{own}")
     lines.append(f"experts: {_size(total)}")
-    for formats, found, numbers in seen.values():
+    for formats, found, _, numbers in seen.values():
         lines.append(f"{_numbers(numbers)}: {formats}, {found}")
     return "\n".join(lines)
 

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxmoe._jax import checks as _checks
-from jaxmoe._load import families, find, latent, router, settings
+from jaxmoe._load import families, find, latent, quantization, router, settings
 from jaxmoe._load.ahead import Ahead
 from jaxmoe._load.chosen import chosen
 from jaxmoe._load.files import OP, naming, other, parsed
@@ -46,10 +46,11 @@ def load(
     """Reads the layers of experts of a model, as the files store them.
 
     Weights keep their format: bf16, FP8 and every format of 4 bits that `jaxmoe.checkpoints` reads,
-    known by the names and dtypes of the tensors. FP8 weights with one scale a matrix keep the
-    static scales of their inputs, if the files have some: `x_scale` and `h_scale` are the largest
-    of all experts. So do packed weights with `token_format`. Scales of inputs beside other weights
-    are not used. Files are read by threads,
+    known by the names and dtypes of the tensors. int4 weights whose columns were sorted, so that a
+    group is any of the inputs, are in no format: their layer has plain weights in `dtype`. FP8
+    weights with one scale a matrix keep the static scales of their inputs, if the files have some:
+    `x_scale` and `h_scale` are the largest of all experts. So do packed weights with
+    `token_format`. Scales of inputs beside other weights are not used. Files are read by threads,
     in order and a gigabyte ahead, so the process holds two or three of its own beside what lies on
     the devices.
 
@@ -87,10 +88,10 @@ def load(
       LookupError: a tensor, bias or scale is missing, which the message names; no such layer.
       TypeError: `layers`, `dtype`, `mesh` or `progress` of another kind.
       ValueError: a file that is cut off or broken, a configuration without a number that is needed,
-        tensors that do not go together or with the configuration, a tensor that is in two files,
-        experts that `axis` does not divide, I or H that `tensor_axis` or `hidden_axis` does not
-        divide between blocks of the format, an axis that two of these name, another `dtype`, or
-        no tower of that name.
+        tensors that do not go together or with the configuration (bits and groups of weights, too),
+        a tensor that is in two files, experts that `axis` does not divide, I or H that
+        `tensor_axis` or `hidden_axis` does not divide between blocks of the format, an axis that
+        two of these name, another `dtype`, or no tower of that name.
       NotImplementedError: a model or a format that is not known, a rule of routing that the model
         type does not have, or a tensor that has no reader.
 
@@ -217,6 +218,9 @@ class Model:
             said = settings.name_of(self.config, settings.EXPERTS)
             weight.check(self.shards, self.num_experts, said)
             weights.append(weight)
+        # A layer has one format: without one for a weight there is none for the others.
+        if any(weight.is_sorted(self.shards, self.num_experts) for weight in weights):
+            weights = [weight.as_decoded() for weight in weights]
         config = self.family.at_layer(self.config, number)
         options, activation = self.family.routing(config), self.family.acts(config)
         found = router.find(self.shards, at, self.family, config)
@@ -244,7 +248,7 @@ class Model:
             return None if name is None else place(self.shards[name])
 
         family, names = self.family, block.router
-        quantized = isinstance(weights[0], QuantizedArray)
+        quantized = block.weights[0].reader is not None  # or it was, and is in `dtype`
         fields = dict(zip(family.parts, weights, strict=True))
         fields |= self._biases(block, place, quantized)
         fields |= self._input_scales(block, place)
@@ -288,7 +292,7 @@ class Model:
     def _check_formats(self, at: str, weights: Mapping[str, Any]) -> None:
         """Refuses rows with one scale of which only `group_size` says how they are stored."""
         said = {k: w.format for k, w in weights.items() if isinstance(w, QuantizedArray)}
-        unknown = find.group_size(self.quantization) is None
+        unknown = quantization.group_size(self.quantization) is None
         if unknown and len(set(said.values())) > 1 and "channel" in str(said):
             raise ValueError(
                 f"jaxmoe.{OP}: {at} has weights in {said}: group_size of quantization_config of "

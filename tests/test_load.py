@@ -725,7 +725,6 @@ def test_the_number_of_experts_is_that_of_the_files(tmp_path):
         ("qwen3_nvfp4", {".pre_quant_scale": np.ones(H, BF16)}, "up_proj.pre_quant_scale has no"),
         ("qwen3_mxfp4", {".weight_zero_point": np.ones(1, np.int32)}, "zero_point has no reader"),
         ("kimi", {".weight_shape": np.array([I, H // 2])}, "has 16 words for K=64: not 4 bits"),
-        ("kimi", {".weight_g_idx": np.arange(H, dtype=np.int32) % 4}, "g_idx must be k // group"),
     ),
 )
 def test_no_tensor_of_a_weight_is_passed_over(name, parts, message, tmp_path):
@@ -788,15 +787,6 @@ def test_biases_of_gpt_oss_are_not_passed_over(tmp_path):
         jaxmoe.load(save_folder(path, config, tensors))
 
 
-def test_sorted_columns_of_gptq_are_refused(tmp_path):
-    path, tensors = folder(tmp_path, FILES["qwen3_gptq"])
-    name = "model.layers.0.mlp.experts.1.gate_proj.g_idx"
-    tensors[name] = tensors[name][::-1].copy()
-    config = json.loads((path / "config.json").read_text())
-    with pytest.raises(NotImplementedError, match="desc_act"):
-        jaxmoe.load(save_folder(path, config, tensors))
-
-
 def test_inspect(tmp_path, capsys):
     path, tensors = folder(tmp_path, FILES["kimi"], layers=(1, 2))
     assert inspect.main([str(path), "--tokens", "8"]) == 0
@@ -808,6 +798,25 @@ def test_inspect(tmp_path, capsys):
     assert f"{H} x {I}, 8 tokens:" in text and "int4_g32" in text and "jaxmoe_moe_mlp" in text
     assert inspect.main([str(tmp_path)]) == 1
     assert "has no config.json" in capsys.readouterr().err
+
+
+def test_inspect_says_what_differs_by_layer(tmp_path, capsys):
+    """Hunyuan's files have the experts of a token for each layer."""
+    config = {"num_experts": E, "moe_topk": [2, 1, 2], "num_experts_per_tok": None}
+    files = Files("hunyuan_v1_moe", config)
+    path, tensors = folder(tmp_path, files, layers=(0, 1, 2))
+    named = {n.replace("gate.weight", "gate.wg.weight"): a for n, a in tensors.items()}
+    save_folder(path, json.loads((path / "config.json").read_text()), named)
+    assert inspect.main([str(path)]) == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert "3 layers with experts, 4 experts, " in head and "top_k" not in head
+    for number, k in enumerate((2, 1, 2)):
+        assert lines[number].startswith(f"layer {number}: bfloat16, ")
+        assert lines[number].endswith(f" kB, top_k={k}")
+    assert [line for line in lines if ", 16 tokens:" in line] == [
+        f"layers 0, 2: bfloat16, {H} x {I}, 16 tokens:",
+        f"layer 1: bfloat16, {H} x {I}, 16 tokens:",
+    ]
 
 
 def test_reading_is_imported_when_it_is_used():

@@ -1,5 +1,6 @@
 """What `jaxmoe.load` must not pass over: each value and tensor that would change numbers."""
 
+import dataclasses
 import json
 
 import jax
@@ -12,7 +13,22 @@ from jaxmoe import checkpoints, inspect
 from jaxmoe._load import families
 from tests import test_load as files
 from tests import test_load_families as others
-from tests.test_load import BF16, FILES, Draw, E, H, I, T, folder, gpt_oss, save, save_folder
+from tests.test_load import (
+    BF16,
+    FILES,
+    INT4,
+    WIDE,
+    Draw,
+    E,
+    H,
+    I,
+    T,
+    compressed_tensors,
+    folder,
+    gpt_oss,
+    save,
+    save_folder,
+)
 from tests.test_load_nemotron import latent_folder, matrix_scale, nemotron
 from tests.test_load_refusals import config_of, refuses
 
@@ -177,6 +193,67 @@ def test_what_the_quantization_needs_is_named(tmp_path):
     message = r'activation_scheme="static", and .* no tensor \'.*0.up_proj.input_scale'
     with pytest.raises(LookupError, match=message):
         jaxmoe.load(path)
+
+
+def packed(**weights):
+    return {"quantization_config": compressed_tensors({**INT4, **weights})}
+
+
+def by_bits(bits, kind="float", **more):
+    weights = {"num_bits": bits, "type": kind, **more}
+    return {"quantization_config": compressed_tensors(weights)}
+
+
+GROUPS_64 = {"quant_method": "gptq", "bits": 4, "group_size": 64}
+CONTRADICTIONS = (  # what files have and what the configuration says of it, both in the message
+    ("qwen3_gptq", GROUPS_64 | {"group_size": 32}, r"0.gate_proj.scales has .* 64 of K=128.*=32"),
+    ("qwen3_gptq", GROUPS_64 | {"group_size": -1}, r"scale for 64 of K=128.*group_size=-1"),
+    ("qwen3_awq", {"quant_method": "awq", "q_group_size": 128}, r"64 of K=128.*q_group_size=128"),
+    ("kimi", packed(group_size=64), r"gate_proj.weight_scale has .* 32 of K=128.*group_size=64"),
+    ("kimi", packed(strategy="channel"), r"weight_scale has .* 32 of K=128.*strategy='channel'"),
+    ("kimi", packed(num_bits=8, group_size=32), r"weight_packed has .* 4 bits, .* num_bits=8"),
+    ("qwen3_nvfp4", by_bits(4, group_size=32), r"weight_scale has .* 16 of K=128.*group_size=32"),
+    ("qwen3_nvfp4", by_bits(8), r"gate_proj.weight_packed has .* of 4 bits, .* num_bits=8"),
+    ("qwen3_mxfp4", by_bits(4, group_size=16), r"weight_scale has .* 32 of K=128.*group_size=16"),
+    ("qwen3_mxfp8", by_bits(8, group_size=16), r"weight_scale has .* 32 of K=128.*group_size=16"),
+    ("mixtral", by_bits(4, strategy="channel"), r"w1.weight has .* of 8 bits, .* num_bits=4"),
+)
+
+
+@pytest.mark.parametrize(("name", "said", "message"), CONTRADICTIONS)
+def test_a_configuration_of_other_tensors_is_refused(name, said, message, tmp_path):
+    path, tensors = folder(tmp_path, FILES[name])
+    said = said if "quantization_config" in said else {"quantization_config": said}
+    refuses(path, tensors, ValueError, f"jaxmoe.load: .*{message}", {**config_of(path), **said})
+
+
+AGREEING = (
+    ("qwen3_gptq", GROUPS_64 | {"group_size": 32, "dynamic": {"+:.*": {"group_size": 64}}}),
+    ("qwen3_gptq", GROUPS_64 | {"group_size": 128, "extra_config": {"a": {"group_size": 64}}}),
+    ("kimi", {"config_groups": {"a": {"weights": INT4}, "b": {"weights": None}}}),
+    (
+        "kimi",
+        {
+            "config_groups": {
+                "attention": {"weights": {"num_bits": 8, "strategy": "channel"}},
+                "experts": {"weights": {"num_bits": 4, "group_size": 32}},
+            }
+        },
+    ),
+    ("qwen3_nvfp4", by_bits(4, group_size=16)["quantization_config"]),
+    ("mixtral", by_bits(8, strategy="channel")["quantization_config"]),
+    ("mixtral", by_bits(8, strategy="block", block_structure=[128, 128])["quantization_config"]),
+)
+
+
+def shapes_of(name):
+    return WIDE if name == "qwen3_gptq" else FILES[name].shapes  # of two groups of 64
+
+
+@pytest.mark.parametrize(("name", "said"), AGREEING)
+def test_a_configuration_of_several_kinds_of_weights_says_no_more_than_that(name, said, tmp_path):
+    path, tensors = folder(tmp_path, dataclasses.replace(FILES[name], shapes=shapes_of(name)))
+    assert jaxmoe.load(save_folder(path, {**config_of(path), "quantization_config": said}, tensors))
 
 
 def scaled(draw, n, k):

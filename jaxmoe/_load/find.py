@@ -12,8 +12,8 @@ from jaxmoe import checkpoints
 from jaxmoe._formats import STATIC_TOKENS
 from jaxmoe._formats.quantization import BLOCK
 from jaxmoe._jax.checks import FLOATS, dtype_name
-from jaxmoe._load.files import OP, mapping
-from jaxmoe._load.settings import flag, section
+from jaxmoe._load import quantization as said_of
+from jaxmoe._load.files import OP
 from jaxmoe._load.shards import Shards
 from jaxmoe._load.stored import INPUT_DIVISOR, INPUT_SCALE, SHAPE, Stored
 
@@ -63,12 +63,20 @@ class _Weight:
     def shape_of(self, part: str) -> tuple[int, ...]:
         return self.shards.shape(self.first + part)
 
+    def matrix_of(self, part: str) -> tuple[int, ...]:
+        """The shape of a part of two axes or more."""
+        shape = self.shape_of(part)
+        if len(shape) < 2:
+            raise ValueError(
+                f"jaxmoe.{OP}: {self.first}{part} must have 2 axes or more, not {list(shape)}"
+            )
+        return shape
+
     def stored(
         self,
         reader: Any,
         *parts: str,
         named: tuple[str, ...] = (),
-        checked: bool = False,
         static: str = "",
         shaped: bool = False,
         **options: Any,
@@ -77,7 +85,23 @@ class _Weight:
             self.dtype_of(part)  # names the one that is missing
         kind = reader.__name__.removeprefix("from_")
         read = _with(reader, named, dtype=self.dtype, **options)
-        return Stored(kind, self.stem, parts, read, checked, static, shaped)
+        return Stored(kind, self.stem, parts, read, static=static, shaped=shaped)
+
+    def ordered(self, stored: Stored, decoder: Any, *, named: Any, **options: Any) -> Stored:
+        """The same with another reader, of plain weights, for groups of any inputs."""
+        _, unsorted = said_of.order(self.quantization)
+        return dataclasses.replace(
+            stored,
+            checked=stored.parts[-1].endswith("g_idx"),
+            unsorted=unsorted,
+            decoder=_with(decoder, named, dtype=self.dtype, **options),
+        )
+
+    def check_groups(self, scale: str, k: int, count: int) -> None:
+        said_of.check_groups(self.quantization, self.first + scale, k, count)
+
+    def check_bits(self, part: str, bits: int) -> None:
+        said_of.check_bits(self.quantization, self.first + part, bits)
 
     def refused(self, why: str) -> NotImplementedError:
         return NotImplementedError(f"jaxmoe.{OP}: {self.first}{why}")
@@ -145,20 +169,21 @@ def _gptq_or_awq(weight: _Weight) -> Stored:
     for name in ("bits", "w_bit"):
         if str(bits := said.get(name, 4)) != "4":
             raise weight.refused(f".qweight has {bits} bits, not 4")
-    parts, group = (".qweight", ".qzeros", ".scales"), group_size(said)
+    parts, group = (".qweight", ".qzeros", ".scales"), said_of.group_size(said)
     variant = _variant(weight)
+    (*_, rows, _), (*_, count, _) = (weight.matrix_of(part) for part in (parts[0], parts[2]))
+    weight.check_groups(".scales", rows if variant == "awq" else 8 * rows, count)
     if variant == "awq":
         if str(said.get("version")).lower().startswith("gemv"):
             raise weight.refused(f".qweight is packed for version {said['version']!r}, not gemm")
         return weight.stored(checkpoints.from_awq, *parts, named=("scales",), group_size=group)
-    if flag(said, "desc_act", default=False) and not weight.has(".g_idx"):
+    is_sorted, _ = said_of.order(said)
+    if is_sorted and not weight.has(".g_idx"):
         raise weight.missing(".g_idx", "desc_act=true, which sorts columns")
-    order = (".g_idx",) if weight.has(".g_idx") else ()
-    options: dict[str, Any] = {"checkpoint_format": variant, "group_size": group}
-    named = ("scales", "g_idx")
-    return weight.stored(
-        checkpoints.from_gptq, *parts, *order, named=named, checked=bool(order), **options
-    )
+    parts += (".g_idx",) if weight.has(".g_idx") else ()
+    how: dict[str, Any] = {"named": ("scales", "g_idx"), "checkpoint_format": variant}
+    stored = weight.stored(checkpoints.from_gptq, *parts, group_size=group, **how)
+    return weight.ordered(stored, checkpoints.dequantize_gptq, **how)
 
 
 def _variant(weight: _Weight) -> str:
@@ -186,25 +211,6 @@ def _variant(weight: _Weight) -> str:
     )
 
 
-def group_size(quantization: Mapping[str, Any]) -> int | None:
-    """The group of k that has a scale, if the configuration says one and no other."""
-    said = [quantization]
-    for name, group in section(quantization, "config_groups").items():
-        said.append(section(mapping(f"{name} of config_groups", group), "weights"))
-    sizes = {size for one in said if isinstance(size := one.get("group_size"), int)}
-    return max(sizes) if len(sizes) == 1 and max(sizes) > 0 else None  # -1: all of K
-
-
-def _asymmetric(quantization: Mapping[str, Any]) -> bool:
-    """Whether all weights have zero points."""
-    said: list[bool] = []
-    for name, group in section(quantization, "config_groups").items():
-        weights = section(mapping(f"{name} of config_groups", group), "weights")
-        if weights:
-            said.append(not flag(weights, "symmetric", default=True))
-    return bool(said) and all(said)
-
-
 def _check_words(weight: _Weight) -> None:
     """Refuses words of other bits than 4, by what the first expert's shape says."""
     if not weight.has(SHAPE):
@@ -226,23 +232,37 @@ def _check_words(weight: _Weight) -> None:
 def _packed(weight: _Weight) -> Stored:
     """compressed-tensors: int4, mxfp4 and nvfp4."""
     parts = (".weight_packed", ".weight_scale")
-    if weight.dtype_of(".weight_packed") == np.int32:
+    weight.check_bits(".weight_packed", 4)
+    words = weight.dtype_of(".weight_packed") == np.int32
+    if words:
         _check_words(weight)
-        if not weight.has(".weight_zero_point") and _asymmetric(weight.quantization):
-            raise weight.missing(".weight_zero_point", "symmetric=false")
-        more = {".weight_zero_point": "weight_zero_point", ".weight_g_idx": "g_idx"}
-        more = {part: name for part, name in more.items() if weight.has(part)}
-        return weight.stored(
-            *(checkpoints.from_int4, *parts, *more),
-            named=tuple(more.values()),
-            checked=".weight_g_idx" in more,
-            shaped=weight.has(SHAPE) and "{e}" in weight.stem,
-            group_size=group_size(weight.quantization),
-        )
+    (*_, width), (*_, count) = map(weight.matrix_of, parts)
+    weight.check_groups(".weight_scale", (8 if words else 2) * width, count)
+    if words:
+        return _int4(weight, parts)
     if weight.dtype_of(".weight_scale") == np.uint8:
         return weight.stored(checkpoints.from_mxfp4, *parts)
     common = "weight_global_scale"
     return weight.stored(checkpoints.from_nvfp4, *parts, f".{common}", named=(common,))
+
+
+def _int4(weight: _Weight, parts: tuple[str, ...]) -> Stored:
+    said = weight.quantization
+    is_sorted, _ = said_of.order(said)
+    if is_sorted and not weight.has(".weight_g_idx"):
+        raise weight.missing(".weight_g_idx", 'actorder="group", which sorts columns')
+    if not weight.has(".weight_zero_point") and said_of.asymmetric(said):
+        raise weight.missing(".weight_zero_point", "symmetric=false")
+    more = {".weight_zero_point": "weight_zero_point", ".weight_g_idx": "g_idx"}
+    more = {part: name for part, name in more.items() if weight.has(part)}
+    named = tuple(more.values())
+    stored = weight.stored(
+        *(checkpoints.from_int4, *parts, *more),
+        named=named,
+        shaped=weight.has(SHAPE) and "{e}" in weight.stem,
+        group_size=said_of.group_size(said),
+    )
+    return weight.ordered(stored, checkpoints.dequantize_int4, named=named)
 
 
 def _by_dtype(weight: _Weight, part: str) -> Stored:
@@ -275,11 +295,14 @@ def _blocks(weight: _Weight, part: str, scale: str) -> Stored:
 
 
 def _fp8(weight: _Weight, part: str) -> Stored:
+    weight.check_bits(part, 8)
     for scale in (".weight_scale_inv", ".scale"):
         if weight.has(scale):
             return _blocks(weight, part, scale)
     scale = ".weight_scale"
     if weight.dtype_of(scale) == np.uint8:
+        (*_, width), (*_, count) = map(weight.matrix_of, (part, scale))
+        weight.check_groups(scale, width, count)
         return weight.stored(checkpoints.from_mxfp8, part, scale)
     # Of an expert.
     shape, of_scales = (weight.shape_of(p)[1 if weight.stacked else 0 :] for p in (part, scale))

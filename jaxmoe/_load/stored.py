@@ -33,7 +33,11 @@ class Stored:
       stem: the name of its tensors up to the part's; `{e}` is an expert.
       parts: what follows the stem, in the order of the reader's arguments.
       reader: from the stacked tensors to an array or `jaxmoe.QuantizedArray`; None: as they are.
-      checked: the last part does not change, and is checked against the others.
+      checked: the last part is the group of each input, which is checked and not read.
+      unsorted: what the configuration has if groups must be of neighbours, else "".
+      decoder: in the place of `reader`, for groups of any inputs: it takes the last part too and
+        returns plain weights; None: there is none.
+      decoded: `reader` is this one.
       static: what of each expert is the scale of its inputs, `INPUT_SCALE` or `INPUT_DIVISOR`, if
         the layer uses it; else "".
       shaped: each expert has `SHAPE`, which is checked against words of eight codes along k.
@@ -56,6 +60,9 @@ class Stored:
     spare: int = 0
     joined: int = 0
     biased: bool = False
+    unsorted: str = ""
+    decoder: Callable[..., Any] | None = None
+    decoded: bool = False
 
     @property
     def stacked(self) -> bool:
@@ -150,6 +157,21 @@ class Stored:
         names = [stem + part for stem in stems]
         return not any(shards[name].any() for name in names if name in shards)
 
+    def is_sorted(self, shards: Shards, num_experts: int) -> bool:
+        """Whether an expert has groups of others than neighbours, which no format has."""
+        if not self.checked or self.unsorted:  # which is checked while it is read
+            return False
+        stems = self._stems(range(num_experts))
+        return any(_falls(shards[stem + self.parts[-1]]) for stem in stems)
+
+    def as_decoded(self) -> "Stored":
+        """The same with the reader of groups of any inputs, if there is one."""
+        if self.decoder is None:
+            return self
+        return dataclasses.replace(
+            self, kind=f"{self.kind}, decoded", reader=self.decoder, checked=False, decoded=True
+        )
+
     def largest_input_scale(self, shards: Shards, num_experts: int) -> np.float32:
         """The largest of the static scales of the experts' inputs, as multipliers.
 
@@ -224,12 +246,13 @@ class Stored:
         *parts, last = arrays
         if self.reader is None:
             return jax.device_put(self._apart(len(experts), last))
+        if self.unsorted and self.checked:
+            self._check_order(last, experts)
         with naming(self.stem):
-            if not self.checked:
-                return _compiled(self.reader)(*parts, last)
-            # By its numbers, which a compiled program would not know.
-            jax.eval_shape(functools.partial(self._checked, last), *parts)
-            return _compiled(self.reader)(*parts)
+            if self.checked or self.decoded:
+                # By its numbers, which a compiled program would not know.
+                jax.eval_shape(functools.partial(self._checked, last), *parts)
+            return _compiled(self.reader)(*parts, *(() if self.checked else (last,)))
 
     def _apart(self, num_experts: int, weight: Any) -> Any:
         """A plain weight with an axis of experts."""
@@ -247,6 +270,16 @@ class Stored:
                     f"jaxmoe.{OP}: {self._stem(e)}{SHAPE}={said} must be {wanted} "
                     "(N and K), by the words"
                 )
+
+    def _check_order(self, groups: np.ndarray[Any, Any], experts: range) -> None:
+        """Refuses columns that are sorted where the configuration has that they are not."""
+        if _falls(groups):
+            e = experts[int(np.argmax((np.diff(groups) < 0).any(axis=-1)))]
+            name = self._stem(e) + self.parts[-1]
+            raise ValueError(
+                f"jaxmoe.{OP}: {name} has sorted columns, groups of others than neighbours, and "
+                f"quantization_config has {self.unsorted}"
+            )
 
     def _check_factors(self, arrays: list[np.ndarray[Any, Any]], experts: range) -> None:
         """Refuses factors of whole weights that are no positive, finite numbers."""
@@ -270,6 +303,11 @@ class Stored:
             rows = shards.shape(name)[0] // self.joined if self.joined else 1
             return shards.part(name, experts.start * rows, experts.stop * rows)
         return shards.stacked([stem + part for stem in self._stems(experts)])
+
+
+def _falls(groups: np.ndarray[Any, Any]) -> bool:
+    """Whether numbers of groups do not rise along k."""
+    return bool((np.diff(groups) < 0).any())
 
 
 @functools.lru_cache(maxsize=32)
