@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxmoe._jax import checks as _checks
 from jaxmoe.activation import Activation
@@ -102,7 +103,8 @@ def moe(
 
     Raises:
       NotImplementedError: an argument that cannot be honoured, with what is allowed.
-      TypeError, ValueError: wrong arrays or numbers, a capacity below 1, an `ep_axis` without a
+      TypeError, ValueError: wrong arrays or numbers, no bool, name or mesh where one is to be, a
+        negative coefficient of the loss, a capacity below 1, an `ep_axis` without a
         mesh, or an axis that the mesh has not; and those of `jaxmoe.route`, `jaxmoe.Experts` and
         `jaxmoe.moe_mlp`.
 
@@ -124,14 +126,30 @@ def moe(
       ([12.0, 12.0], None, 6)
     """
     del input_axes, gate_kernel_axes, wi_kernel_axes, wo_kernel_axes
+    _check_booleans(
+        use_pre_softmax=use_pre_softmax,
+        apply_topk_weights_early=apply_topk_weights_early,
+        apply_weight_on_input=apply_weight_on_input,
+        **{} if norm_topk_prob is None else {"norm_topk_prob": norm_topk_prob},
+    )
+    _check_axes(mesh, ep_axis, data_parallelism_axes)
+    num_experts = _checks.check_int(_OP, "num_experts", num_experts, 1)
+    top_k = num_experts_per_tok
+    num_experts_per_tok = _checks.check_int(_OP, "num_experts_per_tok", top_k, 1, num_experts)
     _checks.check_rank(_OP, "x", x, "B,S,H")
     _checks.check_float(_OP, "x", x)
     _checks.check_rank(_OP, "gate_kernel", gate_kernel, "H,E")
+    _checks.check_float(_OP, "gate_kernel", gate_kernel)
     _checks.check_dim(_OP, "gate_kernel", gate_kernel, 1, num_experts, "num_experts")
     _checks.check_same_dim(_OP, "gate_kernel", gate_kernel, 0, "x", x, 2, "hidden")
     _check_weights(wi, wo, wi_0_bias, wi_1_bias, wo_bias)
     scale = _checks.check_number(_OP, "scaling_factor", scaling_factor)
     aux_loss_coeff = _checks.check_number(_OP, "aux_loss_coeff", aux_loss_coeff)
+    if aux_loss_coeff < 0:
+        rule = f"aux_loss_coeff={aux_loss_coeff} must be at least 0, where there is no loss"
+        raise ValueError(_checks.message(_OP, rule))
+    if expert_bias is not None:
+        _checks.check_shape(_OP, "expert_bias", expert_bias, (num_experts,), "[E]")
     dtype = _checks.float_dtype(_OP, "dtype", dtype)
     groups = tuple(
         0 if value is None else _checks.check_int(_OP, name, value, -1)
@@ -168,6 +186,28 @@ def moe(
     return y, loss, jnp.full((1,), received, jnp.int32)
 
 
+def _check_booleans(**flags: Any) -> None:
+    """Refuses what Python takes for true or false: a string "false" is true."""
+    for name, value in flags.items():
+        if not isinstance(value, bool | np.bool_):
+            more = " or None" if name == "norm_topk_prob" else ""
+            raise TypeError(_checks.message(_OP, f"{name} must be a bool{more}", **{name: value}))
+
+
+def _check_axes(mesh: Any, ep_axis: Any, data_axes: Any) -> None:
+    """Refuses what is no mesh, and no names of axes; `_by_mesh` looks for these in the mesh."""
+    if mesh is not None:
+        kinds = jax.sharding.Mesh | jax.sharding.AbstractMesh
+        _checks.check_type(_OP, "mesh", mesh, kinds, "a jax.sharding.Mesh or None")
+    if ep_axis is not None:
+        _checks.check_type(_OP, "ep_axis", ep_axis, str, "the name of an axis or None")
+    names = isinstance(data_axes, tuple | list) and all(isinstance(a, str) for a in data_axes)
+    if not names:  # NOTE: nor a string, which would be a tuple of its letters
+        name = "data_parallelism_axes"
+        rule = f"{name}={data_axes!r} must be a tuple of the names of axes"
+        raise TypeError(_checks.message(_OP, rule))
+
+
 def _check_weights(wi: Any, wo: Any, *biases: Any) -> None:
     """Refuses what is no array of the layer; `jaxmoe.Experts` checks sizes by other names."""
     _checks.check_rank(_OP, "wo", wo, "E,I,H")
@@ -189,6 +229,9 @@ def _check_weights(wi: Any, wo: Any, *biases: Any) -> None:
 
 def _check_no_quantizer(quantizer_sets: Any) -> None:
     """Refuses sets that would quantize."""
+    if quantizer_sets is not None:
+        what = "None or a tuple of sets without a quantizer"
+        _checks.check_type(_OP, "quantizer_sets", quantizer_sets, tuple | list, what)
     quantizers = (
         getattr(one, name, None)
         for one in (quantizer_sets or ())
