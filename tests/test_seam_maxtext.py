@@ -272,10 +272,47 @@ def test_another_layer_leaves_explicit_axes_as_they_are():
     np.testing.assert_allclose(y, want, rtol=1e-4, atol=1e-4)
 
 
+def quantized(w, groups, of):
+    """Weights in int8 with a scale for each so many groups of K, as an array of qwix or aqt."""
+    e, k, n = w.shape
+    tiles = w.reshape(e, groups, k // groups, n)
+    scale = jnp.abs(tiles).max(2, keepdims=True) / 127
+    rounded = jnp.round(tiles / scale)
+    values, plain = rounded.astype(jnp.int8).reshape(w.shape), (rounded * scale).reshape(w.shape)
+    fields = {"qvalue": values, "scale": scale[:, :, 0], "zero_point": None, "qtype": "int8"}
+    if of == "aqt":
+        fields = {"qvalue": values, "scale": [scale[:, :, 0]], "bias": [], "sparsity_mask": None}
+        fields |= {"tiling_state": None, "dequant_dtype": jnp.float32}
+    return types.SimpleNamespace(**fields), plain
+
+
+@pytest.mark.parametrize("of", ("qwix", "aqt"))
+@pytest.mark.parametrize("groups", ((1, 1, 1), (2, 2, 2), (1, 1, 2), (2, 1, 0)))
+def test_quantized_kernels(groups, of):
+    """In a format, decoded, and in two formats or beside a plain one, where all are decoded."""
+    x, logits, _, *kernels, _, _, _ = arguments()
+    pairs = [quantized(w, n, of) if n else (w, w) for w, n in zip(kernels, groups, strict=True)]
+    seen = []
+
+    def layer(x, routing, experts):
+        seen.append(experts.down)
+        return jaxmoe.moe_mlp(x, routing, experts)
+
+    given = [w for w, _ in pairs]
+    y, *_ = sparse_matmul(stub(), x, logits, None, *given, None, None, None, layer=layer)
+    plain = (w for _, w in pairs)
+    want, *_ = sparse_matmul(stub(), x, logits, None, *plain, None, None, None)
+    np.testing.assert_allclose(y, want, rtol=1e-4, atol=1e-4)
+    assert isinstance(seen[0], jaxmoe.QuantizedArray) == (groups == (1, 1, 1))
+    with pytest.raises(ValueError, match="forward_format='fp8_channel' must be None with quant"):
+        args = (x, logits, None, *given, None, None, None)
+        sparse_matmul(stub(), *args, forward_format="fp8_channel")
+
+
 @pytest.mark.parametrize(
     ("config", "place", "message"),
     [
-        ({}, 3, "w0_kernel must be an array; jaxmoe.seams.qwix and jaxmoe.seams.aqt read others"),
+        ({}, 3, "matmul: w0_kernel: jaxmoe.seams.aqt.weight: q.scale must hold one scale, not 0"),
         ({"mlp_activations": ["tanh"]}, None, r"config.mlp_activations\[0\]='tanh' must be one of"),
         (
             {"mlp_activations": ["gelu"], "mlp_activations_limit": 7, "decoder_block": "deepseek"},
@@ -287,7 +324,7 @@ def test_another_layer_leaves_explicit_axes_as_they_are():
 def test_refused(config, place, message):
     args = list(arguments())
     if place is not None:
-        args[place] = types.SimpleNamespace(qvalue=1)
+        args[place] = types.SimpleNamespace(qvalue=1, scale=[], bias=[], dequant_dtype=None)
     with pytest.raises(NotImplementedError, match=message):
         sparse_matmul(stub(**config), *args)
 

@@ -13,6 +13,7 @@ from jaxmoe.activation import Activation, Swiglu
 from jaxmoe.experts import Experts
 from jaxmoe.losses import expert_load, update_selection_bias
 from jaxmoe.mlp import moe_mlp
+from jaxmoe.seams import _weights
 from jaxmoe.seams._activations import BY_NAME
 from jaxmoe.seams._routing import routing_of
 from jaxmoe.seams.transformer_engine import moe
@@ -47,7 +48,8 @@ def sparse_matmul(
       inputs: [B, S, H].
       gate_logits, pre_bias_logits: [B, S, E], of its gate.
       w0_kernel, w1_kernel: [E, H, I], gate and up, which are never joined.
-      wo_kernel: [E, I, H].
+      wo_kernel: [E, I, H]. Or all of these as qwix' `QArray` or aqt's `QTensor`, in any tiles: see
+        `jaxmoe.seams.qwix.weight`. Weights that are in different formats are decoded.
       w0_bias, w1_bias: [E, I].
       wo_bias: [E, H].
       input_ids: [B, S], for routing by a table.
@@ -60,13 +62,14 @@ def sparse_matmul(
       ([B, S, H] in the dtype of the module, its balance loss or None, its bias update or None).
 
     Raises:
-      NotImplementedError: quantized kernels, or an activation that no kernel has.
+      NotImplementedError: an activation that no kernel has, or what `jaxmoe.seams.aqt` refuses.
       TypeError, ValueError: `get_topk` returns experts that are no integers or weights that are not
         floating; and those of `jaxmoe.Experts` and `jaxmoe.moe_mlp`.
 
     Numerics: those of `jaxmoe.moe_mlp`; no token is dropped. Kernels of another dtype than the
       module's are float32 master weights, whose gradients are not rounded; with a `forward_format`
-      they are rounded first.
+      they are rounded first. With quantized kernels no gradient of these; in FP8 formats tokens are
+      quantized too.
     Sharding: that of `layer`: in a jitted program `jaxmoe.moe_mlp` is divided as its weights are.
     Source: MaxText 0.2.5, maxtext/layers/moe.py.
 
@@ -78,11 +81,14 @@ def sparse_matmul(
       ...     sparse_matmul = fp8
     """
     config = module.config
+    kernels: dict[str, Any]
     kernels = {"w0_kernel": w0_kernel, "w1_kernel": w1_kernel, "wo_kernel": wo_kernel}
-    for name, kernel in kernels.items():
-        if hasattr(kernel, "qvalue"):
-            rule = f"{name} must be an array; jaxmoe.seams.qwix and jaxmoe.seams.aqt read others"
-            raise NotImplementedError(_checks.message(_OP, rule, **{name: kernel}))
+    if any(map(_weights.is_quantized, kernels.values())):
+        if forward_format is not None:
+            rule = f"forward_format={forward_format!r} must be None with quantized kernels"
+            raise ValueError(_checks.message(_OP, rule, **kernels))
+        kernels = _weights.in_one_format(_OP, kernels, module.dtype)
+        w0_kernel, w1_kernel, wo_kernel = kernels.values()
     weights, ids = module.get_topk(
         gate_logits,
         pre_bias_logits,

@@ -1,0 +1,41 @@
+"""Weights of one layer that may be quantized arrays of qwix or aqt, in one format or plain."""
+
+from typing import Any
+
+import jax
+
+from jaxmoe.quantize import QuantizedArray, dequantize
+from jaxmoe.seams import aqt, qwix
+
+
+def is_quantized(array: Any) -> bool:
+    """Whether something is an array of qwix or aqt."""
+    return hasattr(array, "qvalue")
+
+
+def in_one_format(op: str, weights: dict[str, Any], dtype: Any) -> dict[str, Any]:
+    """Weights [E, K, N] for tokens in `dtype`: a layer takes all in one format, or all plain.
+
+    Arrays of qwix and aqt that are read into different formats, or beside plain ones, are decoded.
+    """
+    read = {name: _read(op, name, w, dtype) for name, w in weights.items()}
+    formats = {
+        (w.format, w.dtype) if isinstance(w, QuantizedArray) else None for w in read.values()
+    }
+    if len(formats) == 1 or not any(map(is_quantized, weights.values())):
+        return read
+    return {n: _plain(w, dtype) for n, w in read.items()}
+
+
+def _read(op: str, name: str, w: Any, dtype: Any) -> Any:
+    if not is_quantized(w):
+        return w
+    module = aqt if hasattr(w, "dequant_dtype") else qwix
+    try:
+        return module.weight(w, weight_layout="kn", dtype=dtype)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise type(error)(f"jaxmoe.{op}: {name}: {error}") from error
+
+
+def _plain(w: Any, dtype: Any) -> jax.Array:
+    return dequantize(w, dtype=dtype) if isinstance(w, QuantizedArray) else w.astype(dtype)
