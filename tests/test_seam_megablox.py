@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import types
 
 import jax
 import jax.numpy as jnp
@@ -173,6 +174,21 @@ def test_quantized_weights():
     assert_equal(megablox.gmm(lhs, q, sizes), jaxmoe.grouped_gemm(lhs, q, sizes))
 
 
+@pytest.mark.parametrize("layout", ("kn", "nk"))
+@pytest.mark.parametrize("blocks", (1, 2))
+def test_weights_of_qwix(blocks, layout):
+    """In a format or decoded, by how many scales K has."""
+    values, lhs, sizes = integers((2, 128, 64), np.int8, 1), integers((R, 128)), jnp.array([3, 20])
+    scale = 2.0 ** np.arange(blocks, dtype=np.float32).reshape(1, -1, 1) * np.ones((2, 1, 64), "f4")
+    plain = np.asarray(values, np.float32) * np.repeat(scale, 128 // blocks, 1)
+    if layout == "nk":
+        values, scale, plain = (a.swapaxes(1, 2) for a in (values, scale, plain))
+    q = types.SimpleNamespace(qvalue=values, scale=scale, zero_point=None, qtype="int8")
+    turned = {"transpose_rhs": layout == "nk"}
+    got = jax.jit(lambda lhs: megablox.gmm(lhs, q, sizes, **turned))(lhs)
+    assert_equal(got, megablox.gmm(lhs, plain, sizes, **turned))
+
+
 class QArray:
     """As those of qwix."""
 
@@ -195,7 +211,7 @@ class QArray:
             NotImplementedError,
             "use_qwix_quantization must be False",
         ),
-        ({"rhs": QArray()}, TypeError, "rhs must be an array or a jaxmoe.QuantizedArray; jaxmoe.s"),
+        ({"rhs": QArray()}, TypeError, "gmm: rhs: jaxmoe.seams.qwix.weight: q must be a qwix.QAr"),
         ({"lhs": QArray()}, TypeError, "lhs must be an array or a jaxmoe.QuantizedArray"),
         (
             {"existing_out": np.ones((R, N), ml_dtypes.bfloat16)},

@@ -103,9 +103,15 @@ def check_array(op: str, name: str, x: Any) -> None:
         )
         raise TypeError(message(op, rule, **{name: x}))
     if not isinstance(x, jax.Array | np.ndarray):
-        raise TypeError(message(op, f"{name} must be a JAX or NumPy array", **{name: x}))
+        made = "; jaxmoe.seams has weight() for those of qwix and aqt" if _of_package(x) else ""
+        raise TypeError(message(op, f"{name} must be a JAX or NumPy array{made}", **{name: x}))
     if jax.numpy.issubdtype(x.dtype, jax.dtypes.extended):
         raise TypeError(message(op, f"{name} must be an array of numbers", **{name: x}))
+
+
+def _of_package(x: Any) -> bool:
+    """Whether `x` is a quantized array of another package."""
+    return hasattr(x, "qvalue") and hasattr(x, "scale")
 
 
 def check_float(op: str, name: str, x: Any, besides: Sequence[str] = ()) -> None:

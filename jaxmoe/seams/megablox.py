@@ -11,6 +11,7 @@ from jaxmoe._gemm.dtypes import element_type
 from jaxmoe._jax import checks as _checks
 from jaxmoe.grouped_gemm import grouped_gemm, window
 from jaxmoe.quantize import QuantizedArray
+from jaxmoe.seams import _weights
 from jaxmoe.weight_grad import grouped_gemm_weight_grad
 
 _QUANTIZE = "give rhs as a jaxmoe.QuantizedArray, or the layer jaxmoe.Experts(forward_format=...)"
@@ -46,7 +47,8 @@ def gmm(
 
     Args:
       lhs: [R, K] bfloat16, float16 or float32; what `jaxmoe.grouped_gemm` takes.
-      rhs: [E, K, N], or [E, N, K] with `transpose_rhs`. Also a `jaxmoe.QuantizedArray`.
+      rhs: [E, K, N], or [E, N, K] with `transpose_rhs`. Also a `jaxmoe.QuantizedArray`, or an array
+        of qwix or aqt beside floating `lhs`, which each call reads as `jaxmoe.seams.qwix.weight`.
       group_sizes: [G] integers, G of E or more.
       preferred_element_type: dtype of the result, float32 by default, whatever `lhs` has.
       tiling: not read: tiles are chosen from the shapes, and results do not depend on them.
@@ -101,6 +103,7 @@ def gmm(
     dtype = element_type(op, preferred_element_type)
     layout = "nk" if transpose_rhs else "kn"
     _check_factor(op, "lhs", lhs, "R,K")
+    rhs = _weights.read(op, "rhs", rhs, layout, lhs.dtype)
     _check_factor(op, "rhs", rhs, "E,N,K" if transpose_rhs else "E,K,N")
     shape = (lhs.shape[0], rhs.shape[1 if transpose_rhs else 2])
     if existing_out is not None:
@@ -191,8 +194,8 @@ def _check_factor(op: str, name: str, x: Any, axes: str) -> None:
     """Refuses quantized arrays of other libraries, and says what takes their place."""
     if hasattr(x, "qvalue"):
         rule = (
-            f"{name} must be an array or a jaxmoe.QuantizedArray; jaxmoe.seams.qwix and "
-            "jaxmoe.seams.aqt make one of quantized weights"
+            f"{name} must be an array or a jaxmoe.QuantizedArray: only weights (rhs) are read from "
+            "arrays of qwix and aqt"
         )
         raise TypeError(_checks.message(op, rule, **{name: x}))
     if not isinstance(x, QuantizedArray):
