@@ -9,6 +9,7 @@ import pytest
 
 import jaxmoe
 from jaxmoe import inspect
+from jaxmoe._load import stored
 from jaxmoe._testing import assert_equal
 from tests.test_load import (
     BF16,
@@ -131,6 +132,22 @@ def test_columns_in_order_stay_packed(store, said, tmp_path):
         config = json.loads((path / "config.json").read_text())
         same = jaxmoe.load(save_folder(path, config, tensors | unset))[0].experts
         jax.tree.map(assert_equal, same, packed)
+
+
+def test_an_expert_without_groups_beside_sorted_ones(tmp_path):
+    """compressed-tensors begins with -1 for all columns, and leaves it where they are in order."""
+    store = shuffled(int4, (1,))
+    path, tensors = store(tmp_path, files_of(int4, compressed_tensors(ACTORDER)))
+    unset = {k: np.full_like(a, -1) for k, a in tensors.items() if k.endswith("g_idx")}
+    tensors |= {k: a for k, a in unset.items() if ".experts.1." not in k}
+    config = json.loads((path / "config.json").read_text())
+    check(jaxmoe.load(save_folder(path, config, tensors))[0].experts, tensors, BF16)
+
+
+def test_some_experts_at_a_time(tmp_path, monkeypatch):
+    path, tensors = shuffled(gptq)(tmp_path, files_of(gptq, SORTED))
+    monkeypatch.setattr(stored, "_CHUNK_BYTES", 1)
+    check(jaxmoe.load(path)[0].experts, tensors, BF16)
 
 
 def test_sorted_columns_on_a_mesh(tmp_path):

@@ -22,6 +22,7 @@ _OTHERS = frozenset((INPUT_SCALE, INPUT_DIVISOR, SHAPE))
 # Factors of all of a weight, where an expert has one number; those of its parts may be 0.
 _FACTORS = (".weight_scale", ".weight_scale_2", ".weight_global_scale")
 _CHUNK_BYTES = 1 << 29  # of host memory, for tensors that are stacked
+_DECODED = 4  # bytes of a decoded weight for one of its tensors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,7 +234,8 @@ class Stored:
                 yield self._piece(shards, part, some)
 
     def _chunks(self, shards: Shards, experts: range) -> list[range]:
-        step = max(1, _CHUNK_BYTES // max(self.nbytes(shards, experts[:1]), 1))
+        size = self.nbytes(shards, experts[:1]) * (_DECODED if self.decoded else 1)
+        step = max(1, _CHUNK_BYTES // max(size, 1))
         return [experts[i : i + step] for i in range(0, len(experts), step)]
 
     def _chunk(self, files: Ahead, experts: range) -> Any:
