@@ -8,7 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe import GemmConfig, Routing, _gemm, grouped_gemm, quantize, quantize_tokens, reference
+from jaxmoe import (
+    GemmConfig,
+    Routing,
+    _gemm,
+    finalize,
+    grouped_gemm,
+    plan,
+    quantize,
+    quantize_tokens,
+    reference,
+)
 from jaxmoe._jax import targets as _targets
 from jaxmoe._testing import FP8 as FORMATS
 from jaxmoe._testing import (
@@ -222,6 +232,36 @@ def test_quantized_tokens_give_the_bits_of_plain_ones(format, num_tokens):
         assert_equal(
             compiled(dict(inputs, x=quantized), config=config), compiled(inputs, config=config)
         )
+
+
+OF_TENSORS = [k for k in KERNELS if k.values[1] == "fp8_tensor"]
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("activation", ("relu2", "relu"))
+@pytest.mark.parametrize(("tile", "format", "accum"), OF_TENSORS)
+def test_the_scale_of_the_intermediate_is_that_of_its_bits(tile, format, accum, activation):
+    """Both activations are exact in float32, so ops apart give the same intermediate to the bit."""
+    layer = Layer("", "", 272, 336, 9, 2, activation)
+    for num_tokens, dtype in ((3, jnp.float16), (100, jnp.bfloat16), (1500, jnp.bfloat16)):
+        rng = np.random.default_rng(num_tokens)
+        inputs = quantized_inputs(layer, num_tokens, "uniform", rng, dtype, format)
+        if num_tokens == 100:  # what is not finite has no part in a scale
+            inputs["x"] = inputs["x"].at[7, 5].set(jnp.inf)
+        x, ids, weights = (inputs[name] for name in ("x", "expert_ids", "weights"))
+        order = plan(ids, layer.num_experts)
+
+        def product(rows, w, dtype, sizes=order.group_sizes):
+            options = {"accum": accum, "preferred_element_type": dtype}
+            tokens = quantize_tokens(rows, format)
+            return grouped_gemm(tokens, w, sizes, config=GemmConfig(*tile), **options)
+
+        z = jnp.maximum(product(x[order.row_to_token], inputs["w_gate_up"], jnp.float32), 0.0)
+        act = (z * z if activation == "relu2" else z).astype(dtype)
+        rows = product(act, inputs["w_down"], dtype)
+        config = GemmConfig(*tile), GemmConfig(*tile)
+        out = compiled(inputs, config=config, accum=accum, activation=activation)
+        assert_equal(out, finalize(rows, order, weights))
 
 
 @pytest.mark.sanitizer
