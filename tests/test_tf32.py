@@ -20,6 +20,7 @@ E, K, N, ROWS = 3, 40, 16, 10
 GMM, TGMM = "jaxmoe_grouped_gemm_v1", "jaxmoe_weight_grad_v1"
 TF32 = "tensorfloat32"
 Preset = jax.lax.DotAlgorithmPreset
+Algorithm = jax.lax.DotAlgorithm
 # Columns of x and dtype of the factors, by what the products are made of.
 IN_TF32, THREE, SIX = (K, "xf32"), (3 * K, "xbf16"), (6 * K, "xbf16")
 
@@ -65,6 +66,9 @@ def in_context(fn, precision=TF32):
         *((p, SIX) for p in ("highest", "float32", jax.lax.Precision.HIGHEST, (TF32, "highest"))),
         *((p, SIX) for p in (Preset.F32_F32_F32, Preset.TF32_TF32_F32_X3)),
         *((p, SIX) for p in (Preset.BF16_BF16_F32_X6, Preset.BF16_BF16_F32_X9)),
+        *((p, SIX) for p in (Preset.F64_F64_F64, Algorithm(F32, F32, F32))),
+        (Algorithm(BF16, BF16, F32, 1, 1, 6), SIX),
+        *((Algorithm(BF16, BF16, F32, 1, 1, count), THREE) for count in (1, 3)),
     ),
     ids=str,
 )
@@ -81,7 +85,7 @@ def test_what_a_precision_means(precision, want):
     (
         *((name, THREE) for name in ("default", "high", "bfloat16", "BF16_BF16_F32_X3")),
         *((name, IN_TF32) for name in (TF32, "TF32_TF32_F32")),
-        *((name, SIX) for name in ("highest", "float32", "F32_F32_F32")),
+        *((name, SIX) for name in ("highest", "float32", "F32_F32_F32", "F64_F64_F64")),
     ),
 )
 def test_without_one_it_is_the_default_while_the_function_is_traced(default, want):

@@ -4,13 +4,14 @@ import enum
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 TF32 = "tensorfloat32"
 
 # NOTE: names, as `jax.lax.Precision` has one member for "tensorfloat32" and for "high".
 _TF32 = {TF32, "TF32_TF32_F32"}
 _HIGHEST = {
-    *("HIGHEST", "highest", "float32", "F32_F32_F32"),
+    *("HIGHEST", "highest", "float32", "F32_F32_F32", "F64_F64_F64"),
     *("BF16_BF16_F32_X6", "BF16_BF16_F32_X9", "TF32_TF32_F32_X3"),
 }
 
@@ -37,5 +38,14 @@ def of_precision(precision: Any) -> int:
 
 
 def _names(precision: Any) -> set[Any]:
+    if isinstance(precision, jax.lax.DotAlgorithm):  # which is a tuple too
+        return {_name_of(precision)}
     given = precision if isinstance(precision, tuple) else (precision,)
     return {p.name if isinstance(p, enum.Enum) else p for p in given}
+
+
+def _name_of(algorithm: jax.lax.DotAlgorithm) -> str:
+    """A name that says how exact it is. NumPy has no dtype for TF32."""
+    types = {jnp.dtype(dtype).name for dtype in algorithm[:2]}
+    wide = not types.isdisjoint(("float32", "float64"))
+    return "highest" if wide or algorithm.num_primitive_operations > 3 else "default"
