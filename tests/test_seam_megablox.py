@@ -13,6 +13,7 @@ import pytest
 import jaxmoe
 from jaxmoe._testing import assert_equal
 from jaxmoe.seams import megablox
+from tests.lowered import calls, cuda_text
 
 R, K, N = 32, 16, 24  # integers, so that every order of sums has the same result
 TILE = (8, 16, 8)
@@ -267,3 +268,20 @@ def test_factors_of_integers_have_no_gradients_beside_a_partial_sum():
     np.testing.assert_array_equal(of_part[:, 0], [1, 1, 1, 1, 1, 0])
     of_part = jax.grad(loss, 1)(lhs.astype(jnp.int8), jnp.zeros((6, 3)))
     np.testing.assert_array_equal(of_part[:, 0], [1, 1, 1, 1, 1, 0])
+
+
+@pytest.mark.parametrize("added", (False, True))
+def test_gradients_are_as_exact_as_the_product(added):
+    """Where the default is set in a function alone, its gradient is traced without it."""
+
+    def loss(lhs, rhs, sizes, partial_sum):
+        options = {"partial_sum": partial_sum} if added else {}
+        with jax.default_matmul_precision("highest"):
+            return jnp.sum(megablox.gmm(lhs, rhs, sizes, jnp.float32, **options))
+
+    given = *example(), integers((R, N))
+    found = calls(cuda_text(jax.grad(loss, (0, 1)), *given))
+    columns = {ins[0] for target, _, ins, _ in found if target == "jaxmoe_grouped_gemm_v1"}
+    assert columns <= {f"1x{R}x{6 * K}xbf16", f"1x{R}x{6 * N}xbf16"}
+    assert f"1x{R}x{6 * N}xbf16" in columns
+    assert [call[0] for call in found].count("jaxmoe_weight_grad_v1") == 6

@@ -126,7 +126,8 @@ def gmm(
             rule = "partial_sum must be None with a quantized rhs; add it to the result"
             raise NotImplementedError(_checks.message(op, rule, rhs=rhs))
         offset = np.int32(0) if group_offset is None else group_offset
-        out = _added(lhs, rhs, group_sizes, offset, partial_sum, layout, dtype)
+        precision = jax.config.jax_default_matmul_precision  # pyright: ignore
+        out = _added(lhs, rhs, group_sizes, offset, partial_sum, layout, dtype, precision)
     if existing_out is None:
         return out
     inside = _inside(op, lhs.shape[0], rhs.shape[0], group_sizes, group_offset)
@@ -210,23 +211,41 @@ def _inside(op: str, num_rows: int, num_groups: int, sizes: Any, offset: Any) ->
     return ((row >= first) & (row < jnp.max(starts + counts)))[:, None]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
 def _added(
-    lhs: Any, rhs: Any, sizes: Any, offset: Any, partial_sum: Any, layout: str, dtype: Any
+    lhs: Any,
+    rhs: Any,
+    sizes: Any,
+    offset: Any,
+    partial_sum: Any,
+    layout: str,
+    dtype: Any,
+    precision: str | None,
 ) -> jax.Array:
-    """The product with a partial sum, rounded once. Its derivative has no float32 cotangents."""
-    z = grouped_gemm(lhs, rhs, sizes, None, jnp.float32, offset, weight_layout=layout)
+    """The product with a partial sum, rounded once. Its derivative has no float32 cotangents.
+
+    `precision`: JAX's default where `gmm` was called. Rules of derivatives are traced elsewhere.
+    """
+    with jax.default_matmul_precision(precision):
+        z = grouped_gemm(lhs, rhs, sizes, None, jnp.float32, offset, weight_layout=layout)
     inside = _inside("seams.megablox.gmm", lhs.shape[0], rhs.shape[0], sizes, offset)
     return jnp.where(inside, z + partial_sum.astype(jnp.float32), 0).astype(dtype)
 
 
 def _added_forward(*args: Any) -> Any:
-    lhs, rhs, sizes, offset, partial_sum, _, _ = args
+    lhs, rhs, sizes, offset, partial_sum, *_ = args
     return _added(*args), (lhs, rhs, sizes, offset, jnp.zeros((), partial_sum.dtype))
 
 
-def _added_backward(layout: str, dtype: Any, kept: Any, ct: jax.Array) -> Any:
+def _added_backward(
+    layout: str, dtype: Any, precision: str | None, kept: Any, ct: jax.Array
+) -> Any:
     del dtype
+    with jax.default_matmul_precision(precision):
+        return _gradients(layout, kept, ct)
+
+
+def _gradients(layout: str, kept: Any, ct: jax.Array) -> Any:
     lhs, rhs, sizes, offset, of_partial_sum = kept
     other = "nk" if layout == "kn" else "kn"
     dlhs: Any = None
