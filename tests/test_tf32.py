@@ -159,6 +159,14 @@ def test_weights_in_the_other_order_are_multiplied_in_parts():
     assert of_x(product, *args("kn")) == [f"1x{ROWS}x{3 * K}xbf16"]
 
 
+@pytest.mark.parametrize("narrow", (BF16, jnp.float16))
+def test_a_narrow_factor_beside_float32_is_multiplied_as_float32(narrow):
+    lhs, rhs, sizes = args()
+    product = functools.partial(grouped_gemm, weight_layout="nk", precision=TF32)
+    for given in ((lhs.update(dtype=narrow), rhs), (lhs, rhs.update(dtype=narrow))):
+        assert of_x(product, *given, sizes) == [f"1x{ROWS}x{K}xf32"]
+
+
 @pytest.mark.parametrize("layout", ("kn", "nk"))
 def test_derivatives(layout):
     """Each product as its own layout is: that with the weights of the other is the gradient."""
