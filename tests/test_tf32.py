@@ -147,6 +147,12 @@ def test_rows_are_filled_up_to_what_the_kernels_move(k, n):
     assert jax.eval_shape(with_bias, *given).shape == (ROWS, n)
 
 
+def test_an_algorithm_of_no_dtype_is_refused():
+    product = functools.partial(grouped_gemm, precision=Algorithm("bogus", F32, F32))
+    with pytest.raises(TypeError, match="precision must be None or a precision of jax.lax.dot"):
+        jax.eval_shape(product, *args("kn"))
+
+
 def test_results_of_another_dtype_are_converted():
     product = functools.partial(grouped_gemm, weight_layout="nk", precision=TF32)
     product = functools.partial(product, preferred_element_type=BF16)

@@ -99,6 +99,7 @@ def check_precision(op: str, precision: Any, dtype: Any, format: Format) -> Any:
     try:
         hash(precision)
         jax.eval_shape(lambda a: jax.lax.dot(a, a, precision=precision), square)
+        return asked(precision) if plain_floats else precision
     except (TypeError, ValueError) as error:
         rule = (
             "precision must be None or a precision of jax.lax.dot: a jax.lax.Precision or its "
@@ -106,4 +107,3 @@ def check_precision(op: str, precision: Any, dtype: Any, format: Format) -> Any:
         )
         kind = ValueError if isinstance(precision, str) else TypeError
         raise kind(_checks.message(op, rule, precision=precision)) from error
-    return asked(precision) if plain_floats else precision
