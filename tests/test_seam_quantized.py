@@ -337,6 +337,18 @@ def test_scales_that_a_format_does_not_have_are_decoded(dtype, kind, number):
     assert_equal(w + 0, np.where(np.abs(want) < 2.0**-126, 0, want) + 0)  # no subnormal numbers
 
 
+@pytest.mark.parametrize("dtype", ("bfloat16", "float16", "float32"))
+def test_gradients_of_scales_that_are_decoded(dtype):
+    values, scales = draw(jnp.int8, (E, K, N)), np.full((E, 8, N), 0.5, dtype)
+
+    def total(scales):
+        w = weight_from_scales(values, scales, weight_layout="kn", dtype=dtype)
+        return (w.astype(jnp.float32)).sum()
+
+    want = np.asarray(values, np.float32).reshape(E, 8, K // 8, N).sum(2)
+    assert_equal(jax.grad(total)(scales), want.astype(dtype))
+
+
 def test_sizes_that_a_format_does_not_divide_are_decoded():
     values, scales = draw(jnp.int8, (E, 96, 80)), np.full((E, 1, 80), 0.5, np.float32)
     w = weight_from_scales(values, scales, weight_layout="kn")

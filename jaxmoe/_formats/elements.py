@@ -102,4 +102,5 @@ def rounded(x: jax.Array, dtype: Any) -> jax.Array:
     step = float(info.smallest_subnormal)
     subnormal = jnp.round(x * (1 / step)) * step
     y = jnp.where(jnp.abs(x) < float(info.smallest_normal), subnormal, normal)
-    return jnp.where(jnp.abs(y) > float(info.max), y * jnp.inf, y)
+    # NOTE: not y * inf, whose derivative is infinite where it is not taken, and NaN times 0.
+    return jnp.where(jnp.abs(y) > float(info.max), jnp.where(y > 0, jnp.inf, -jnp.inf), y)
