@@ -17,15 +17,19 @@ from tests.test_load import (
     BF16,
     FILES,
     INT4,
+    QWEN,
     WIDE,
     Draw,
     E,
+    Files,
     H,
     I,
     T,
     compressed_tensors,
     folder,
     gpt_oss,
+    gptq,
+    int4,
     save,
     save_folder,
 )
@@ -230,6 +234,8 @@ def test_a_configuration_of_other_tensors_is_refused(name, said, message, tmp_pa
 AGREEING = (
     ("qwen3_gptq", GROUPS_64 | {"group_size": 32, "dynamic": {"+:.*": {"group_size": 64}}}),
     ("qwen3_gptq", GROUPS_64 | {"group_size": 128, "extra_config": {"a": {"group_size": 64}}}),
+    ("qwen3_gptq", GROUPS_64 | {"bits": 8, "dynamic": {"+:.*experts.*": {"bits": 4}}}),
+    ("qwen3_gptq", GROUPS_64 | {"bits": 2, "extra_config": {".*experts.*": {"bits": 4}}}),
     ("kimi", {"config_groups": {"a": {"weights": INT4}, "b": {"weights": None}}}),
     (
         "kimi",
@@ -254,6 +260,27 @@ def shapes_of(name):
 def test_a_configuration_of_several_kinds_of_weights_says_no_more_than_that(name, said, tmp_path):
     path, tensors = folder(tmp_path, dataclasses.replace(FILES[name], shapes=shapes_of(name)))
     assert jaxmoe.load(save_folder(path, {**config_of(path), "quantization_config": said}, tensors))
+
+
+@pytest.mark.parametrize("more", ({"bits": 8}, {"bits": 4, "dynamic": {"+:.*": {"bits": 8}}}))
+def test_weights_of_eight_bits_by_gptq_are_named_so(more, tmp_path):
+    def store(draw, n, k):
+        parts = {".qweight": draw.i32(k // 4, n), ".qzeros": draw.i32(k // 64, n // 4)}
+        return {**gptq(draw, n, k), **parts}
+
+    said = GROUPS_64 | more
+    path, tensors = folder(tmp_path, Files("qwen3_moe", QWEN, store, quantization=said))
+    refuses(path, tensors, NotImplementedError, "0.gate_proj.qweight has 8 bits, not 4")
+
+
+def test_weights_of_eight_bits_in_words_are_no_contradiction(tmp_path):
+    def store(draw, n, k):
+        return {**int4(draw, n, k), ".weight_packed": draw.i32(n, k // 4)}
+
+    said = by_bits(8, "int", group_size=32)["quantization_config"]
+    path, tensors = folder(tmp_path, Files("qwen3_moe", QWEN, store, quantization=said))
+    message = "0.gate_proj.weight_packed has 32 words for K=128: not 4 bits"
+    refuses(path, tensors, NotImplementedError, message)
 
 
 def scaled(draw, n, k):

@@ -166,12 +166,13 @@ def _stored(weight: _Weight) -> Stored:
 
 def _gptq_or_awq(weight: _Weight) -> Stored:
     said = weight.quantization
-    for name in ("bits", "w_bit"):
-        if str(bits := said.get(name, 4)) != "4":
-            raise weight.refused(f".qweight has {bits} bits, not 4")
+    if bits := said_of.other_bits(said, 4):
+        raise weight.refused(f".qweight has {bits} bits, not 4")
     parts, group = (".qweight", ".qzeros", ".scales"), said_of.group_size(said)
     variant = _variant(weight)
     (*_, rows, _), (*_, count, _) = (weight.matrix_of(part) for part in (parts[0], parts[2]))
+    if variant != "awq" and weight.has(".g_idx"):
+        _check_bits_of_words(weight, rows)
     weight.check_groups(".scales", rows if variant == "awq" else 8 * rows, count)
     if variant == "awq":
         if str(said.get("version")).lower().startswith("gemv"):
@@ -184,6 +185,14 @@ def _gptq_or_awq(weight: _Weight) -> Stored:
     how: dict[str, Any] = {"named": ("scales", "g_idx"), "checkpoint_format": variant}
     stored = weight.stored(checkpoints.from_gptq, *parts, group_size=group, **how)
     return weight.ordered(stored, checkpoints.dequantize_gptq, **how)
+
+
+def _check_bits_of_words(weight: _Weight, words: int) -> None:
+    """Refuses words of other bits than 4 along k, by what `g_idx` has of inputs."""
+    *_, k = weight.shape_of(".g_idx") or (0,)
+    bits, left = divmod(32 * words, k) if k else (0, 1)
+    if bits != 4 and not left:
+        raise weight.refused(f".qweight has {bits} bits, not 4: {words} words for K={k}")
 
 
 def _variant(weight: _Weight) -> str:
@@ -232,10 +241,10 @@ def _check_words(weight: _Weight) -> None:
 def _packed(weight: _Weight) -> Stored:
     """compressed-tensors: int4, mxfp4 and nvfp4."""
     parts = (".weight_packed", ".weight_scale")
-    weight.check_bits(".weight_packed", 4)
     words = weight.dtype_of(".weight_packed") == np.int32
     if words:
         _check_words(weight)
+    weight.check_bits(".weight_packed", 4)
     (*_, width), (*_, count) = map(weight.matrix_of, parts)
     weight.check_groups(".weight_scale", (8 if words else 2) * width, count)
     if words:

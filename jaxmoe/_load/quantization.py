@@ -56,6 +56,13 @@ def order(quantization: Mapping[str, Any]) -> tuple[bool, str]:
     return all(anywhere), "" if any(anywhere) else shown.replace("None", "null")
 
 
+def other_bits(quantization: Mapping[str, Any], bits: int) -> str:
+    """The bits of GPTQ's or AWQ's configuration, "" if some modules may have these."""
+    top = [str(quantization[n]) for n in ("bits", "w_bit") if quantization.get(n) is not None]
+    by_module = [str(one["bits"]) for one in _overrides(quantization) if "bits" in one]
+    return "" if not top or str(bits) in (*top, *by_module) else " and ".join(dict.fromkeys(top))
+
+
 def check_bits(quantization: Mapping[str, Any], name: str, bits: int) -> None:
     """Refuses weights of other bits than those of all modules in the configuration.
 
