@@ -75,7 +75,10 @@ def gate_up_args(rng, act, layout, dtype, gather, rows=520):
 @pytest.mark.parametrize("tile", sorted(set(TILES) - ONLY_PROMOTED), ids=str)
 def test_every_tile(tile, layout, dtype):
     rng = np.random.default_rng(1)
-    act, given = ACTIVATIONS["swiglu"], {"gate_up": "gate_up", "weight_layout": layout}
+    act, given = (
+        ACTIVATIONS["swiglu"],
+        {"gate_up": "gate_up", "weight_layout": layout, "precision": None},
+    )
     config = GemmConfig(*tile, gather=True)
     for gather in (True, False):
         args = gate_up_args(rng, act, layout, dtype, gather)
@@ -86,7 +89,7 @@ def test_every_tile(tile, layout, dtype):
 @pytest.mark.parametrize("act, order", ORDERED, ids=lambda p: getattr(p, "name", p))
 def test_every_activation_and_order(act, order):
     rng = np.random.default_rng(2)
-    given = {"activation": act, "gate_up": order, "weight_layout": "kn"}
+    given = {"activation": act, "gate_up": order, "weight_layout": "kn", "precision": None}
     config = GemmConfig(256, 160, gather=True)
     args = gate_up_args(rng, act, "kn", jnp.bfloat16, gather=True)
     check(gate_up_p, _gemm.gate_up._gate_up, args, config=config, **given)
@@ -98,7 +101,7 @@ def test_garbage_groups_and_indices_stay_in_bounds(tile):
     """Starts, sizes and indices of any value: other rows are 0, a row of no token has z = bias."""
     rng = np.random.default_rng(3)
     act = ACTIVATIONS["swiglu"]
-    given = {"activation": act, "gate_up": "interleaved", "weight_layout": "nk"}
+    given = {"activation": act, "gate_up": "interleaved", "weight_layout": "nk", "precision": None}
     big = np.iinfo(np.int32).max
     bad = [(0, 37), (-5, 1), (500, big), (big, big), (-big, 141)]
     starts, sizes = (jnp.asarray([b[i] for b in bad], jnp.int32) for i in (0, 1))
@@ -131,7 +134,7 @@ def test_numbers_of_every_size(tile, act, order):
     bias = jnp.asarray(np.stack([bias] * E), jnp.bfloat16)
     starts, sizes = groups(SIZES, 520)
     x, w = jnp.zeros((520, HIDDEN), jnp.bfloat16), jnp.zeros((E, HIDDEN, 2 * INTER), jnp.bfloat16)
-    given = {"activation": act, "gate_up": order, "weight_layout": "kn"}
+    given = {"activation": act, "gate_up": order, "weight_layout": "kn", "precision": None}
     run = jax.jit(functools.partial(gate_up_p, config=GemmConfig(*tile), **given))
     h, z = run(x, None, None, w, bias, starts, sizes)
     rounded = (jnp.asarray(a, jnp.bfloat16).astype(jnp.float32) for a in (gate, up))
@@ -143,7 +146,12 @@ def test_numbers_of_every_size(tile, act, order):
 
 def test_nan_stays_in_its_row():
     rng = np.random.default_rng(4)
-    given = {"activation": ACTIVATIONS["geglu"], "gate_up": "up_gate", "weight_layout": "kn"}
+    given = {
+        "activation": ACTIVATIONS["geglu"],
+        "gate_up": "up_gate",
+        "weight_layout": "kn",
+        "precision": None,
+    }
     run = jax.jit(functools.partial(gate_up_p, config=GemmConfig(256, 160), **given))
     x, *rest = gate_up_args(rng, ACTIVATIONS["geglu"], "kn", jnp.bfloat16, gather=False)
     clean, dirty = run(x, *rest), run(x.at[50, 5].set(jnp.nan), *rest)
