@@ -5,10 +5,9 @@
 //   or weight would be (NaN too) cannot reach the sum.
 // Threads: one per 16-byte piece of a row of y (one per element where rows are not such multiples),
 //   flattened over (t, piece). Row loads in flight a thread: 2 or 4 by K, with fewer registers and
-//   so more threads for 2: 48 to 96 KiB an SM; 8 while all threads run at once. A
-//   device with a part of the experts has few rows of a token, and more threads count then more
-//   than loads of one: with 2 of 8, T = 16384 and qwen3 86 us with 8 loads, 68 with 4. No shared
-//   memory.
+//   so more threads for 2: 48 to 96 KiB an SM; 8 while all threads run at once. A device with a
+//   part of the experts has few rows of a token, and more threads count then more than loads of
+//   one: with 2 of 8, T = 16384 and qwen3 86 us with 8 loads, 68 with 4. No shared memory.
 // Bytes: (R + T) H s plus T H s of a residual; at 4.3 TB/s qwen3 T = 4096 35 us (measured 41; 44
 //   with 8 loads), T = 16384 140 (150; 162), deepseek 123 (131; 140), gpt-oss 27 (33). At T <= 64
 //   the time is dependent trips to memory: 2 us, less one where choices are early.
@@ -36,7 +35,10 @@ struct Choices {
   int slot[kCount];
   float weight[kCount];
 
-  __device__ __forceinline__ void Load(const int32_t* slots, const float* weights, int k, int top_k) {
+  __device__ __forceinline__ void Load(const int32_t* slots,
+                                       const float* weights,
+                                       int k,
+                                       int top_k) {
 #pragma unroll
     for (int u = 0; u < kCount; ++u) {
       slot[u] = k + u < top_k ? slots[k + u] : -1;
