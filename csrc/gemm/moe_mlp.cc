@@ -493,7 +493,7 @@ const char* LaunchMoeMlp(const MoeMlpParams& p, cudaStream_t stream) {
   // NOTE: zero last: without gather the rows of X are in the same buffer.
   if (p.y == nullptr) return Reason(LaunchZeroRows(MakeZeroRows(layer), stream));
   FinalizeParams finalize = MakeFinalize(layer);
-  finalize.early_choices = !(one_kernel && planned_inside);
+  if (one_kernel && planned_inside) finalize.early_choices = false;  // that launch wrote them
   return Reason(LaunchFinalize(finalize, stream));
 }
 

@@ -33,7 +33,8 @@ cudaError_t LaunchUnrolled(const PeerRows& p, int sm_count, cudaStream_t stream)
   return LaunchKernel(PeerFinalizeKernel<T, kUnroll>, grid, block, 0, stream, false, p, per_row);
 }
 
-// Row loads in flight are chosen as in LaunchFinalize.
+// Row loads in flight: by K, 8 of many choices while all threads run at once. Nothing is read early
+// here, so few choices keep their kernels, see LaunchFinalize.
 template <typename T>
 cudaError_t LaunchType(const PeerRows& p, cudaStream_t stream) {
   int sm_count = 0;
