@@ -225,7 +225,7 @@ def test_the_call_has_a_group_for_each_expert_and_device():
         "all_weights": "16384x8xf32",
         "all_x": "16384x2048xf8E4M3FN",
         "all_scales": "16384x16xf32",
-        "words": "12xi32",
+        "words": "524xi32",
         "rows": "131072x2048xbf16",
         "act": "131072x768xbf16",
     }
@@ -233,15 +233,16 @@ def test_the_call_has_a_group_for_each_expert_and_device():
 
 def test_more_bytes_on_the_links_pay_and_more_weights_do_not():
     def pays(num_tokens=4096, num_devices=4, intermediate=768, **other):
-        given = {"token_itemsize": 2, "itemsize": 2, "weight_bytes": 3e8, "fp8": False}
-        given |= {"gathers": True} | other
+        given = {"token_itemsize": 2, "itemsize": 2, "gate_up_bytes": 2e8, "down_bytes": 1e8}
+        given |= {"fp8": False, "gathers": True} | other
         return beside_pays(num_devices, num_tokens, 8, 2048, intermediate, **given)
 
     assert pays() and not pays(num_tokens=2048)
-    assert not pays(weight_bytes=6e8)
-    assert not pays(num_tokens=3072, gathers=False) and pays(num_tokens=3072)
-    assert not pays(intermediate=1000, weight_bytes=1e8)
-    assert pays(intermediate=1000, weight_bytes=1e8, fp8=True)
+    assert not pays(gate_up_bytes=6e8) and not pays(down_bytes=5e8)
+    eight = {"num_devices": 8, "num_tokens": 2048}  # a product that does not wait reads less often
+    assert not pays(**eight) and pays(**eight, gathers=False)
+    assert not pays(num_tokens=2048, gathers=False)  # but launches take longer
+    assert not pays(intermediate=1000) and pays(intermediate=1000, fp8=True)
 
 
 @pytest.fixture

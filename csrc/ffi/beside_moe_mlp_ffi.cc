@@ -33,7 +33,7 @@ ffi::Error BesideMoeMlp(Stage stage,
                         Out all_weights,  // [n T,K]
                         Out all_x,        // [n T,H]
                         Out all_scales,   // as x_scales, of n T
-                        Out words,        // [3 n]
+                        Out words,        // [3 n], then SourceGroupInts
                         Out rows,         // [n T K,H]
                         Out act,
                         Out xq,
@@ -79,7 +79,8 @@ ffi::Error BesideMoeMlp(Stage stage,
   exchange.weights = take.Floats("weights", weights, {T, K});
   exchange.all_ids = take.Ints("all_ids", *all_ids, {all_tokens, K});
   exchange.all_weights = take.Floats("all_weights", *all_weights, {all_tokens, K});
-  exchange.came = reinterpret_cast<uint32_t*>(take.Ints("words", *words, {3 * n}));
+  const int64_t ints = SourceGroupInts(n, attrs.peers.num_local);
+  exchange.came = reinterpret_cast<uint32_t*>(take.Ints("words", *words, {3 * n + ints}));
   exchange.counters = reinterpret_cast<int32_t*>(exchange.came) + n;
   exchange.sum.slots = exchange.slots;
   exchange.sum.residual = take.AnyOrNull("residual", residual, {T, H}, dtype);

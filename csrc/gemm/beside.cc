@@ -1,6 +1,8 @@
 // The layer beside its exchange, as launches, copies and events between three streams.
 #include "csrc/gemm/beside.h"
 
+#include "csrc/kernels/source_groups.h"
+
 namespace jaxmoe {
 namespace {
 
@@ -21,13 +23,19 @@ const char* LaunchBesideCopies(const PeerBeside& exchange,
                                MoeMlpParams layer,
                                cudaStream_t stream) {
   for (int turn = 1; turn < peers.num_devices; ++turn) {
-    cudaError_t status = CopyPeerTokens(exchange, peers, turn, streams.from_peers);
+    const int came_at = CameAt(peers.num_devices, turn);
+    cudaError_t status = CopyPeerTokens(exchange, peers, turn, came_at, streams.from_peers);
     if (status == cudaSuccess) status = cudaEventRecord(streams.arrived[turn], streams.from_peers);
     if (const char* error = Reason(status)) return error;
   }
   const int64_t sum_bytes =
       exchange.size.num_tokens * exchange.sum.hidden * ElementSize(exchange.sum.dtype);
-  MlpSources sources{peers.num_devices, exchange.came, exchange.counters, {}, {}};
+  static_assert(2 * kMaxPeers <= kMaxSourceRanges);
+  MlpSources sources;
+  sources.count = peers.num_devices;
+  sources.came = exchange.came;
+  sources.counters = exchange.counters;
+  sources.groups = exchange.counters + 2 * peers.num_devices;
   sources.arrive = [&](int turn) {
     return Reason(cudaStreamWaitEvent(stream, streams.arrived[turn]));
   };

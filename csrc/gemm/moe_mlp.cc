@@ -320,74 +320,6 @@ const char* Reason(cudaError_t status) {
   return status == cudaSuccess ? nullptr : cudaGetErrorString(status);
 }
 
-// A product of the groups of one source; `counter` is its place among theirs.
-MoeGemmProblem OfSource(const MoeGemmProblem& all,
-                        const MlpSources& sources,
-                        int source,
-                        int counter) {
-  MoeGemmProblem gemm = all;
-  gemm.num_groups = gemm.groups_per_batch = all.num_groups / sources.count;
-  gemm.group_starts += source * gemm.num_groups;
-  gemm.tile_counter = sources.counters + counter;
-  gemm.pdl = gemm.early_groups = false;
-  return gemm;
-}
-
-// The gate-up GEMM of tokens that come meanwhile: it waits for those whose rows it fetches. Where
-// rows are copied into the order of experts first, a GEMM for each source.
-const char* LaunchGateUpOfSources(const Layer& layer,
-                                  MoeGemmProblem gate_up,
-                                  const TileConfig& tile,
-                                  cudaStream_t stream) {
-  const MoeMlpParams& p = layer.p;
-  const MlpSources& sources = *p.sources;
-  if (layer.gathers) {
-    gate_up.sources_came = sources.came;
-    gate_up.groups_per_source = gate_up.num_groups / sources.count;
-    gate_up.pdl = gate_up.early_groups = false;
-    return LaunchMoeGemm(gate_up, tile, stream);
-  }
-  const int64_t tokens = p.num_tokens / sources.count;
-  for (int source = 0; source < sources.count; ++source) {
-    if (source > 0) {
-      if (const char* error = sources.arrive(source)) return error;
-    }
-    PermuteParams permute = PermuteX(layer);
-    permute.num_tokens = tokens;
-    permute.x = static_cast<const char*>(p.x) + source * tokens * permute.row_bytes;
-    permute.slot_to_row += source * tokens * p.top_k;
-    permute.pdl = false;
-    if (const char* error = Reason(LaunchPermute(permute, stream))) return error;
-    const MoeGemmProblem gemm = OfSource(gate_up, sources, source, sources.count + source);
-    if (const char* error = LaunchMoeGemm(gemm, tile, stream)) return error;
-  }
-  return nullptr;
-}
-
-// The down GEMM and finalize of each source by itself, so that its results can leave.
-const char* LaunchDownOfSources(const Layer& layer,
-                                const MoeGemmProblem& all,
-                                const TileConfig& tile,
-                                cudaStream_t stream) {
-  const MoeMlpParams& p = layer.p;
-  const MlpSources& sources = *p.sources;
-  const int64_t tokens = p.num_tokens / sources.count;
-  for (int turn = 1; turn <= sources.count; ++turn) {
-    const int source = turn % sources.count;
-    const MoeGemmProblem down = OfSource(all, sources, source, source);
-    if (const char* error = LaunchMoeGemm(down, tile, stream)) return error;
-    FinalizeParams finalize = MakeFinalize(layer);
-    finalize.num_tokens = tokens;
-    finalize.slot_to_row += source * tokens * p.top_k;
-    finalize.weights += source * tokens * p.top_k;
-    finalize.y = static_cast<char*>(p.y) + source * tokens * p.hidden * ElementSize(p.dtype);
-    if (const char* error = Reason(LaunchFinalize(finalize, stream))) return error;
-    if (source == 0) break;  // they stay here
-    if (const char* error = sources.summed(source)) return error;
-  }
-  return nullptr;
-}
-
 }  // namespace
 
 const char* LaunchMoeMlp(const MoeMlpParams& p, cudaStream_t stream) {
@@ -471,9 +403,15 @@ const char* LaunchMoeMlp(const MoeMlpParams& p, cudaStream_t stream) {
     const char* error = LaunchMoeLayer(gate_up, p.gate_up.tile, down, down_tile, stored, stream);
     if (error != nullptr) return error;
   } else {
+    const PermuteParams copy = PermuteX(layer);
     const char* error = p.sources == nullptr
                             ? LaunchMoeGemm(gate_up, p.gate_up.tile, stream)
-                            : LaunchGateUpOfSources(layer, gate_up, p.gate_up.tile, stream);
+                            : LaunchGateUpOfSources(*p.sources,
+                                                    p.index + layer.at.expert_offsets,
+                                                    layer.gathers ? nullptr : &copy,
+                                                    gate_up,
+                                                    p.gate_up.tile,
+                                                    stream);
     if (error != nullptr) return error;
     if (layer.rounds) {
       if (const char* error = Reason(LaunchRoundTokens(RoundAct(layer), stream))) return error;
@@ -486,7 +424,9 @@ const char* LaunchMoeMlp(const MoeMlpParams& p, cudaStream_t stream) {
       if (const char* error = Reason(LaunchLowRank(low, stream))) return error;
       down.low = Added(layer, adapters->down_b, adapters->down_rank);
     }
-    if (p.sources != nullptr) return LaunchDownOfSources(layer, down, down_tile, stream);
+    if (p.sources != nullptr) {
+      return LaunchDownOfSources(*p.sources, down, down_tile, MakeFinalize(layer), stream);
+    }
     if (const char* error = LaunchMoeGemm(down, down_tile, stream)) return error;
   }
   if (p.peers != nullptr) return Reason(LaunchPeerFinalize(*p.peers, stream));

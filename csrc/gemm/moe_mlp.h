@@ -5,9 +5,9 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
-#include <functional>
 
 #include "csrc/gemm/moe_gemm.h"
+#include "csrc/gemm/sources.h"
 #include "csrc/kernels/plan.h"
 #include "csrc/kernels/quantize.h"
 #include "csrc/kernels/round_tokens.h"
@@ -93,18 +93,6 @@ struct MlpAdapters {
   int64_t gate_up_rank = 0;         // multiples of 8
   int64_t down_rank = 0;
   float scale = 1.0f;
-};
-
-// Tokens of several sources, which come while the layer runs, and whose results leave while it
-// does. Expert e of source s is local expert s g + e, g the experts of a source; ids say so.
-struct MlpSources {
-  int count = 0;
-  const uint32_t* came = nullptr;  // [count], not 0 when x of the source is there
-  int* counters = nullptr;         // [2 count], zero
-  // Lets the stream wait for x of a source, but for the first one, whose x is there.
-  std::function<const char*(int source)> arrive;
-  // Called when y of a source has been launched, but for the first one, whose y comes last.
-  std::function<const char*(int source)> summed;
 };
 
 // T tokens, K choices, R = T * K rows, H hidden, I intermediate, E experts of which E_l are local.

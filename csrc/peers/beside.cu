@@ -65,7 +65,8 @@ cudaError_t LaunchPeerPublish(const PeerBeside& params, cudaStream_t stream) {
   return LaunchKernel(PeerChoicesKernel, grid, block, 0, stream, false, p);
 }
 
-cudaError_t CopyPeerTokens(const PeerBeside& p, const Peers& peers, int turn, cudaStream_t stream) {
+cudaError_t CopyPeerTokens(
+    const PeerBeside& p, const Peers& peers, int turn, int came_at, cudaStream_t stream) {
   const int device = (peers.rank + turn) % peers.num_devices;
   const BesidePlaces places = PlacesOf(p);
   for (int i = 0; i < p.num_arrays; ++i) {
@@ -75,7 +76,7 @@ cudaError_t CopyPeerTokens(const PeerBeside& p, const Peers& peers, int turn, cu
     char* to = array.all + turn * bytes;
     JAXMOE_RETURN_IF_CUDA_ERROR(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream));
   }
-  return WriteWord(p.came + turn, 1, stream);
+  return WriteWord(p.came + came_at, 1, stream);
 }
 
 cudaError_t CopyPeerSums(

@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(kManyThreads, 1) PeerChoicesKernel(PeerBeside 
       weight = __ldcv(reinterpret_cast<const float*>(half + weights) + choice);
       const int64_t local = slot - peers.rank * num_local;
       if (slot >= 0 && local >= 0 && local < num_local) {
-        id = static_cast<int32_t>(turn * num_local + local);
+        id = static_cast<int32_t>(local * peers.num_devices + turn);
       }
     }
     params.all_ids[i] = id;

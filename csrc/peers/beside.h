@@ -30,9 +30,9 @@ struct PeerBeside {
   const int32_t* place;  // see PeerDispatchParams
   const int32_t* slots;  // [T,K]
   const float* weights;  // [T,K]
-  int32_t* all_ids;      // [n T,K]: turn * num_local + local id of a choice on this device, or -1
+  int32_t* all_ids;      // [n T,K]: local id * n + turn of a choice on this device, or -1
   float* all_weights;    // [n T,K]
-  uint32_t* came;        // [n]: whether the tokens of a turn are there
+  uint32_t* came;        // [n]: 1 first, else 0, until copies say that tokens are there
   int32_t* counters;     // [2 n], zero then
   PeerArray arrays[kMaxPeerArrays];
   int num_arrays;
@@ -45,11 +45,9 @@ int64_t PeerBesideBytes(const PeerBeside& params);
 // Leaves this device's tokens where the others read them, meets these, and reads their choices.
 cudaError_t LaunchPeerPublish(const PeerBeside& params, cudaStream_t stream);
 
-// Copies the tokens of a turn from 1 on, and says that they are there.
-cudaError_t CopyPeerTokens(const PeerBeside& params,
-                           const Peers& peers,
-                           int turn,
-                           cudaStream_t stream);
+// Copies the tokens of a turn from 1 on, and says in word `came_at` that they are there.
+cudaError_t CopyPeerTokens(
+    const PeerBeside& params, const Peers& peers, int turn, int came_at, cudaStream_t stream);
 
 // Copies `rows` [T, H], sums of the tokens of a turn, to where they are added up.
 cudaError_t CopyPeerSums(

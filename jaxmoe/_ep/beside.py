@@ -4,9 +4,9 @@ peer_beside: place [], slots [T,K], weights [T,K], residual [T,H], and of `Opera
 device's tokens -> y [T,H]
 
 The first product begins with the tokens that are here, while those of the next devices come; the
-second one takes the tokens of one device after the other, and sums of one go home while it computes
-the next. So each expert has a group of rows for each device, and its weights are read as often:
-that costs nothing where such groups have enough rows. Parts of a token are added as `direct.bring`
+second one takes the tokens of a device or two after the other, and sums of these go home while it
+computes the next. So an expert's weights are read more than once: that costs nothing where each
+time there are enough rows. Parts of a token are added as `direct.bring`
 adds them, so the bits are those. Derivatives are those of the layer and the exchange apart.
 """
 
@@ -49,7 +49,7 @@ def why_not(a: Operands, layer: Layer, way: Way, num_bytes: int, residual: Any) 
     first = _gate_up(a, layer, way, num_bytes, residual)
     if isinstance(first, str):
         return first
-    weights = (a.w_gate_up, a.w_up, a.w_down)
+    gate_up = (w.nbytes for w in (a.w_gate_up, a.w_up) if w is not None)
     pays = beside_pays(
         way.num_devices,
         a.x.shape[0],
@@ -58,7 +58,8 @@ def why_not(a: Operands, layer: Layer, way: Way, num_bytes: int, residual: Any) 
         layer.intermediate(a.w_down),
         token_itemsize=a.x.dtype.itemsize,
         itemsize=layer.dtype.itemsize,
-        weight_bytes=sum(w.nbytes for w in weights if w is not None),
+        gate_up_bytes=sum(gate_up),
+        down_bytes=a.w_down.nbytes,
         fp8=a.x_scales is not None,
         gathers=first.gather,
     )
@@ -191,12 +192,13 @@ def _attrs(avals: Any, *, way: Way, layer: Layer) -> dict[str, Any]:
 def _scratch(avals: Any, *, way: Way, layer: Layer) -> list[_primitive.Spec]:
     """Sums, what there is of all tokens, words that say what came, and those of the layer."""
     a, of_all = _given(avals, layer, way)
+    n = way.num_devices
     scales = ((0,), jnp.float32) if a.x_scales is None else (a.x_scales.shape, a.x_scales.dtype)
     return [
         (a.x.shape, layer.dtype),
         *((x.shape, x.dtype) for x in (a.expert_ids, a.weights, a.x)),
         scales,
-        ((3 * way.num_devices,), jnp.dtype(jnp.int32)),
+        ((3 * n + 4 * n * way.num_local,), jnp.dtype(jnp.int32)),
         ((a.expert_ids.size, a.x.shape[1]), layer.dtype),
         *op.own_scratch(a, layer=of_all),
     ]

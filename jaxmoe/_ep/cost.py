@@ -226,7 +226,8 @@ def beside_pays(
     *,
     token_itemsize: int,
     itemsize: int,
-    weight_bytes: float,
+    gate_up_bytes: float,
+    down_bytes: float,
     fp8: bool,
     gathers: bool,
 ) -> bool:
@@ -235,22 +236,23 @@ def beside_pays(
     Around them, rows of choices are stored with their tokens' devices while the second product is
     computed; that hides them where it takes as long. So it is asked first whether rows take twice
     as long on the links as the product does, which I decides: that is so at 768, and not at 2048.
-    Beside them four fifths of the time of tokens and sums on the links are hidden; for all devices
-    but one weights are read once more, of which a fifth is hidden; and launches take the rest,
-    twice as much where a product cannot wait for rows that it fetches.
+    Beside them four fifths of the time of tokens and sums on the links are hidden; weights are read
+    more than once (`_reads`), of which a fifth is hidden; and launches take the rest, twice as much
+    where a product cannot wait for rows that it fetches.
 
     Fitted to layers on four H200s, microseconds a layer around and beside: qwen3-30b-a3b in bf16
     with 2048 tokens 530 and 541, 3072 731 and 666, 4096 950 and 772, 8192 1762 and 1390, in
     fp8_block with 2048 455 and 530, 4096 788 and 717, 8192 1455 and 1190, in int4_g128 with 4096
     1010 and 854. Not so deepseek-v3 (I = 2048) in bf16 with 8192, 10950 and 12170, in int4_g128
     11250 and 12080, in fp8_block with 16384 14450 and 15700; gpt-oss-120b (I = 2880) in mxfp4 with
-    8192 3280 and 3490.
+    8192 3280 and 3490. Since products take some devices' tokens together, four H100s: fp8_block
+    with 2048 447 and 449, 3072 622 and 569.
 
     Args:
       num_devices, num_tokens, top_k, hidden, intermediate: n, T of a device, K, H, I.
       token_itemsize: bytes of an element of a token on its way.
       itemsize: of a row or a sum.
-      weight_bytes: of a device's experts.
+      gate_up_bytes, down_bytes: of the weights of a device's experts.
       fp8: whether products multiply bytes.
       gathers: whether the first product fetches rows of tokens.
     """
@@ -261,5 +263,14 @@ def beside_pays(
         return False
     sent = (num_devices - 1) * num_tokens * hidden * (token_itemsize + itemsize)
     links_us = 1e6 * sent / _COPIED_BYTES_S
-    weights_us = 1e6 * (num_devices - 1) * weight_bytes / _MEMORY_BYTES_S
+    gate_up, down = _reads(num_devices, gathers)
+    again = (gate_up - 1) * gate_up_bytes + (down - 1) * down_bytes
+    weights_us = 1e6 * again / _MEMORY_BYTES_S
     return 0.8 * (links_us - weights_us) > (50.0 if gathers else 100.0)
+
+
+def _reads(num_devices: int, gathers: bool) -> tuple[int, int]:
+    """How often both products read their weights, as csrc/gemm/sources.cc has it."""
+    waiting = num_devices - (num_devices >= 4)
+    gate_up = waiting if gathers else 1 + math.ceil((num_devices - 1) / 4)
+    return gate_up, num_devices - max(0, (num_devices - 2) // 2)

@@ -302,7 +302,7 @@ int RunBeside(
     for (int i = 0; i < choices; ++i) {
       const int32_t slot = other.slots[i], local = slot - me * kLocal;
       const bool here = slot >= 0 && local >= 0 && local < kLocal;
-      wrong += ids[turn * choices + i] != (here ? turn * kLocal + local : -1);
+      wrong += ids[turn * choices + i] != (here ? local * n + turn : -1);
       wrong += weights[turn * choices + i] != weight_of(slot);
     }
     wrong += came[turn] != (turn == 0) || counters[turn] != 0 || counters[n + turn] != 0;
