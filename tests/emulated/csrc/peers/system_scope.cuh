@@ -7,7 +7,6 @@
 #include <chrono>
 #include <cstdint>
 #include <thread>
-#include <utility>
 
 namespace jaxmoe {
 
@@ -56,12 +55,18 @@ inline void StoreLine(uint4* address, uint4 data) {
 }
 
 // Lanes of a line do not read at once: what the last one finds may have come after the others have
-// read, and it does where they begin before it is there.
+// read. Where it begins anew it waits a while for just that, so however fast the machine is, some
+// line comes between their reading and its own.
 inline uint4 LoadNow(const uint4* address) {
   emulated::BeginReading();
   std::this_thread::yield();
-  static thread_local bool is_late = threadIdx.x % 8 == 7;
-  if (std::exchange(is_late, false)) std::this_thread::sleep_for(std::chrono::milliseconds(3));
+  static thread_local const uint4* const first = address;
+  if (threadIdx.x % 8 == 7 && address == first) {
+    const auto before = HalfOf16(address, 0).load();
+    for (int ms = 0; ms < 20 && HalfOf16(address, 0).load() == before; ++ms) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+  }
   const uint64_t words[2] = {HalfOf16(address, 0).load(), HalfOf16(address, 1).load()};
   return {static_cast<uint32_t>(words[0]),
           static_cast<uint32_t>(words[0] >> 32),
