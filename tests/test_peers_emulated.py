@@ -50,6 +50,12 @@ def test_exchanges_beside_products_among_them(program, devices, steps, seed):
     assert run(program, devices, steps, seed, "beside") == (True, [(NONE, 0, 0)] * devices)
 
 
+@pytest.mark.parametrize("devices, steps, seed", [(1, 9, 1), (2, 30, 2), (3, 24, 3), (4, 18, 4)])
+def test_dispatches_in_the_order_of_experts_among_them(program, devices, steps, seed):
+    """Rows are there when their part is said to be, and stay."""
+    assert run(program, devices, steps, seed, "ordered") == (True, [(NONE, 0, 0)] * devices)
+
+
 # Steps after which a device that adds sums of an exchange beside products may read others.
 SPOILT = [(2, 1), (10, 9), (11, 5), (12, 1), (12, 5), (12, 9)]
 
@@ -96,12 +102,19 @@ def test_a_program_with_another_mesh_is_seen(program):
         ("beside", "WaitForStep(peers, meeting, params.size.tag);\n", "\n"),
         ("beside", "WaitForStep(peers, step, params.size.tag) || !begins", "!begins"),
         ("beside", "if (failed || !HasFailed(peers)) break;", "break;"),
+        ("ordered", "NextStep(peers) | 1", "NextStep(peers)"),
+        ("ordered", "begins = !WaitForStep(peers, step - 1, size.tag);", ""),
+        ("ordered", "return peers.own->begun;", "return (peers.own->step + 1) | 1;"),
+        ("ordered", "WaitForStep(peers, step, params.size.tag, 1 + part);\n", "\n"),
+        ("ordered", "local < params.parts.ends[part]", "local < params.parts.ends[part] - 1"),
     ],
     ids=(
         *("one half", "one half of few", "a step early", "no tags", "no numbers of pairs"),
         *("no numbers of lines", "lines read once", "lines among pairs"),
         *("tokens in any half", "a number left out", "tokens too early", "sums too early"),
         "sums of the step after",
+        *("ordered tokens in any half", "ordered tokens too early", "a step that has ended"),
+        *("parts too early", "a part without its last expert"),
     ),
 )
 def test_a_mistake_is_noticed(file, what, wrong, tmp_path):
@@ -114,8 +127,8 @@ def test_a_mistake_is_noticed(file, what, wrong, tmp_path):
     if "!= tag" in what:
         assert not run(broken, 2, 6, 5, "differs", 2)[0]
         return
-    if "break" in wrong:
+    if file == "beside" and "break" in wrong:
         assert not all(run(broken, 3, *given, "spoils")[0] for given in SPOILT)
         return
-    kind = ("beside",) if file == "beside" else ("none", 99)
+    kind = (file,) if file in ("beside", "ordered") else ("none", 99)
     assert not all(run(broken, 3, 30, seed, *kind)[0] for seed in (1, 2, 3))

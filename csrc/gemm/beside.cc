@@ -10,12 +10,6 @@ const char* Reason(cudaError_t status) {
   return status == cudaSuccess ? nullptr : cudaGetErrorString(status);
 }
 
-// Lets `later` wait for what `earlier` has been given.
-cudaError_t WaitFor(cudaStream_t earlier, cudaEvent_t event, cudaStream_t later) {
-  const cudaError_t status = cudaEventRecord(event, earlier);
-  return status != cudaSuccess ? status : cudaStreamWaitEvent(later, event);
-}
-
 // Launches the layer, and the copies that it waits for and that wait for it.
 const char* LaunchBesideCopies(const PeerBeside& exchange,
                                const Peers& peers,
@@ -41,7 +35,7 @@ const char* LaunchBesideCopies(const PeerBeside& exchange,
   };
   sources.summed = [&](int turn) {
     const char* rows = static_cast<const char*>(layer.y) + turn * sum_bytes;
-    const cudaError_t status = WaitFor(stream, streams.met, streams.to_peers);
+    const cudaError_t status = streams.Wait(streams.to_peers, stream);
     if (const char* error = Reason(status)) return error;
     return Reason(CopyPeerSums(exchange, peers, turn, rows, streams.to_peers));
   };
@@ -57,11 +51,11 @@ const char* LaunchBesideMoeMlp(const PeerBeside& exchange,
                                const MoeMlpParams& layer,
                                cudaStream_t stream) {
   if (const char* error = Reason(LaunchPeerPublish(exchange, stream))) return error;
-  if (const char* error = Reason(WaitFor(stream, streams.met, streams.from_peers))) return error;
+  if (const char* error = Reason(streams.Wait(streams.from_peers, stream))) return error;
   const char* error = LaunchBesideCopies(exchange, peers, streams, layer, stream);
   // Whatever became of it: what the stream does next may have the memory of the copies.
-  const char* not_here = Reason(WaitFor(streams.from_peers, streams.met, stream));
-  const char* not_left = Reason(WaitFor(streams.to_peers, streams.met, stream));
+  const char* not_here = Reason(streams.Wait(stream, streams.from_peers));
+  const char* not_left = Reason(streams.Wait(stream, streams.to_peers));
   for (const char* reason : {error, not_here, not_left}) {
     if (reason != nullptr) return reason;
   }

@@ -320,6 +320,18 @@ const char* Reason(cudaError_t status) {
   return status == cudaSuccess ? nullptr : cudaGetErrorString(status);
 }
 
+// The product of tokens that are here, or come meanwhile.
+const char* LaunchGateUp(const Layer& layer, MoeGemmProblem gemm, cudaStream_t stream) {
+  const MoeMlpParams& p = layer.p;
+  if (p.arrivals == nullptr) return LaunchMoeGemm(gemm, p.gate_up.tile, stream);
+  gemm.sources_came = p.arrivals->came;
+  gemm.groups_per_source = p.arrivals->experts;
+  gemm.early_groups = gemm.pdl = true;  // the plan wrote them, before what `begin` has launched
+  if (const char* error = p.arrivals->begin()) return error;
+  if (const char* error = LaunchMoeGemm(gemm, p.gate_up.tile, stream)) return error;
+  return p.arrivals->end();
+}
+
 }  // namespace
 
 const char* LaunchMoeMlp(const MoeMlpParams& p, cudaStream_t stream) {
@@ -340,6 +352,10 @@ const char* LaunchMoeMlp(const MoeMlpParams& p, cudaStream_t stream) {
                                p.peers != nullptr || p.y == nullptr)) {
     return "tokens that come meanwhile are multiplied as they are, without adapters";
   }
+  const bool fetches = layer.gathers && !layer.moves_x() && !layer.prepares_x();
+  if (p.arrivals != nullptr && (!fetches || adapters != nullptr || p.peers == nullptr)) {
+    return "tokens that come meanwhile are fetched by the product, without adapters";
+  }
   if (asks_for_one && (adapters != nullptr || layer.quantized || layer.rounds || !p.gated)) {
     return "one kernel for both products is for gated layers, neither quantized tokens nor "
            "adapters";
@@ -348,7 +364,8 @@ const char* LaunchMoeMlp(const MoeMlpParams& p, cudaStream_t stream) {
   MoeGemmProblem gate_up = GateUpProblem(layer);
   MoeGemmProblem down = DownProblem(layer);
   // Programs and tunings may be older than this library: two kernels compute the same bits.
-  const bool one_kernel = asks_for_one && p.sources == nullptr && !(packed && p.peers != nullptr) &&
+  const bool one_kernel = asks_for_one && p.sources == nullptr && p.arrivals == nullptr &&
+                          !(packed && p.peers != nullptr) &&
                           HasLayerKernel(gate_up, p.gate_up.tile);
   // Decoding a token or two: the GEMMs plan for themselves, which saves a launch. They write no
   // expert_offsets, which zero_rows reads, and a rounding by static scales of each expert; and
@@ -390,11 +407,12 @@ const char* LaunchMoeMlp(const MoeMlpParams& p, cudaStream_t stream) {
     if (const char* error = Reason(LaunchLowRank(low, stream))) return error;
     gate_up.low = Added(layer, adapters->gate_up_b, adapters->gate_up_rank);
   }
-  if (p.peers != nullptr) {
-    const int32_t* slot_to_row = layer.slot_to_row();
-    if (const char* error = Reason(LaunchPeerTargets(*p.peers, slot_to_row, true, stream))) {
-      return error;
-    }
+  const auto begin_rows = [&] {
+    return Reason(LaunchPeerTargets(*p.peers, layer.slot_to_row(), true, stream));
+  };
+  // Before the products, where nothing waits for it; but behind the step in which tokens come.
+  if (p.peers != nullptr && p.arrivals == nullptr) {
+    if (const char* error = begin_rows()) return error;
   }
   TileConfig down_tile = p.down.tile;
   down_tile.gather = false;
@@ -405,13 +423,14 @@ const char* LaunchMoeMlp(const MoeMlpParams& p, cudaStream_t stream) {
   } else {
     const PermuteParams copy = PermuteX(layer);
     const char* error = p.sources == nullptr
-                            ? LaunchMoeGemm(gate_up, p.gate_up.tile, stream)
+                            ? LaunchGateUp(layer, gate_up, stream)
                             : LaunchGateUpOfSources(*p.sources,
                                                     p.index + layer.at.expert_offsets,
                                                     layer.gathers ? nullptr : &copy,
                                                     gate_up,
                                                     p.gate_up.tile,
                                                     stream);
+    if (error == nullptr && p.arrivals != nullptr) error = begin_rows();
     if (error != nullptr) return error;
     if (layer.rounds) {
       if (const char* error = Reason(LaunchRoundTokens(RoundAct(layer), stream))) return error;

@@ -5,6 +5,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <functional>
 
 #include "csrc/gemm/moe_gemm.h"
 #include "csrc/gemm/sources.h"
@@ -95,6 +96,16 @@ struct MlpAdapters {
   float scale = 1.0f;
 };
 
+// Tokens come while the gate-up GEMM runs, in the order of their first local experts: it waits for
+// those of each expert.
+struct MlpArrivals {
+  const uint32_t* came = nullptr;  // [E_l / experts], not 0 when rows of its experts are there
+  int experts = 1;                 // that a word is of
+  // Lets the stream wait until the GEMM may wait for the rest, and until that has ended.
+  std::function<const char*()> begin;
+  std::function<const char*()> end;
+};
+
 // T tokens, K choices, R = T * K rows, H hidden, I intermediate, E experts of which E_l are local.
 // Where the format quantizes tokens, both products read them quantized, as e4m3. Beside packed
 // weights they read the numbers of `rule`, if there is one, or their bytes, and multiply sums by
@@ -140,6 +151,7 @@ struct MoeMlpParams {
   const PeerRows* peers = nullptr;
   // If not null, tokens are those of all sources, as the gate-up GEMM reads them.
   const MlpSources* sources = nullptr;
+  const MlpArrivals* arrivals = nullptr;  // or null; with peers
   const MlpAdapters* adapters = nullptr;  // or null; where tokens are not quantized or rounded
 };
 

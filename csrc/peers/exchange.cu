@@ -5,6 +5,7 @@
 #include "csrc/peers/beside.h"
 #include "csrc/peers/exchange.h"
 #include "csrc/peers/few.cuh"
+#include "csrc/peers/ordered.h"
 #include "csrc/peers/rows.h"
 #include "csrc/peers/tag.h"
 
@@ -210,6 +211,7 @@ int64_t PeerCombineBytes(const ExchangeSize& size, int64_t row_bytes, int64_t sm
 cudaError_t LoadPeerKernels() {
   JAXMOE_RETURN_IF_CUDA_ERROR(LoadPeerRowsKernels());
   JAXMOE_RETURN_IF_CUDA_ERROR(LoadPeerBesideKernels());
+  JAXMOE_RETURN_IF_CUDA_ERROR(LoadPeerOrderedKernels());
   return LoadKernels(PeerFewDispatchKernel<Pairs>,
                      PeerFewDispatchKernel<Lines>,
                      PeerFewCombineKernel<__nv_bfloat16, Pairs, PairsReceived>,

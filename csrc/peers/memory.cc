@@ -405,6 +405,11 @@ std::string WhyFailed(const Peers& peers, const std::string& name) {
   }
 }
 
+cudaError_t PeerStreams::Wait(cudaStream_t later, cudaStream_t earlier) const {
+  const cudaError_t status = cudaEventRecord(met, earlier);
+  return status != cudaSuccess ? status : cudaStreamWaitEvent(later, met, 0);
+}
+
 PeersInUse::PeersInUse(std::string_view name, int ordinal) {
   {
     const std::lock_guard<std::mutex> lock(mutex);

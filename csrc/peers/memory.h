@@ -117,13 +117,16 @@ void MeetPeersOfProcess(const std::string& name, int ordinal, int64_t execution)
 // What an earlier step of a device has come to, if it failed: a sentence without its period.
 std::string WhyFailed(const Peers& peers, const std::string& name);
 
-// Of a device, for what copy engines do beside kernels.
+// Of a device, for what copy engines do, and kernels that push, beside other kernels.
 struct PeerStreams {
   cudaStream_t from_peers = nullptr;
   cudaStream_t to_peers = nullptr;
   // One for all that is waited for as soon as it is recorded: who waits has seen that one.
   cudaEvent_t met = nullptr;
   cudaEvent_t arrived[kMaxPeers] = {};
+
+  // Lets `later` wait for what `earlier` has been given.
+  cudaError_t Wait(cudaStream_t later, cudaStream_t earlier) const;
 };
 
 // The memory of a device of this process while a step is launched: nobody else launches one there,

@@ -16,6 +16,7 @@ inline constexpr int64_t kPublishStep = 5;
 inline constexpr int64_t kSumStep = 6;
 inline constexpr int64_t kLinesDispatchStep = 7;
 inline constexpr int64_t kLinesCombineStep = 8;
+inline constexpr int64_t kOrderedStep = 9;
 
 // A hash of the kind of a step and of its sizes.
 inline uint32_t TagOf(std::initializer_list<int64_t> numbers) {

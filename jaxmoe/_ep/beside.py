@@ -28,15 +28,15 @@ from jaxmoe._mlp.configs import configs_of
 from jaxmoe._mlp.operands import Layer, Operands, join
 
 # Of a layer, those that the call takes.
-_LAYER = (
+LAYER = (
     *("x", "x_scales", "w_gate_up", "gate_up_scales", "w_up"),
     *("w_down", "down_scales", "b_gate_up", "b_down", "x_scale", "h_scale"),
 )
 # Rows that an expert has of a device's tokens, in the mean, from which on products take longer than
 # reading its weights for each device.
 _LEAST_ROWS = 192
-_OWN = ("place", "slots", "weights", "residual")
-_OF_TOKENS = ("x", "x_scales", "expert_ids", "weights")
+OWN = ("place", "slots", "weights", "residual")
+OF_TOKENS = ("x", "x_scales", "expert_ids", "weights")
 
 
 def why_not(a: Operands, layer: Layer, way: Way, num_bytes: int, residual: Any) -> str | None:
@@ -80,6 +80,24 @@ def _gate_up(
     Products must read x as it travels, and tiles that fetch its rows have a multiprocessor each:
     only these wait for them.
     """
+    wide, of_all = _of_all(a, layer, way)
+    first = one_call(a, layer, way, residual, wide, of_all)
+    if isinstance(first, str):
+        return first
+    if first.gather and not waits(first, layer):
+        return "tiles of the first product cannot wait for rows of tokens that they fetch"
+    if (needed := peers.total_bytes(_half_bytes(a, layer, way))) > num_bytes:
+        return f"it needs {needed} bytes of peer memory, and {num_bytes} are open"
+    return first
+
+
+def one_call(
+    a: Operands, layer: Layer, way: Way, residual: Any, wide: Operands, of_all: Layer
+) -> GemmConfig | str:
+    """The configuration of the first product of a layer with its exchange, or why it is no call.
+
+    `wide`, `of_all`: of the tokens of all devices.
+    """
     if not way.memory:
         return "there is no memory of GPUs"
     if a.x.shape[0] == 0 or a.expert_map is not None:
@@ -89,41 +107,51 @@ def _gate_up(
     apart = layer.format.quantizes_tokens and (a.x_scales is None or a.x_scales.ndim == 0)
     if apart or a.x_scale is not None or op.rounds_tokens(a, layer):
         return "products read no tokens as they travel: these are quantized where they arrive"
-    wide, of_all = _of_all(a, layer, way)
     if (why := several_calls(wide, of_all)) is not None:
         return f"the layer is no one call: {why}"
-    first, _ = configs_of(join(wide, of_all), of_all)
-    if first.gather and (layer.format.packed or TILES.get(first.tile) != 1):
-        return "tiles of the first product cannot wait for rows of tokens that they fetch"
-    if (needed := peers.total_bytes(_half_bytes(a, layer, way))) > num_bytes:
-        return f"it needs {needed} bytes of peer memory, and {num_bytes} are open"
-    return first
+    return configs_of(join(wide, of_all), of_all)[0]
+
+
+def waits(first: GemmConfig, layer: Layer) -> bool:
+    """Whether the first product waits for rows that come while it runs, as it fetches them."""
+    return first.gather and not layer.format.packed and TILES.get(first.tile) == 1
 
 
 def _half_bytes(a: Operands, layer: Layer, way: Way) -> int:
     num_tokens, hidden = a.x.shape
-    there = [x for name in _OF_TOKENS if (x := getattr(a, name)) is not None]
+    there = [x for name in OF_TOKENS if (x := getattr(a, name)) is not None]
     own = sum(peers.aligned(x.size * x.dtype.itemsize) for x in there)
     row = hidden * layer.dtype.itemsize
     return max(own, peers.combine_bytes(num_tokens, way.num_devices, row, 0))
 
 
+def of_all_tokens(a: Any, num_devices: int) -> Operands:
+    """The shapes of the tokens of all devices."""
+
+    def wide(name: str, x: Any) -> Any:
+        if x is None or name not in OF_TOKENS or x.ndim == 0:
+            return x
+        return jax.ShapeDtypeStruct((num_devices * x.shape[0], *x.shape[1:]), x.dtype)
+
+    return a._replace(**{name: wide(name, getattr(a, name)) for name in OF_TOKENS})
+
+
 def _of_all(a: Any, layer: Layer, way: Way) -> tuple[Operands, Layer]:
     """The shapes of the tokens of all devices, and the layer of their groups."""
     n = way.num_devices
-
-    def wide(name: str, x: Any) -> Any:
-        if x is None or name not in _OF_TOKENS:
-            return x
-        return jax.ShapeDtypeStruct((n * x.shape[0], *x.shape[1:]), x.dtype)
-
-    shapes = a._replace(**{name: wide(name, getattr(a, name)) for name in _OF_TOKENS})
     groups = n * layer.num_local_experts
+    shapes = of_all_tokens(a, n)
     return shapes, layer.replace(num_experts=n * groups, num_local_experts=groups)
 
 
 def layer_op(
-    a: Operands, layer: Layer, *, way: Way, residual: jax.Array | None, moving: str = ""
+    a: Operands,
+    layer: Layer,
+    *,
+    way: Way,
+    residual: jax.Array | None,
+    moving: str = "",
+    call: Any = None,
 ) -> tuple[jax.Array, ...]:
     """Computes the layer of the tokens of all devices, and brings this one's results home.
 
@@ -133,6 +161,7 @@ def layer_op(
       way: the exchange.
       residual: [T, H] or None.
       moving: what the way of derivatives says.
+      call: the primitive that does both; by default `peer_beside_p`.
 
     Returns:
       ([T, H],)
@@ -164,18 +193,22 @@ def layer_op(
     def kernels(place: jax.Array, *arrays: jax.Array) -> jax.Array:
         residual, a = named(arrays)
         joined = join(a, layer)
-        rest = (getattr(joined, name) for name in _LAYER)
+        rest = (getattr(joined, name) for name in LAYER)
         own = place, a.expert_ids, a.weights, residual
-        return peer_beside_p(*own, *rest, way=way, layer=layer)[0]
+        return (call or peer_beside_p)(*own, *rest, way=way, layer=layer)[0]
 
     return (direct.by_kernels(kernels, apart)(direct.place_of(way), *given),)
 
 
+def operands_of(avals: Any) -> Operands:
+    """The layer's of those of the call, of this device's tokens."""
+    named = {name: getattr(avals, name) for name in LAYER}
+    return Operands(expert_ids=avals.slots, weights=avals.weights, **named)
+
+
 def _given(avals: Any, layer: Layer, way: Way) -> tuple[Operands, Layer]:
     """What `_of_all` makes of the operands of the call."""
-    named = {name: getattr(avals, name) for name in _LAYER}
-    a = Operands(expert_ids=avals.slots, weights=avals.weights, **named)
-    return _of_all(a, layer, way)
+    return _of_all(operands_of(avals), layer, way)
 
 
 def _out(*avals: Any, way: Way, layer: Layer) -> list[_primitive.Spec]:
@@ -214,7 +247,7 @@ peer_beside_p = _primitive.define(
     out=_out,
     xla=direct.no_xla,
     batch=direct.one_by_one(lambda: peer_beside_p),
-    operands=_primitive.named_operands([*_OWN, *_LAYER]),
+    operands=_primitive.named_operands([*OWN, *LAYER]),
     untyped=("place",),
     cuda=_primitive.CudaTarget(
         "jaxmoe_peer_beside_moe_mlp_v1",

@@ -13,6 +13,7 @@ from jaxmoe._ep import beside as _beside
 from jaxmoe._ep import direct as _direct
 from jaxmoe._ep import exchange as _ep_exchange
 from jaxmoe._ep import hops as _hops
+from jaxmoe._ep import ordered as _ordered
 from jaxmoe._ep import pushed as _pushed
 from jaxmoe._ep.checks import OPTIONS, Setup
 from jaxmoe._ep.direct import OP, Sent
@@ -166,16 +167,25 @@ def _beside_products(
     """
     (hop,) = s.hops
     assert hop.memory is not None
-    if not hop.memory.copies:
-        return "its processes have several GPUs each, whose memory copy engines do not reach"
     way = _direct.way_of(hop.axis.name, s.num_local, hop.memory)
     a, layer, recompute = _prepared(x, routing, experts, options, s.num_local * s.axis.size)
-    if (why := _beside.why_not(a, layer, way, hop.memory.num_bytes, residual)) is not None:
-        return why
-    how = "tokens come and sums go beside the products, which is estimated to be faster"
-    way = way._replace(says=hop.says("all", how))
+    given = a, layer, way, hop.memory.num_bytes, residual
+    around = "its processes have several GPUs each, whose memory copy engines do not reach"
+    call, says = None, ""
+    if hop.memory.copies:
+        around = _beside.why_not(*given)
+    if around is None:
+        how = "tokens come and sums go beside the products, which is estimated to be faster"
+        call, says = _beside.peer_beside_p, hop.says("all", how)
+    elif (why := _ordered.why_not(*given)) is None:
+        how = "tokens come in the order of experts while the first product runs, the second stores"
+        says = hop.says("rows", f"{how} rows on the devices of tokens; sums do not go: {around}")
+        call = _ordered.peer_ordered_p
+    else:
+        return f"{around}; nor in the order of experts: {why}"
+    way = way._replace(says=says)
     moving = hop.says("sums", _hops.sums_travel(_DERIVATIVE))
-    bind = functools.partial(_beside.layer_op, way=way, residual=residual, moving=moving)
+    bind = functools.partial(_beside.layer_op, way=way, residual=residual, moving=moving, call=call)
     with jax.named_scope("dispatch_direct"):
         return mlp.bound(bind, a, layer, recompute)[0]
 

@@ -125,6 +125,13 @@ inline int __any_sync(unsigned, int value) { return emulated::here.warp->Or(valu
 inline unsigned __reduce_or_sync(unsigned, unsigned value) {
   return emulated::here.warp->Or(value);
 }
+inline unsigned __ballot_sync(unsigned, int value) {
+  return emulated::here.warp->Or(value != 0 ? 1u << threadIdx.x % 32 : 0u);
+}
+inline unsigned __shfl_sync(unsigned, unsigned value, int lane) {
+  return emulated::here.warp->Or(static_cast<int>(threadIdx.x % 32) == lane ? value : 0u);
+}
+inline int __ffs(unsigned value) { return __builtin_ffs(static_cast<int>(value)); }
 
 // Atomic operations below order what they should; a fence adds nothing that is relied on.
 inline void __threadfence_system() {}

@@ -8,7 +8,9 @@
 //   peers DEVICES STEPS SEED beside    among them exchanges beside products, and nothing goes
 //   wrong;
 //                                      nobody waits long
-//   peers DEVICES STEPS SEED spoils    so too, but when device 1 adds the sums of the last exchange
+//   peers DEVICES STEPS SEED ordered   so too with dispatches in the order of experts
+//   peers DEVICES STEPS SEED spoils    as beside, but when device 1 adds the sums of the last
+//   exchange
 //                                      another one gives up, whose copies of the next one come
 //
 // Prints why each device failed.
@@ -23,6 +25,7 @@
 
 #include "csrc/peers/beside.cuh"
 #include "csrc/peers/few.cuh"
+#include "csrc/peers/ordered.cuh"
 
 namespace jaxmoe {
 namespace {
@@ -337,6 +340,78 @@ int RunBeside(
   return wrong;
 }
 
+// A dispatch in the order of experts: rows of a part are there when its word says so, and all stay
+// until the step after the next. What runs beside them on another stream does so on a thread.
+// Returns the number of wrong results.
+int RunOrdered(const Step& step, const Peers& peers, int32_t place, uint32_t tag, bool late) {
+  const int n = peers.num_devices, me = peers.rank, tokens = step.num_tokens;
+  const int choices = tokens * step.top_k;
+  const Given& given = step.of_device[me];
+  static constexpr ExpertParts kParts[] = {{1, {3}}, {2, {1, 3}}, {2, {2, 3}}, {3, {1, 2, 3}}};
+  static_assert(kLocal == 3);
+  std::vector<int32_t> ids(n * choices);
+  std::vector<uint16_t> of_token(tokens * kMaxExpertParts);
+  std::vector<uint32_t> pushed(kMaxExpertParts, 7), came(kLocal, 7);
+  PeerOrdered params{};
+  params.peers = &peers;
+  params.size = {tokens, step.top_k, kLocal, n, tag};
+  params.parts = kParts[tag % 4];
+  params.place = &place;
+  params.slots = given.slots.data();
+  params.devices = of_token.data();
+  params.pushed = pushed.data();
+  params.came = came.data();
+  params.unit = UnitOfParts(params.parts);
+  params.all_ids = ids.data();
+  params.arrays[0] = {reinterpret_cast<const char*>(given.tokens.data()), step.hidden * 4};
+  params.arrays[1] = {reinterpret_cast<const char*>(given.small.data()), step.small_floats * 4};
+  params.num_arrays = step.small_floats > 0 ? 2 : 1;
+  emulated::Launch(step.ctas, 64, [&] { PeerOfferKernel(params); });
+  int wrong = 0;
+  std::thread pushing(
+      [&] { emulated::Launch(step.ctas + 1, 64, [&] { PeerPushKernel(params); }); });
+  // The step may end before all of its kernels begin.
+  for (int ms = 0; late && peers.own->failed == 0 && ms < 2000; ++ms) {
+    if (LoadAcquireSystem(&peers.own->finished) == peers.own->begun) break;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  emulated::Launch(step.ctas, 64, [&] { PeerTakeKernel(params); });
+  const auto check = [&](int end) {  // rows with an expert before that one
+    const char* half = peers.bases[me] + kPeerHeaderBytes + peers.half_bytes;
+    for (int row = 0; row < n * tokens; ++row) {
+      const Given& other = step.of_device[row / tokens];
+      const int token = row % tokens;
+      bool there = false;
+      for (int k = 0; k < step.top_k; ++k) {
+        const int64_t slot = other.slots[token * step.top_k + k];
+        there |= slot >= me * kLocal && slot < me * kLocal + end;
+      }
+      for (int i = 0; i < params.num_arrays && there; ++i) {
+        const int64_t bytes = params.arrays[i].row_bytes;
+        const auto& all = i == 0 ? other.tokens : other.small;
+        const char* from = reinterpret_cast<const char*>(all.data()) + token * bytes;
+        wrong += std::memcmp(half + PlacesOf(params).arrays[i] + row * bytes, from, bytes) != 0;
+      }
+    }
+  };
+  emulated::Launch(1, 32, [&] { PeerFirstKernel(params); });
+  check(params.parts.ends[0]);
+  for (int expert = 0; expert < kLocal; ++expert) {
+    while (LoadAcquireSystem(&came[expert / params.unit]) == 0) std::this_thread::yield();
+    check(expert + 1);
+  }
+  pushing.join();
+  if (late) std::this_thread::sleep_for(std::chrono::milliseconds(8));
+  check(kLocal);
+  wrong += peers.own->finished != NextStep(peers) - 1 || peers.own->step % 2 != 1;
+  for (int i = 0; i < n * choices; ++i) {
+    const int64_t slot = step.of_device[i / choices].slots[i % choices];
+    const bool here = slot >= me * kLocal && slot < (me + 1) * kLocal;
+    wrong += ids[i] != (here ? slot - me * kLocal : -1);
+  }
+  return wrong;
+}
+
 int Main(int devices, int steps, int seed, const std::string& fault, int fault_step) {
   std::vector<Memory> memory(devices);
   std::vector<PeerFailure> failures(devices);
@@ -353,7 +428,8 @@ int Main(int devices, int steps, int seed, const std::string& fault, int fault_s
       peers.half_bytes = kHalfBytes;
       peers.few_bytes = kFewBytes;
       peers.line_bytes = kLineBytes;
-      const bool spoils = fault == "spoils", is_beside = spoils || fault == "beside";
+      const bool spoils = fault == "spoils", orders = fault == "ordered";
+      const bool is_beside = spoils || orders || fault == "beside";
       const bool soon = fault == "leaves" || fault == "none";
       peers.timeout_ns = soon ? 2'000'000'000 : is_beside ? 8'000'000'000 : 60'000'000'000;
       peers.failure = &failures[me];
@@ -364,14 +440,16 @@ int Main(int devices, int steps, int seed, const std::string& fault, int fault_s
         std::this_thread::sleep_for(std::chrono::microseconds(random() % 3000));
         const bool whole = step.hidden % 4 == 0, late = random() % 4 == 0;
         const bool beside = whole && std::mt19937(seed * 7919 + number)() % 2 == 0;
+        const bool ordered = orders && beside && std::mt19937(seed * 7907 + number)() % 3 > 0;
         // A CTA that only takes what came begins when all others have come to what is next.
         const uint32_t next = NextStep(peers) + 1;
         const std::function<void()> wait = [&, next] { AwaitOthers(peers, next); };
         const bool slow = IsSlow(peers, number) && number + 1 < steps && !step.few && !beside;
         emulated::before_last = slow ? &wait : nullptr;
         const auto run = whole ? Run<uint4, 4> : Run<uint32_t, 1>;
-        const int found = beside ? RunBeside(step, peers, peers.place, number, late, spoilt)
-                                 : run(step, peers, peers.place, number, 0, false);
+        const int found = ordered  ? RunOrdered(step, peers, peers.place, number, late)
+                          : beside ? RunBeside(step, peers, peers.place, number, late, spoilt)
+                                   : run(step, peers, peers.place, number, 0, false);
         if (found != 0) std::printf("device %d step %d: %d wrong\n", me, number, found);
         wrong += found;
       }

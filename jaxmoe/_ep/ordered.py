@@ -1,0 +1,118 @@
+"""The layer of `dispatch="direct"` whose tokens come in the order of experts while it runs.
+
+peer_ordered: place [], slots [T,K], weights [T,K], residual [T,H], and of `Operands` those of this
+device's tokens -> y [T,H]
+
+A token goes to a device with the first of its experts there, so the first product begins with the
+first experts while the tokens of the others are on the way. Weights are read once, as after a
+dispatch; results go home as `pushed` has them, so the bits are those. Derivatives are those of the
+layer and the exchange apart.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxmoe._ep import beside, direct, peers, pushed
+from jaxmoe._ep.beside import LAYER, OWN
+from jaxmoe._ep.cost import ordered_pays
+from jaxmoe._ep.direct import Way
+from jaxmoe._jax import primitive as _primitive
+from jaxmoe._mlp import op
+from jaxmoe._mlp.operands import Layer, Operands
+
+# As csrc/peers/ordered.h has it.
+_MOST_PARTS = 4
+
+
+def why_not(a: Operands, layer: Layer, way: Way, num_bytes: int, residual: Any) -> str | None:
+    """Why there is no call, or none faster than a dispatch and what stores rows."""
+    if way.num_devices == 1:
+        return "there is one device"
+    if (why := no_call(a, layer, way, num_bytes, residual)) is not None:
+        return why
+    pays = ordered_pays(
+        way.num_devices,
+        a.x.shape[0],
+        a.expert_ids.shape[1],
+        a.x.shape[1],
+        token_itemsize=a.x.dtype.itemsize,
+    )
+    return None if pays else "they are estimated to hide no more than that costs"
+
+
+def no_call(a: Operands, layer: Layer, way: Way, num_bytes: int, residual: Any) -> str | None:
+    """Why the kernels do not have this layer, or what is sent has no room in the memory."""
+    wide, of_all = _of_all(a, layer, way)
+    first = beside.one_call(a, layer, way, residual, wide, of_all)
+    if isinstance(first, str):
+        return first
+    if not beside.waits(first, layer):
+        return "the first product cannot wait for rows of tokens"
+    if (needed := peers.total_bytes(_half_bytes(a, layer, way))) > num_bytes:
+        return f"it needs {needed} bytes of peer memory, and {num_bytes} are open"
+    return None
+
+
+def _half_bytes(a: Operands, layer: Layer, way: Way) -> int:
+    (num_tokens, hidden), top_k = a.x.shape, a.expert_ids.shape[1]
+    arrays = [x for x in (a.expert_ids, a.x, a.x_scales) if x is not None]
+    come = sum(peers.aligned(way.num_devices * x.size * x.dtype.itemsize) for x in arrays)
+    return max(come, peers.rows_bytes(num_tokens, top_k, hidden * layer.dtype.itemsize))
+
+
+def _of_all(a: Any, layer: Layer, way: Way) -> tuple[Operands, Layer]:
+    """The shapes of the tokens of all devices, and the layer as its call runs it."""
+    wide = beside.of_all_tokens(a, way.num_devices)
+    return wide, pushed.launched(wide, layer)
+
+
+def _given(avals: Any, layer: Layer, way: Way) -> tuple[Operands, Layer]:
+    return _of_all(beside.operands_of(avals), layer, way)
+
+
+def _out(*avals: Any, way: Way, layer: Layer) -> list[_primitive.Spec]:
+    del way
+    named = peer_ordered_p.operands(*avals)
+    return [(named.x.shape, layer.dtype)]
+
+
+def _attrs(avals: Any, *, way: Way, layer: Layer) -> dict[str, Any]:
+    a, of_all = _given(avals, layer, way)
+    return {"layer": op.call_attrs(a, layer=of_all), "peers": direct.peer_attrs(way)}
+
+
+def _scratch(avals: Any, *, way: Way, layer: Layer) -> list[_primitive.Spec]:
+    """Choices of all, where rows go and when, what came, addresses, and those of the layer."""
+    a, of_all = _given(avals, layer, way)
+    ints = jnp.dtype(jnp.int32)
+    return [
+        (a.expert_ids.shape, a.expert_ids.dtype),
+        ((avals.x.shape[0], _MOST_PARTS // 2), ints),
+        ((_MOST_PARTS + way.num_local,), ints),
+        ((a.expert_ids.size, 2), ints),
+        ((op.moved_rows(a, layer=of_all), a.x.shape[1]), layer.dtype),
+        *op.own_scratch(a, layer=of_all),
+    ]
+
+
+def _reason(avals: Any, *, way: Way, layer: Layer) -> str | None:
+    a, of_all = _given(avals, layer, way)
+    return op.call_reason(a, layer=of_all)
+
+
+peer_ordered_p = _primitive.define(
+    "jaxmoe_peer_ordered_moe_mlp",
+    out=_out,
+    xla=direct.no_xla,
+    batch=direct.one_by_one(lambda: peer_ordered_p),
+    operands=_primitive.named_operands([*OWN, *LAYER]),
+    untyped=("place",),
+    cuda=_primitive.CudaTarget(
+        "jaxmoe_peer_ordered_moe_mlp_v1",
+        attrs=_attrs,
+        scratch=_scratch,
+        reason=_reason,
+        absent={"residual": (2, "layer.dtype"), **op.ABSENT},
+    ),
+)
