@@ -90,7 +90,7 @@ def test_more_bytes_on_the_links_pay():
         return ordered_pays(num_devices, num_tokens, 8, 2048, **{"token_itemsize": 2} | other)
 
     assert pays(2048) and not pays(1024)
-    assert pays(1024, num_devices=8) and not pays(2048, token_itemsize=1)
+    assert pays(1200, num_devices=8) and not pays(2048, token_itemsize=1)
 
 
 @pytest.fixture

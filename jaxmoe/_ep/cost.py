@@ -284,7 +284,7 @@ def ordered_pays(
       token_itemsize: bytes of an element of a token on its way.
     """
     there = num_tokens * share_per_device(num_devices, top_k) * hidden * token_itemsize
-    return 1e6 * (num_devices - 1) * there / _COPIED_BYTES_S > 60.0
+    return 1e6 * (num_devices - 1) * there / _COPIED_BYTES_S > 70.0
 
 
 def _reads(num_devices: int, gathers: bool) -> tuple[int, int]:
