@@ -134,7 +134,7 @@ REACH = "copy engines do not reach"
 AROUND = f"{ROWS}; the exchange is not beside the products"
 INORDER = (
     "tokens come in the order of experts while the first product runs, the second stores rows on "
-    "the devices of tokens; sums do not go"
+    "the devices of tokens; the exchange is not beside the products"
 )
 
 

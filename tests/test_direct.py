@@ -274,7 +274,7 @@ def test_explain_counts_the_rows_that_travel():
     assert bytes_ == round(7 * 2 * (P_EIGHT * (2 * 16 + 8 * 3) + 3 / 8 * 2 * 16))
     assert chosen == "asked for"
     why = "an expert has fewer than 192 rows of a device's tokens in the mean; nor in the order of "
-    why += "experts: the first product cannot wait for rows of tokens"
+    why += "experts: a device has fewer than 8 experts"
     rows = "the second product stores rows on the devices of tokens"
     assert how == f"{rows}; the exchange is not beside the products: {why}"
 

@@ -31,6 +31,7 @@ RESULTS = ("y", "all_ids", "devices", "words", "targets", "rows", "act")
 FP8 = {"format": "fp8_block", "dispatch_format": "fp8_block"}
 CHANNEL = {"format": "fp8_channel", "dispatch_format": "fp8_channel"}
 MIDDLE = {"hidden": 2048, "intermediate": 2048, "num_experts": 128, "top_k": 8}
+MIXTRAL = {"hidden": 4096, "intermediate": 14336, "num_experts": 8, "top_k": 2}
 QUANTIZE = "jaxmoe_quantize_v1"
 
 
@@ -45,6 +46,7 @@ QUANTIZE = "jaxmoe_quantize_v1"
         (4096, DEEPSEEK, {"format": "int4_g128"}, [DISPATCH, PUSHED]),
         (2048, QWEN3, {}, [ORDERED]),
         (4096, QWEN3, {}, [BESIDE]),
+        (4096, MIXTRAL, {}, [DISPATCH, PUSHED]),  # of two experts on a device, there is no order
         (4096, QWEN3, {"config": PAIRS}, [DISPATCH, PUSHED]),  # which cannot wait
         (1024, QWEN3, {}, [DISPATCH, PUSHED]),
         (2048, QWEN3, CHANNEL, [QUANTIZE, DISPATCH, PUSHED]),

@@ -56,6 +56,14 @@ def test_dispatches_in_the_order_of_experts_among_them(program, devices, steps, 
     assert run(program, devices, steps, seed, "ordered") == (True, [(NONE, 0, 0)] * devices)
 
 
+def test_a_device_that_leaves_stops_those_that_wait_for_its_tokens(program):
+    """They end: nothing waits for words that nobody writes."""
+    for seed in (3, 4):
+        right, failures = run(program, 3, 20, seed, "orderless", 6)
+        assert right and failures[1] == (NONE, 0, 0)
+        assert all(code in (TIMEOUT, GAVE_UP) for code, _, _ in (failures[0], failures[2]))
+
+
 # Steps after which a device that adds sums of an exchange beside products may read others.
 SPOILT = [(2, 1), (10, 9), (11, 5), (12, 1), (12, 5), (12, 9)]
 

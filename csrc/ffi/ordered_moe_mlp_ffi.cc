@@ -59,10 +59,13 @@ ffi::Error OrderedMoeMlp(Stage stage,
   exchange.arrays[0].row_bytes = static_cast<int64_t>(x.size_bytes()) / T;
   if (x_scales.element_count() > 0) {
     take.Type("x_scales", x_scales, ffi::DataType::F32);
+    const auto dims = x_scales.dimensions();
+    const int64_t rows = dims.size() > 0 ? dims[0] : 0;
+    take.Range("x_scales.shape[0]", rows, T, T);
+    if (take.failed()) return take.error();
     OrderedArray& scales = exchange.arrays[exchange.num_arrays++];
     scales.own = static_cast<const char*>(x_scales.untyped_data());
     scales.row_bytes = static_cast<int64_t>(x_scales.size_bytes()) / T;
-    take.Range("x_scales.shape[0]", x_scales.dimensions()[0], T, T);
   }
   exchange.size = {T, K, attrs.peers.num_local, peers.num_devices};
   exchange.parts = PartsOfExperts(attrs.peers.num_local);

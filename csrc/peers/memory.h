@@ -31,7 +31,8 @@ struct PeerHeader {
   };
   Flag flags[kMaxPeers];
   uint32_t step;                   // the last one that this device has passed
-  uint32_t finished;               // and the last one of which it has read all
+  uint32_t finished;               // and the last one of which it has read all, or will before the
+                                   // step after the next
   uint32_t begun;                  // and begun
   uint32_t arrivals[kPeerChunks];  // CTAs that have written their part of a chunk
   uint32_t departures;             // CTAs that need nothing more of this step

@@ -10,7 +10,7 @@ namespace {
 
 // Of choices, which are few bytes.
 constexpr int64_t kOfferCtas = 32;
-// So few fill the links, see ordered.cuh, beside the one that waits; in pairs.
+// So few fill the links, see ordered.cuh, the one that waits among them; in pairs.
 constexpr int kPushCtas = 16;
 
 // Sizes that all devices have alike.
@@ -64,7 +64,8 @@ cudaError_t LaunchPeerTake(const PeerOrdered& params, cudaStream_t stream) {
   JAXMOE_RETURN_IF_CUDA_ERROR(Prepare(&p));
   int sm_count = 0;
   JAXMOE_RETURN_IF_CUDA_ERROR(GetSmCount(&sm_count));
-  const dim3 grid(static_cast<unsigned>(sm_count));
+  // Room for those that push: they may come later, and these wait for other devices.
+  const dim3 grid(static_cast<unsigned>(std::max(1, sm_count - 2 * kPushCtas)));
   return LaunchKernel(PeerTakeKernel, grid, dim3(kManyThreads), 0, stream, false, p);
 }
 

@@ -8,8 +8,8 @@
 //   159 MB, 466 us at 340 GB/s; a sixteenth of the experts needs an eighth of that, 58 us, and the
 //   gate-up product takes 2900.
 // Why few CTAs push: a product has an SM for each of its CTAs, and those of the SMs that push are
-//   lost until all is sent; 16 of 132 with 512 threads have 512 KiB in flight, which the links take
-//   in 1.5 us. Pairs of them are neighbours, as the pairs of products are.
+//   lost until all is sent; 15 of 132, and one that waits, have 64 KiB each in flight, which the
+//   links take in 3 us. Pairs of them are neighbours, as the pairs of products are.
 #pragma once
 
 #include <cstdint>
@@ -211,7 +211,12 @@ __global__ void __launch_bounds__(kManyThreads, 1) PeerTakeKernel(PeerOrdered pa
 }
 
 __global__ void __launch_bounds__(32) PeerFirstKernel(PeerOrdered params) {
-  WaitForStep(*params.peers, BegunStep(*params.peers), params.size.tag, 1);
+  const Peers& peers = *params.peers;
+  if (!WaitForStep(peers, BegunStep(peers), params.size.tag, 1)) return;
+  // The CTA that says what came may not be running, and the product would not let it in.
+  for (int i = threadIdx.x; i < params.size.num_local / params.unit; i += blockDim.x) {
+    StoreReleaseSystem(params.came + i, 1u);
+  }
 }
 
 }  // namespace jaxmoe

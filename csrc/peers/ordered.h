@@ -22,8 +22,8 @@ struct ExpertParts {
   int ends[kMaxExpertParts];  // rising; the last is the number of experts
 };
 
-// The first product ends when the second part is here, and that one when the third is, where a
-// product takes some five times as long as its rows on the links.
+// Those of a part are multiplied while the next ones come, where products take some five times as
+// long as rows on the links.
 constexpr ExpertParts PartsOfExperts(int64_t num_local) {
   ExpertParts parts{};
   for (int64_t divisor : {16, 4, 1}) {

@@ -10,6 +10,7 @@ time there are enough rows. Parts of a token are added as `direct.bring`
 adds them, so the bits are those. Derivatives are those of the layer and the exchange apart.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -86,8 +87,8 @@ def _gate_up(
         return first
     if first.gather and not waits(first, layer):
         return "tiles of the first product cannot wait for rows of tokens that they fetch"
-    if (needed := peers.total_bytes(_half_bytes(a, layer, way))) > num_bytes:
-        return f"it needs {needed} bytes of peer memory, and {num_bytes} are open"
+    if (why := no_room(a, layer, way, num_bytes, _half_bytes(a, layer, way))) is not None:
+        return why
     return first
 
 
@@ -115,6 +116,16 @@ def one_call(
 def waits(first: GemmConfig, layer: Layer) -> bool:
     """Whether the first product waits for rows that come while it runs, as it fetches them."""
     return first.gather and not layer.format.packed and TILES.get(first.tile) == 1
+
+
+def no_room(a: Operands, layer: Layer, way: Way, num_bytes: int, half: int) -> str | None:
+    """Why the memory has no room for a half of so many bytes, or for the layer's gradient."""
+    (num_tokens, hidden), top_k = a.x.shape, a.expert_ids.shape[1]
+    scales = 0 if a.x_scales is None else math.prod(a.x_scales.shape[1:])
+    sizes = num_tokens, top_k, way.num_devices, hidden * a.x.dtype.itemsize, top_k + scales
+    row, quantized = hidden * layer.dtype.itemsize, a.x_scales is not None
+    needed = max(peers.total_bytes(half), peers.needed_bytes(*sizes, row, quantized=quantized))
+    return None if needed <= num_bytes else f"it needs {needed} bytes, and {num_bytes} are open"
 
 
 def _half_bytes(a: Operands, layer: Layer, way: Way) -> int:

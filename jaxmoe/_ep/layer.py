@@ -179,7 +179,8 @@ def _beside_products(
         call, says = _beside.peer_beside_p, hop.says("all", how)
     elif (why := _ordered.why_not(*given)) is None:
         how = "tokens come in the order of experts while the first product runs, the second stores"
-        says = hop.says("rows", f"{how} rows on the devices of tokens; sums do not go: {around}")
+        apart = "the exchange is not beside the products"
+        says = hop.says("rows", f"{how} rows on the devices of tokens; {apart}: {around}")
         call = _ordered.peer_ordered_p
     else:
         return f"{around}; nor in the order of experts: {why}"

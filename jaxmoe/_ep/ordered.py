@@ -23,12 +23,16 @@ from jaxmoe._mlp.operands import Layer, Operands
 
 # As csrc/peers/ordered.h has it.
 _MOST_PARTS = 4
+# Of fewer the first part is most of the tokens, and nothing is hidden.
+_LEAST_EXPERTS = 8
 
 
 def why_not(a: Operands, layer: Layer, way: Way, num_bytes: int, residual: Any) -> str | None:
     """Why there is no call, or none faster than a dispatch and what stores rows."""
     if way.num_devices == 1:
         return "there is one device"
+    if way.num_local < _LEAST_EXPERTS:
+        return f"a device has fewer than {_LEAST_EXPERTS} experts"
     if (why := no_call(a, layer, way, num_bytes, residual)) is not None:
         return why
     pays = ordered_pays(
@@ -49,9 +53,7 @@ def no_call(a: Operands, layer: Layer, way: Way, num_bytes: int, residual: Any) 
         return first
     if not beside.waits(first, layer):
         return "the first product cannot wait for rows of tokens"
-    if (needed := peers.total_bytes(_half_bytes(a, layer, way))) > num_bytes:
-        return f"it needs {needed} bytes of peer memory, and {num_bytes} are open"
-    return None
+    return beside.no_room(a, layer, way, num_bytes, _half_bytes(a, layer, way))
 
 
 def _half_bytes(a: Operands, layer: Layer, way: Way) -> int:

@@ -9,6 +9,7 @@
 //   wrong;
 //                                      nobody waits long
 //   peers DEVICES STEPS SEED ordered   so too with dispatches in the order of experts
+//   peers DEVICES STEPS SEED orderless N  in that order; device 1 does nothing from step N on
 //   peers DEVICES STEPS SEED spoils    as beside, but when device 1 adds the sums of the last
 //   exchange
 //                                      another one gives up, whose copies of the next one come
@@ -342,8 +343,9 @@ int RunBeside(
 
 // A dispatch in the order of experts: rows of a part are there when its word says so, and all stay
 // until the step after the next. What runs beside them on another stream does so on a thread.
-// Returns the number of wrong results.
-int RunOrdered(const Step& step, const Peers& peers, int32_t place, uint32_t tag, bool late) {
+// One that fails ends all the same, without choices. Returns the number of wrong results.
+int RunOrdered(
+    const Step& step, const Peers& peers, int32_t place, uint32_t tag, bool late, bool fails) {
   const int n = peers.num_devices, me = peers.rank, tokens = step.num_tokens;
   const int choices = tokens * step.top_k;
   const Given& given = step.of_device[me];
@@ -395,6 +397,12 @@ int RunOrdered(const Step& step, const Peers& peers, int32_t place, uint32_t tag
     }
   };
   emulated::Launch(1, 32, [&] { PeerFirstKernel(params); });
+  if (fails) {
+    for (uint32_t word : came) wrong += word != 1 && params.unit == 1;
+    pushing.join();
+    for (int32_t id : ids) wrong += id != -1;
+    return wrong + (peers.own->failed == 0);
+  }
   check(params.parts.ends[0]);
   for (int expert = 0; expert < kLocal; ++expert) {
     while (LoadAcquireSystem(&came[expert / params.unit]) == 0) std::this_thread::yield();
@@ -428,9 +436,10 @@ int Main(int devices, int steps, int seed, const std::string& fault, int fault_s
       peers.half_bytes = kHalfBytes;
       peers.few_bytes = kFewBytes;
       peers.line_bytes = kLineBytes;
-      const bool spoils = fault == "spoils", orders = fault == "ordered";
+      const bool spoils = fault == "spoils", leaves = fault == "orderless";
+      const bool orders = leaves || fault == "ordered";
       const bool is_beside = spoils || orders || fault == "beside";
-      const bool soon = fault == "leaves" || fault == "none";
+      const bool soon = leaves || fault == "leaves" || fault == "none";
       peers.timeout_ns = soon ? 2'000'000'000 : is_beside ? 8'000'000'000 : 60'000'000'000;
       peers.failure = &failures[me];
       std::mt19937 random(seed + 7 * me);
@@ -447,7 +456,13 @@ int Main(int devices, int steps, int seed, const std::string& fault, int fault_s
         const bool slow = IsSlow(peers, number) && number + 1 < steps && !step.few && !beside;
         emulated::before_last = slow ? &wait : nullptr;
         const auto run = whole ? Run<uint4, 4> : Run<uint32_t, 1>;
-        const int found = ordered  ? RunOrdered(step, peers, peers.place, number, late)
+        if (leaves && number >= fault_step) {
+          if (me == 1) return;
+          if (!whole) continue;
+          wrong += RunOrdered(step, peers, peers.place, number, late, true);
+          break;
+        }
+        const int found = ordered  ? RunOrdered(step, peers, peers.place, number, late, false)
                           : beside ? RunBeside(step, peers, peers.place, number, late, spoilt)
                                    : run(step, peers, peers.place, number, 0, false);
         if (found != 0) std::printf("device %d step %d: %d wrong\n", me, number, found);
