@@ -394,8 +394,9 @@ def test_call_of(name):
 
 def test_every_op_with_a_kernel_has_a_test_here():
     tested = {target for _, _, (target, _), _, _ in OTHER_OPS.values()}
-    # in tests/test_pushed.py and tests/test_beside.py
+    # in tests/test_pushed.py, tests/test_beside.py and tests/test_ordered.py
     tested |= {"jaxmoe_moe_mlp_v1", "jaxmoe_peer_moe_mlp_v1", "jaxmoe_peer_beside_moe_mlp_v1"}
+    tested |= {"jaxmoe_peer_ordered_moe_mlp_v1"}
     # in tests/test_lora.py and tests/test_frozen_experts.py
     tested |= {"jaxmoe_adapted_moe_mlp_v1", "jaxmoe_dequantize_v1"}
     targets = {op.cuda.target for op in _primitive.OPS.values() if op.cuda and op.cuda.target}
