@@ -64,8 +64,7 @@ cudaError_t LaunchPeerTake(const PeerOrdered& params, cudaStream_t stream) {
   JAXMOE_RETURN_IF_CUDA_ERROR(Prepare(&p));
   int sm_count = 0;
   JAXMOE_RETURN_IF_CUDA_ERROR(GetSmCount(&sm_count));
-  // Room for those that push: they may come later, and these wait for other devices.
-  const dim3 grid(static_cast<unsigned>(std::max(1, sm_count - 2 * kPushCtas)));
+  const dim3 grid(static_cast<unsigned>(sm_count));
   return LaunchKernel(PeerTakeKernel, grid, dim3(kManyThreads), 0, stream, false, p);
 }
 
