@@ -125,7 +125,9 @@ def test_a_program_with_another_mesh_is_seen(program):
         *("parts too early", "a part without its last expert"),
     ),
 )
-def test_a_mistake_is_noticed(file, what, wrong, tmp_path):
+def test_a_mistake_is_noticed(file, what, wrong, tmp_path, monkeypatch):
+    if file == "few":  # what pairs have left where lines come
+        monkeypatch.setenv("JAXMOE_EMULATED_AT_ONCE", "1")
     name = Path(f"csrc/peers/{file}.cuh")
     text = (ROOT / name).read_text(encoding="utf-8")
     assert text.count(what) == 1
