@@ -13,7 +13,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxmoe._ep import beside, direct, peers, pushed
+from jaxmoe._ep import beside, direct, peers
 from jaxmoe._ep.beside import LAYER, OWN
 from jaxmoe._ep.cost import ordered_pays
 from jaxmoe._ep.direct import Way
@@ -47,8 +47,8 @@ def why_not(a: Operands, layer: Layer, way: Way, num_bytes: int, residual: Any) 
 
 def no_call(a: Operands, layer: Layer, way: Way, num_bytes: int, residual: Any) -> str | None:
     """Why the kernels do not have this layer, or what is sent has no room in the memory."""
-    wide, of_all = _of_all(a, layer, way)
-    first = beside.one_call(a, layer, way, residual, wide, of_all)
+    wide = beside.of_all_tokens(a, way.num_devices)
+    first = beside.one_call(a, layer, way, residual, wide, layer)
     if isinstance(first, str):
         return first
     if not beside.waits(first, layer):
@@ -63,14 +63,9 @@ def _half_bytes(a: Operands, layer: Layer, way: Way) -> int:
     return max(come, peers.rows_bytes(num_tokens, top_k, hidden * layer.dtype.itemsize))
 
 
-def _of_all(a: Any, layer: Layer, way: Way) -> tuple[Operands, Layer]:
-    """The shapes of the tokens of all devices, and the layer as its call runs it."""
-    wide = beside.of_all_tokens(a, way.num_devices)
-    return wide, pushed.launched(wide, layer)
-
-
-def _given(avals: Any, layer: Layer, way: Way) -> tuple[Operands, Layer]:
-    return _of_all(beside.operands_of(avals), layer, way)
+def _of_all(avals: Any, way: Way) -> Operands:
+    """The layer's operands of those of the call, of the tokens of all devices."""
+    return beside.of_all_tokens(beside.operands_of(avals), way.num_devices)
 
 
 def _out(*avals: Any, way: Way, layer: Layer) -> list[_primitive.Spec]:
@@ -80,27 +75,26 @@ def _out(*avals: Any, way: Way, layer: Layer) -> list[_primitive.Spec]:
 
 
 def _attrs(avals: Any, *, way: Way, layer: Layer) -> dict[str, Any]:
-    a, of_all = _given(avals, layer, way)
-    return {"layer": op.call_attrs(a, layer=of_all), "peers": direct.peer_attrs(way)}
+    of_layer = op.call_attrs(_of_all(avals, way), layer=layer)
+    return {"layer": of_layer, "peers": direct.peer_attrs(way)}
 
 
 def _scratch(avals: Any, *, way: Way, layer: Layer) -> list[_primitive.Spec]:
     """Choices of all, where rows go and when, what came, addresses, and those of the layer."""
-    a, of_all = _given(avals, layer, way)
+    a = _of_all(avals, way)
     ints = jnp.dtype(jnp.int32)
     return [
         (a.expert_ids.shape, a.expert_ids.dtype),
         ((avals.x.shape[0], _MOST_PARTS // 2), ints),
         ((_MOST_PARTS + way.num_local,), ints),
         ((a.expert_ids.size, 2), ints),
-        ((op.moved_rows(a, layer=of_all), a.x.shape[1]), layer.dtype),
-        *op.own_scratch(a, layer=of_all),
+        ((op.moved_rows(a, layer=layer), a.x.shape[1]), layer.dtype),
+        *op.own_scratch(a, layer=layer),
     ]
 
 
 def _reason(avals: Any, *, way: Way, layer: Layer) -> str | None:
-    a, of_all = _given(avals, layer, way)
-    return op.call_reason(a, layer=of_all)
+    return op.call_reason(_of_all(avals, way), layer=layer)
 
 
 peer_ordered_p = _primitive.define(

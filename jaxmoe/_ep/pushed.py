@@ -105,7 +105,7 @@ def _out(*avals: Any, way: Way, layer: Layer) -> list[_primitive.Spec]:
     return [((named.slots.shape[0], named.x.shape[1]), layer.dtype)]
 
 
-def launched(a: Operands, layer: Layer) -> Layer:
+def _launched(a: Operands, layer: Layer) -> Layer:
     """The layer as its call runs it: no kernel of packed weights for both products has peers."""
     if not layer.format.packed:
         return layer
@@ -115,7 +115,7 @@ def launched(a: Operands, layer: Layer) -> Layer:
 
 def _attrs(avals: Any, *, way: Way, layer: Layer) -> dict[str, Any]:
     a = _operands(avals)
-    of_layer = op.call_attrs(a, layer=launched(a, layer))
+    of_layer = op.call_attrs(a, layer=_launched(a, layer))
     return {"layer": of_layer, "peers": direct.peer_attrs(way)}
 
 
@@ -126,7 +126,7 @@ def _scratch(avals: Any, *, way: Way, layer: Layer) -> list[_primitive.Spec]:
     return [
         ((a.expert_ids.size, 2), jnp.dtype(jnp.int32)),
         ((op.moved_rows(a, layer=layer), a.x.shape[1]), layer.dtype),
-        *op.own_scratch(a, layer=launched(a, layer)),
+        *op.own_scratch(a, layer=_launched(a, layer)),
     ]
 
 
