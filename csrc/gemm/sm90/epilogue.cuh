@@ -60,6 +60,44 @@ __device__ __forceinline__ void StoreElsewhere(const MoeGemmArgs& args,
   *reinterpret_cast<uint4*>(to + feature) = v;
 }
 
+// A thread's part of kTokens staged rows of kPieces times 16 bytes, which kThreads copy out: one
+// piece of every kRows-th row, in passes. NOTE: everything is worked out before, and all is read
+// before anything is stored: else a pass takes ten instructions more, and waits for its load.
+template <int kThreads, int kPieces, int kTokens, int kPitch>
+struct StagedCopy {
+  static constexpr int kRows = kThreads / kPieces;
+
+  const uint8_t* from;
+  int token;  // in the first pass
+  int rows;   // from there on that are stored
+
+  // Of `tile_rows` from the first staged one on. `exists`: whether the piece's features do.
+  __device__ __forceinline__
+  StagedCopy(const uint8_t* staging, int thread, int tile_rows, bool exists)
+      : token(thread / kPieces) {
+    from = staging + token * kPitch + 16 * (thread % kPieces);
+    rows = exists && IsStaged() ? tile_rows - token : 0;
+  }
+
+  // Calls use(pass, 16 bytes) for rows that are staged now, in passes from `first` on.
+  template <class Use>
+  __device__ __forceinline__ void Run(int first, const Use& use) const {
+    constexpr int kPasses = (kTokens + kRows - 1) / kRows;
+    uint4 v[kPasses];
+#pragma unroll
+    for (int i = 0; i < kPasses; ++i) {
+      if (IsStaged()) v[i] = *reinterpret_cast<const uint4*>(from + i * kRows * kPitch);
+    }
+#pragma unroll
+    for (int i = 0; i < kPasses; ++i) {
+      if ((first + i) * kRows < rows) use(first + i, v[i]);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ bool IsStaged() const { return kRows <= kTokens || token < kTokens; }
+};
+
 // Stands for TileScales in formats without scales.
 struct NoScales {
   static constexpr bool kOfRows = false;
@@ -76,13 +114,13 @@ class Epilogue {
         site_(site),
         scales_(scales),
         staging_(smem.staging(site.consumer)),
-        token_scales_(smem.token_scales(site.consumer)),
+        token_scales_(TokenScalesOf(smem, site.consumer)),
         warp_(site.thread / 32),
         lane_(site.thread % 32) {}
 
   __device__ __forceinline__ void Run(Accumulators<T>& acc) {
     LoadBias();
-    if constexpr (T::kTokenScaled) {
+    if constexpr (kPublishes) {
       scales_.Publish(token_scales_, site_.thread);
       Sync();
     }
@@ -94,7 +132,19 @@ class Epilogue {
   }
 
  private:
+  // Whether the warpgroup's threads have a token's scale each, which all of them need.
+  static constexpr bool kPublishes = T::kTokenScaled && !T::kBringsScales;
+
   enum class StageMode { kHalves, kInterleaved, kSingle };
+
+  static __device__ __forceinline__ float* TokenScalesOf(const SharedStorage<T>& smem,
+                                                         int consumer) {
+    if constexpr (T::kBringsScales) {
+      return smem.tile_scales().token;
+    } else {
+      return smem.token_scales(consumer);
+    }
+  }
 
   // The sums and results of two bytes.
   __device__ __forceinline__ void RoundAndStore(Accumulators<T>& acc) {
@@ -102,7 +152,9 @@ class Epilogue {
       if (args_.z != nullptr) StoreSums(acc);
     }
     const ActivationParams& p = args_.activation;
-    if (T::IsGated(args_) && IsSilu(p)) {
+    if (!T::kDecode && T::IsGated(args_) && !args_.interleaved && IsPlainSilu(p)) {
+      StageAll<StageMode::kHalves, PlainSiluForm>(acc);
+    } else if (T::IsGated(args_) && IsSilu(p)) {
       args_.interleaved ? StageAll<StageMode::kInterleaved, SiluForm>(acc)
                         : StageAll<StageMode::kHalves, SiluForm>(acc);
     } else if (!T::IsGated(args_) && p.kind == ActivationParams::kRelu2) {
@@ -127,6 +179,8 @@ class Epilogue {
   // token.
   template <class Chunk>
   static constexpr int kPieces = Chunk::kOutFeatures / 8;  // of a row
+  template <class Chunk>
+  using Copy = StagedCopy<128, kPieces<Chunk>, Chunk::kChunkTokens, Chunk::kPitch>;
 
   // Accumulator e of an 8-column group: row lane/4 + 8 * (e / 2), column 2 * (lane % 4) + e % 2.
   __device__ __forceinline__ void LoadBias() {
@@ -146,7 +200,11 @@ class Epilogue {
   __device__ __forceinline__ OutType<T> Out() const { return {args_.scales.half}; }
 
   // Accumulators 4 * group ... of a block, scaled and with bias.
-  __device__ __forceinline__ float4 Values(const Accumulators<T>& acc, int block, int group) const {
+  // `x`: scales of this thread's two tokens, if tokens have any.
+  __device__ __forceinline__ float4 Values(const Accumulators<T>& acc,
+                                           int block,
+                                           int group,
+                                           const float2& x) const {
     const float* a = &acc[block][4 * group];
     const float* b = bias_[block];
     if constexpr (T::kScaled && !T::kTokenScaled && !Scales::kOfRows) {
@@ -155,7 +213,6 @@ class Epilogue {
       return make_float4(
           fmaf(a[0], w0, b[0]), fmaf(a[1], w0, b[0]), fmaf(a[2], w1, b[1]), fmaf(a[3], w1, b[1]));
     } else if constexpr (T::kScaled) {
-      const float2 x = OfTokens(group);
       const float w0 = scales_.weight(block, 0);
       const float w1 = scales_.weight(block, 1);
       return make_float4(fmaf(a[0], x.x * w0, b[0]),
@@ -166,9 +223,11 @@ class Epilogue {
     return make_float4(a[0] + b[0], a[1] + b[0], a[2] + b[1], a[3] + b[1]);
   }
 
-  // Scales of this thread's two tokens among eight; the whole warp calls it.
+  // Scales of this thread's two tokens among eight, if tokens have any; the whole warp calls it.
   __device__ __forceinline__ float2 OfTokens(int group) const {
-    if constexpr (Scales::kOfRows) {
+    if constexpr (!T::kTokenScaled && !Scales::kOfRows) {
+      return make_float2(1.0f, 1.0f);
+    } else if constexpr (Scales::kOfRows) {
       return scales_.OfTokens(group, lane_);
     } else {
       return *reinterpret_cast<const float2*>(token_scales_ + 8 * group + 2 * (lane_ % 4));
@@ -177,22 +236,53 @@ class Epilogue {
 
   __device__ __forceinline__ void Sync() const { ptx::NamedBarrierSync(1 + site_.consumer, 128); }
 
+  // Stages all tokens, chunk by chunk, and stores them; kElsewhere: where MoeGemmArgs::out_rows
+  // says. Rows past the group belong to the next expert and are not stored; neither are features
+  // past n_out (a multiple of 8, so 16 bytes are all in or all out).
   template <StageMode kMode, class Form, bool kElsewhere = false>
   __device__ __forceinline__ void StageAll(Accumulators<T>& acc) {
     using Chunk = ChunkOf<kMode>;
+    const int feature = site_.feature + 8 * (site_.thread % kPieces<Chunk>);
+    const Copy<Chunk> copy(staging_, site_.thread, site_.rows, feature < args_.n_out);
+    const bool quantizes = T::kQuantizesOut && args_.scales.out != nullptr;
+    const int row = site_.row + copy.token;
+    const int64_t at = row * static_cast<int64_t>(args_.n_out) + feature;
+    uint8_t* const out = static_cast<uint8_t*>(args_.out) + (quantizes ? at : 2 * at);
+    const int pass_bytes = Copy<Chunk>::kRows * args_.n_out * (quantizes ? 1 : 2);
 #pragma unroll
     for (int t0 = 0; t0 < T::kWarpgroupTokens; t0 += Chunk::kChunkTokens) {
       if (t0 < site_.rows) {
+        // Of shared memory: read before anything is staged, behind which loads would wait.
+        [[maybe_unused]] float2 x[Chunk::kChunkTokens / 8];
+        if constexpr (T::kTokenScaled) {
+#pragma unroll
+          for (int j = 0; j < Chunk::kChunkTokens / 8; ++j) x[j] = OfTokens(t0 / 8 + j);
+        }
         if (t0 > 0) Sync();  // the chunk before has been copied out
 #pragma unroll
         for (int j = 0; j < Chunk::kChunkTokens / 8; ++j) {
-          StageColumns<kMode, Form>(acc, t0 / 8 + j, j);
+          const int group = t0 / 8 + j;
+          StageColumns<kMode, Form>(acc, group, j, T::kTokenScaled ? x[j] : OfTokens(group));
         }
         Sync();
-        CopyOut<Chunk, kElsewhere>(t0);
+        const auto place = [&](int pass) { return out + static_cast<int64_t>(pass) * pass_bytes; };
+        if constexpr (kElsewhere) {
+          copy.Run(t0 / Copy<Chunk>::kRows, [&](int pass, const uint4& v) {
+            StoreElsewhere(args_, row + pass * Copy<Chunk>::kRows, feature, v);
+          });
+        } else if (!quantizes) {
+          copy.Run(t0 / Copy<Chunk>::kRows, [&](int pass, const uint4& v) {
+            *reinterpret_cast<uint4*>(place(pass)) = InOrder<kMode>(v);
+          });
+        } else if constexpr (T::kQuantizesOut) {
+          copy.Run(t0 / Copy<Chunk>::kRows, [&](int pass, const uint4& v) {
+            *reinterpret_cast<uint2*>(place(pass)) =
+                Out().Quantize(InOrder<kMode>(v), scales_.out_inverse());
+          });
+        }
       }
     }
-    if (T::kTokenScaled || site_.rows > 0) Sync();  // staging and scales are free for the next tile
+    if (kPublishes || site_.rows > 0) Sync();  // staging and scales are free for the next tile
   }
 
   // Stores z, the sums before the activation, in the weight's own order of columns.
@@ -204,21 +294,25 @@ class Epilogue {
     const bool exists = T::IsGated(args_) && !args_.interleaved
                             ? site_.feature + of_block < args_.n_out
                             : column < args_.n;
-    uint16_t* const z = static_cast<uint16_t*>(args_.z) + column;
+    const Copy<Chunk> copy(staging_, site_.thread, site_.rows, exists);
+    const int64_t at = (site_.row + copy.token) * static_cast<int64_t>(args_.n) + column;
+    uint16_t* const z = static_cast<uint16_t*>(args_.z) + at;
+    const int pass_size = Copy<Chunk>::kRows * args_.n;
 #pragma unroll
     for (int t0 = 0; t0 < T::kWarpgroupTokens; t0 += Chunk::kChunkTokens) {
       if (t0 >= site_.rows) break;
 #pragma unroll
       for (int j = 0; j < Chunk::kChunkTokens / 8; ++j) {
+        const int group = t0 / 8 + j;
 #pragma unroll
         for (int block = 0; block < 2; ++block) {
-          const float4 v = Values(acc, block, t0 / 8 + j);
+          const float4 v = Values(acc, block, group, OfTokens(group));
           StageBlock<Chunk>(block, j, v.x, v.y, v.z, v.w);
         }
       }
       Sync();
-      ForEachStaged<Chunk>(t0, exists, [&](int row, const uint4& v) {
-        *reinterpret_cast<uint4*>(z + row * static_cast<int64_t>(args_.n)) = v;
+      copy.Run(t0 / Copy<Chunk>::kRows, [&](int pass, const uint4& v) {
+        *reinterpret_cast<uint4*>(z + static_cast<int64_t>(pass) * pass_size) = v;
       });
       Sync();  // the staging buffer is free again
     }
@@ -235,36 +329,38 @@ class Epilogue {
   }
 
   // Applies an activation to eight tokens, accumulators 4 * group and following, and stages them in
-  // rows 8 * j and following.
+  // rows 8 * j and following. `x`: see Values.
   template <StageMode kMode, class Form>
-  __device__ __forceinline__ void StageColumns(Accumulators<T>& acc, int group, int j) {
+  __device__ __forceinline__ void StageColumns(Accumulators<T>& acc,
+                                               int group,
+                                               int j,
+                                               const float2& x) {
     using Chunk = ChunkOf<kMode>;
     const ActivationParams& p = args_.activation;
     if constexpr (kMode == StageMode::kInterleaved) {
-      // Gate and up of a feature are neighbouring rows, so neighbouring lanes / 4. Lanes on even
-      // rows take the features of block 0, lanes on odd rows those of block 1.
-      const int row = lane_ / 4;
-      const bool odd = row % 2 != 0;
-      const float4 block0 = Values(acc, 0, group);
-      const float4 block1 = Values(acc, 1, group);
+      // Gate and up of a feature are neighbouring rows, so neighbouring lanes / 4. Of a warp's
+      // eight features of a block, lanes on even rows take the first four, each that of its row,
+      // lanes on odd rows the others.
+      const bool odd = lane_ / 4 % 2 != 0;
+      uint32_t pairs[2];
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const float v0 = Get(block0, e);
-        const float v1 = Get(block1, e);
-        const float other = __shfl_xor_sync(0xffffffffu, odd ? v0 : v1, 4);
-        const float y = Form::Apply(p, odd ? other : v0, odd ? v1 : other);
-        const int feature = (odd ? 32 : 0) + (warp_ * 16 + (e / 2) * 8 + row) / 2;
-        const int token = 8 * j + 2 * (lane_ % 4) + e % 2;
-        *reinterpret_cast<uint16_t*>(staging_ + token * Chunk::kPitch + feature * 2) =
-            static_cast<uint16_t>(Out().Pack2(y, 0.0f));
+      for (int block = 0; block < 2; ++block) {
+        const float4 v = Values(acc, block, group, x);
+        const float other0 = __shfl_xor_sync(0xffffffffu, odd ? v.x : v.z, 4);
+        const float other1 = __shfl_xor_sync(0xffffffffu, odd ? v.y : v.w, 4);
+        pairs[block] = Out().Pack2(Form::Apply(p, odd ? other0 : v.x, odd ? v.z : other0),
+                                   Form::Apply(p, odd ? other1 : v.y, odd ? v.w : other1));
       }
+      const int feature = warp_ * 8 + lane_ / 8 % 2 * 32;  // of this lane's matrix, InOrder later
+      ptx::StoreMatrix2Transposed(
+          staging_ + (8 * j + lane_ % 8) * Chunk::kPitch + feature * 2, pairs[0], pairs[1]);
     } else {
       constexpr int kBlocks = kMode == StageMode::kHalves ? 1 : 2;
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block) {
-        float4 y = Values(acc, block, group);
+        float4 y = Values(acc, block, group, x);
         float4 up = make_float4(1.0f, 1.0f, 1.0f, 1.0f);
-        if constexpr (kMode == StageMode::kHalves) up = Values(acc, 1, group);
+        if constexpr (kMode == StageMode::kHalves) up = Values(acc, 1, group, x);
         y = make_float4(Form::Apply(p, y.x, up.x),
                         Form::Apply(p, y.y, up.y),
                         Form::Apply(p, y.z, up.z),
@@ -274,49 +370,19 @@ class Epilogue {
     }
   }
 
+  // Eight features as they are in memory, of those that were staged: 0, 4, 1, 5, 2, 6, 3, 7 if gate
+  // and up alternate.
+  template <StageMode kMode>
+  static __device__ __forceinline__ uint4 InOrder(const uint4& v) {
+    if constexpr (kMode != StageMode::kInterleaved) return v;
+    return make_uint4(__byte_perm(v.x, v.y, 0x5410),
+                      __byte_perm(v.z, v.w, 0x5410),
+                      __byte_perm(v.x, v.y, 0x7632),
+                      __byte_perm(v.z, v.w, 0x7632));
+  }
+
   static __device__ __forceinline__ float Get(const float4& v, int e) {
     return e == 0 ? v.x : e == 1 ? v.y : e == 2 ? v.z : v.w;
-  }
-
-  // Rows past the group belong to the next expert and are not stored; neither are features past
-  // n_out (a multiple of 8, so 16-byte chunks are all in or all out). kElsewhere: to where
-  // MoeGemmArgs::out_rows says.
-  template <class Chunk, bool kElsewhere>
-  __device__ __forceinline__ void CopyOut(int t0) const {
-    const int feature = site_.feature + 8 * (site_.thread % kPieces<Chunk>);
-    if constexpr (kElsewhere) {
-      ForEachStaged<Chunk>(t0, feature < args_.n_out, [&](int row, const uint4& v) {
-        StoreElsewhere(args_, row, feature, v);
-      });
-      return;
-    }
-    ForEachStaged<Chunk>(t0, feature < args_.n_out, [&](int row, const uint4& v) {
-      const int64_t at = row * static_cast<int64_t>(args_.n_out) + feature;
-      if constexpr (T::kQuantizesOut) {
-        if (args_.scales.out != nullptr) {
-          *reinterpret_cast<uint2*>(static_cast<uint8_t*>(args_.out) + at) =
-              Out().Quantize(v, scales_.out_inverse());
-          return;
-        }
-      }
-      *reinterpret_cast<uint4*>(static_cast<uint16_t*>(args_.out) + at) = v;
-    });
-  }
-
-  // Calls use(row, 16 bytes) for this thread's columns, if they exist, of the chunk's rows.
-  template <class Chunk, class Use>
-  __device__ __forceinline__ void ForEachStaged(int t0, bool exists, const Use& use) const {
-    constexpr int kRowsPerPass = 128 / kPieces<Chunk>;
-    if (!exists) return;
-#pragma unroll
-    for (int first = 0; first < Chunk::kChunkTokens; first += kRowsPerPass) {
-      const int token = first + site_.thread / kPieces<Chunk>;
-      if (token < Chunk::kChunkTokens && t0 + token < site_.rows) {
-        use(site_.row + t0 + token,
-            *reinterpret_cast<const uint4*>(staging_ + token * Chunk::kPitch +
-                                            16 * (site_.thread % kPieces<Chunk>)));
-      }
-    }
   }
 
   // Any activation, and float32 output, in one piece of code: unrolled over the accumulators like
@@ -350,7 +416,7 @@ class Epilogue {
         }
       }
     }
-    if (T::kTokenScaled || site_.rows > 0) Sync();  // staging and scales are free again
+    if (kPublishes || site_.rows > 0) Sync();  // staging and scales are free again
   }
 
   __device__ __forceinline__ float* StagedSums(int token) const {
@@ -360,9 +426,10 @@ class Epilogue {
   __device__ __forceinline__ void StageFloat(const Accumulators<T>& acc,
                                              int group,
                                              int first) const {
+    const float2 x = OfTokens(group);
 #pragma unroll
     for (int block = 0; block < 2; ++block) {
-      const float4 values = Values(acc, block, group);
+      const float4 values = Values(acc, block, group, x);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         StagedSums(first + 2 * (lane_ % 4) +

@@ -3,7 +3,7 @@
 //   Y[r, n] = epilogue(sum_k W[e(r)][n, k] * X[x_row(r), k])
 //
 // Persistent CTAs of a producer warpgroup (warp 0 schedules, one thread of warp 1 loads weights,
-// warp 2 loads rows of X, warp 3 the scales of FP8 blocks), in wide tiles one that gathers rows of
+// warp 2 loads rows of X, warp 3 brings scales), in wide tiles one that gathers rows of
 // X, and one or two of consumers. Weights sit on wgmma's M side and tokens on N, for decode and
 // prefill alike, so the token tile goes down to 8 (the other way round in the wide tiles of
 // promoted sums, see promoted.cuh). One tensor map serves all experts: the expert is a coordinate.
@@ -74,16 +74,16 @@ __device__ __forceinline__ void RunConsumer(const Args& kernel_args,
   const int lane = thread % 32;
   uint32_t slices_parity = 0;
   int token_of_row = -1;
-  if constexpr (T::kTokenScaled) {
+  if constexpr (T::kTokenScaled && !T::kBringsScales) {
     GridDependencyWait();  // scales of X are the previous kernel's output
     if constexpr (T::kDecode) token_of_row = TileScales<T>::TokenOfRow(first, lane);
   }
   constexpr bool kRowScales = TakesRowScales<T>();
   if (kRowScales && first.scales.x != nullptr) GridDependencyWait();
   if (T::kAddsLowRank || T::kTokenSums) GridDependencyWait();  // the previous kernel's output
-  using Scales = std::conditional_t<T::kScaled,
-                                    std::conditional_t<kRowScales, RowScales<T>, TileScales<T>>,
-                                    NoScales>;
+  using Fetched = std::conditional_t<kRowScales, RowScales<T>, TileScales<T>>;
+  using Scales = std::conditional_t<T::kScaled, Fetched, NoScales>;
+  [[maybe_unused]] BroughtScales<T> brought;
   StageOf<T> stage;
   ForEachTile(smem, lane, [&](const TileInfo& tile, const auto& slot) {
     const MoeGemmArgs& args = ProductOf(kernel_args, tile);
@@ -93,6 +93,10 @@ __device__ __forceinline__ void RunConsumer(const Args& kernel_args,
     if (!HasFeatures<T>(args, info.w_tile, consumer)) {
       PassSteps<T>(smem, steps.last - steps.first, lane, stage);
       slot.Release();
+      if constexpr (T::kBringsScales) {
+        brought.Wait(smem, consumer, thread);
+        brought.Release(smem, lane);
+      }
       return;
     }
     const WarpgroupShare share = Share<T>(info.rows, consumer, first.gather);
@@ -137,6 +141,10 @@ __device__ __forceinline__ void RunConsumer(const Args& kernel_args,
     const EpilogueSite site = SiteOf<T>(args, info, share, consumer, thread);
     if constexpr (T::kTokensOnM) {
       RunTokenMajorEpilogue<T>(args, smem, site, info, share, acc);
+    } else if constexpr (T::kBringsScales) {
+      brought.Wait(smem, consumer, thread);
+      Epilogue<T, BroughtScales<T>>(args, smem, site, brought).Run(acc);
+      brought.Release(smem, lane);
     } else {
       if constexpr (T::kScaled && T::kLateScales) {
         scales.Fetch(args, info, share, token_of_row, thread);
@@ -176,6 +184,10 @@ __device__ __forceinline__ void InitBarriers(const SharedStorage<T>& smem,
     ptx::BarrierInit(smem.full(s), full_arrivals);
     ptx::BarrierInit(smem.empty(s), 4 * T::kConsumers * T::kMulticast);
   }
+  if constexpr (T::kBringsScales) {
+    ptx::BarrierInit(smem.scales_full(), 32);
+    ptx::BarrierInit(smem.scales_empty(), 4 * T::kConsumers);
+  }
   ptx::BarrierInit(smem.partial_full(), 1);
   ptx::BarrierInit(smem.partial_empty(), 4);  // the warps of the CTA that adds up
   for (int s = 0; s < T::kRing; ++s) {
@@ -208,7 +220,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
     const bool step_scales = T::kPromoted && args.scales.by_step;
     const int full_arrivals = 1 + (by_threads ? kWarpgroup : 0) + (step_scales ? 32 : 0);
     // The weight thread, the warps that load X, its scales, the warp that counts stored tiles.
-    const int warp3 = step_scales || kGoesOn<Args> ? 1 : 0;
+    const int warp3 = step_scales || T::kBringsScales || kGoesOn<Args> ? 1 : 0;
     InitBarriers(smem, full_arrivals, 1 + (by_threads ? 4 : 1) + warp3);
   }
   if (T::kPromoted && !args.scales.by_step) {
@@ -243,6 +255,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
         if constexpr (T::kPromoted) {
           if (args.scales.by_step) RunScaleProducer<T>(args, smem, lane);
         }
+        if constexpr (T::kBringsScales) RunTileScales<T>(args, smem, lane);
         if constexpr (kGoesOn<Args>) RunStoredCounter<T>(kernel_args, smem, lane);
       }
       if (warp == 2 && !(T::kGatherByThreads && args.gather)) {

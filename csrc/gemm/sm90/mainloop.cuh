@@ -96,10 +96,12 @@ __device__ __forceinline__ void RunPacked(Args&&... args) {
   }
 }
 
-// Runs the k loop with the smallest wgmma N that covers the share. Columns past that N stay
-// undefined. With tokens on M there is one N, and blocks of tokens past the share are zeros.
-// `last` adds products to those of the loop: see LowRank, of plain weights, and TokenSums.
-template <class T, int kN = T::kFirstN, class Last>
+// Runs the k loop with the smallest wgmma N, of kFirst to kLast, that covers the share. Columns
+// past that N stay undefined. With tokens on M there is one N, and blocks of tokens past the share
+// are zeros. `last` adds products to those of the loop: see LowRank, of plain weights, and
+// TokenSums. NOTE: loops lie far apart, so each comparison on the way to one waits for
+// instructions: halves.
+template <class T, int kFirst = T::kFirstN, int kLast = T::kWarpgroupTokens, class Last>
 __device__ __forceinline__ void RunMainloop(const MoeGemmArgs& args,
                                             const SharedStorage<T>& smem,
                                             int num_k_steps,
@@ -109,14 +111,19 @@ __device__ __forceinline__ void RunMainloop(const MoeGemmArgs& args,
                                             StageOf<T>& stage,
                                             Accumulators<T>& acc,
                                             const Last& last) {
-  if constexpr (kN < T::kWarpgroupTokens) {
-    const bool has_loop = kN >= kFirstNOfZeros<T> || !args.packed.has_zeros;
-    if (share.columns > kN || !has_loop) {
-      RunMainloop<T, kN + T::kTokenStep>(
+  if constexpr (kFirst < kLast) {
+    constexpr int kMiddle = kFirst + (kLast - kFirst) / T::kTokenStep / 2 * T::kTokenStep;
+    const bool has_loop = kMiddle >= kFirstNOfZeros<T> || !args.packed.has_zeros;
+    if (share.columns > kMiddle || !has_loop) {
+      RunMainloop<T, kMiddle + T::kTokenStep, kLast>(
           args, smem, num_k_steps, share, thread, scales, stage, acc, last);
-      return;
+    } else {
+      RunMainloop<T, kFirst, kMiddle>(
+          args, smem, num_k_steps, share, thread, scales, stage, acc, last);
     }
+    return;
   }
+  constexpr int kN = kLast;
   if constexpr (T::kTokensOnM) {
     RunTokenMajorKSteps<T>(smem, num_k_steps, share, thread, stage, acc);
   } else if constexpr (T::kTokenSums) {

@@ -116,6 +116,78 @@ class TileScales {
   float out_inverse_;
 };
 
+// The whole life of the warp that brings the scales of tiles, see Tile::kBringsScales.
+template <class T>
+__device__ void RunTileScales(const MoeGemmArgs& args, const SharedStorage<T>& smem, int lane) {
+  constexpr int kWeights = T::kWeightTile / 32;
+  constexpr int kTokens = T::kTokenTile / 32;
+  static_assert(T::kTokenTile % 32 == 0, "lanes have as many tokens each");
+  uint32_t parity = 0;
+  ForEachTile(smem, lane, [&](const TileInfo& info, const auto& slot) {
+    float weight[kWeights];
+    float token[kTokens];
+#pragma unroll
+    for (int i = 0; i < kWeights; ++i) {
+      const int block = i / 2;
+      const int row = WeightRow<T>(args, info.w_tile, block) + i % 2 * 32 + lane;
+      weight[i] = WeightScale<T>(args, info.weight, row, block);
+    }
+    const WarpgroupShare all{0, 0, info.rows, info.rows, args.gather};
+#pragma unroll
+    for (int i = 0; i < kTokens; ++i) {
+      token[i] = TokenScale<T>(args, info, all, -1, lane + 32 * i);
+    }
+    const float out_inverse = OutInverse(args.scales, info.weight);
+    slot.Release();
+    ptx::BarrierWait(smem.scales_empty(), parity ^ 1);
+    auto& to = smem.tile_scales();
+#pragma unroll
+    for (int i = 0; i < kWeights; ++i) to.weight[lane + 32 * i] = weight[i];
+#pragma unroll
+    for (int i = 0; i < kTokens; ++i) to.token[lane + 32 * i] = token[i];
+    if (lane == 0) to.out_inverse = out_inverse;
+    ptx::BarrierArrive(smem.scales_full());
+    parity ^= 1;
+  });
+}
+
+// Scales that a warp has brought.
+template <class T>
+class BroughtScales {
+ public:
+  static constexpr bool kOfRows = false;
+
+  // Waits for those of the next tile.
+  __device__ void Wait(const SharedStorage<T>& smem, int consumer, int thread) {
+    ptx::BarrierWait(smem.scales_full(), parity_);
+    parity_ ^= 1;
+    const auto& from = smem.tile_scales();
+    const int row = consumer * T::kWarpgroupRows + thread / 32 * 16 + thread % 32 / 4;
+#pragma unroll
+    for (int block = 0; block < 2; ++block) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        weight_[block][half] = from.weight[row + 64 * block + 8 * half];
+      }
+    }
+    out_inverse_ = from.out_inverse;
+  }
+
+  // Hands the memory back, as a warp that needs no scale of this tile any more.
+  static __device__ void Release(const SharedStorage<T>& smem, int lane) {
+    __syncwarp();
+    if (lane == 0) ptx::BarrierArrive(smem.scales_empty());
+  }
+
+  __device__ float weight(int block, int half) const { return weight_[block][half]; }
+  __device__ float out_inverse() const { return out_inverse_; }
+
+ private:
+  uint32_t parity_ = 0;
+  float weight_[2][2];
+  float out_inverse_;
+};
+
 // Whether rows of X may have scales beside packed weights.
 template <class T>
 constexpr bool TakesRowScales() {

@@ -58,6 +58,14 @@ struct StagedChunk {
   static constexpr int kBytes = kChunkTokens * kPitch;
 };
 
+// Scales of a tile, see Tile::kBringsScales.
+template <int kWeightRows, int kTokens>
+struct alignas(16) TileScaleValues {
+  float weight[kWeightRows];
+  float token[kTokens];
+  float out_inverse;
+};
+
 template <class Format,
           cute::SM90::GMMA::Major kMajor_,
           int kWeightTile_,
@@ -248,9 +256,16 @@ struct Tile {
   static constexpr bool kLateScales =
       kTokenSums || kWarpgroupTokens > (kPromoted || kPacked ? 64 : 128);
 
+  // Where scales of tokens would be late, a warp brings all scales of a tile to shared memory
+  // while its products run.
+  static constexpr bool kBringsScales = kTokenScaled && kLateScales && !kPromoted;
+  static_assert(!kBringsScales || kSplit == Split::kWeights, "both warpgroups have all tokens");
+
   // Scales of X: one a token for the epilogue, one a token and step for the promotion.
   static constexpr int kTokenScaleBytes =
-      kTokenScaled ? kWarpgroupTokens * 4 : 0;                      // of one warpgroup
+      kTokenScaled && !kBringsScales ? kWarpgroupTokens * 4 : 0;  // of one warpgroup
+  static constexpr int kTileScaleBytes =
+      kBringsScales ? static_cast<int>(sizeof(TileScaleValues<kWeightTile, kTokenTile>)) : 0;
   static constexpr int kBlockScales = (kTokenTile + 15) / 16 * 16;  // see StepScaleAt
   // With tokens on M one for each 64-row block of weights follows.
   static constexpr int kStepScaleBytes = kPromoted ? (kBlockScales + (kTokensOnM ? 4 : 0)) * 4 : 0;
@@ -268,9 +283,11 @@ struct Tile {
   static constexpr int kStepScaleOffset = kTokenScaleOffset + kConsumers * kTokenScaleBytes;
   static constexpr int kColumnOffset = kStepScaleOffset + kStages * kStepScaleBytes;
   static constexpr int kGroupMaxOffset = kColumnOffset + kConsumers * kColumnBytes;
-  static constexpr int kRingOffset = kGroupMaxOffset + kGroupMaxBytes;
+  static constexpr int kTileScaleOffset = kGroupMaxOffset + kGroupMaxBytes;
+  static constexpr int kRingOffset = kTileScaleOffset + kTileScaleBytes;
   static constexpr int kBarrierOffset = kRingOffset + kRing * static_cast<int>(sizeof(TileInfo));
-  static constexpr int kSharedBytes = kBarrierOffset + (2 * kMostStages + 3 * kRing + 3) * 8;
+  static constexpr int kSharedBytes =
+      kBarrierOffset + (2 * kMostStages + 3 * kRing + 3 + (kBringsScales ? 2 : 0)) * 8;
   static_assert(kSharedBytes <= 227 * 1024 / kCtasPerSm - (kCtasPerSm - 1) * 1024,
                 "tile does not fit the shared memory of an SM");
 
@@ -335,6 +352,13 @@ struct SharedStorage {
   __device__ uint64_t* partial_empty() const { return partial_full() + 1; }
   // Whether stages are those of few tokens.
   __device__ int* narrow() const { return reinterpret_cast<int*>(partial_full() + 2); }
+  // Of kernels that bring scales.
+  __device__ auto& tile_scales() const {
+    using Values = TileScaleValues<T::kWeightTile, T::kTokenTile>;
+    return *reinterpret_cast<Values*>(base + T::kTileScaleOffset);
+  }
+  __device__ uint64_t* scales_full() const { return partial_full() + 3; }
+  __device__ uint64_t* scales_empty() const { return partial_full() + 4; }
 };
 
 // Position in a ring whose size a launch decides, see Tile::kFlexible.
