@@ -1,13 +1,9 @@
 // Device forms of the activations defined in jaxmoe/activation.py; float32 in, float32 out.
 #pragma once
 
-#include <math_constants.h>
-
 #include "csrc/gemm/moe_gemm.h"
 
 namespace jaxmoe {
-
-inline constexpr float kLog2E = 1.4426950408889634f;
 
 // min.NaN / max.NaN: a NaN must stay visible, fminf would hide it.
 __device__ __forceinline__ float MinPropagateNan(float a, float b) {
@@ -47,13 +43,16 @@ __device__ __forceinline__ float SigmoidTimes(const ActivationParams& p,
                                               float up) {
   const float g = MinPropagateNan(gate, p.limit);
   const float u = MaxPropagateNan(MinPropagateNan(up, p.limit), -p.limit);
+  constexpr float kLog2E = 1.4426950408889634f;
   // exp(-z) overflows to infinity for very negative z, where the quotient is 0 as it should be.
   return g * Reciprocal(1.0f + Exp2(g * (slope * -kLog2E))) * (u + p.beta);
 }
 
 // 1 / (1 + exp(-g)). exp overflows to infinity for very negative g, where that is 0 as it should
 // be.
-__device__ __forceinline__ float Sigmoid(float g) { return Reciprocal(1.0f + Exp2(g * -kLog2E)); }
+__device__ __forceinline__ float Sigmoid(float g) {
+  return Reciprocal(1.0f + Exp2(g * -1.4426950408889634f));
+}
 
 // cap * tanh(x / cap), with a relative error below 1e-6. For small arguments its series: 1 - exp
 // would cancel.
@@ -97,17 +96,6 @@ __device__ __forceinline__ bool IsSilu(const ActivationParams& p) {
 struct SiluForm {
   static __device__ __forceinline__ float Apply(const ActivationParams& p, float gate, float up) {
     return SigmoidTimes(p, gate, p.c1, up);
-  }
-};
-
-// Without clamps and beta, four instructions of ten less: that of most models.
-__device__ __forceinline__ bool IsPlainSilu(const ActivationParams& p) {
-  return IsSilu(p) && p.limit == CUDART_INF_F && p.beta == 0.0f;
-}
-
-struct PlainSiluForm {
-  static __device__ __forceinline__ float Apply(const ActivationParams& p, float gate, float up) {
-    return gate * Reciprocal(1.0f + Exp2(gate * (p.c1 * -kLog2E))) * up;
   }
 };
 

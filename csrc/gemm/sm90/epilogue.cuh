@@ -152,9 +152,7 @@ class Epilogue {
       if (args_.z != nullptr) StoreSums(acc);
     }
     const ActivationParams& p = args_.activation;
-    if (!T::kDecode && T::IsGated(args_) && !args_.interleaved && IsPlainSilu(p)) {
-      StageAll<StageMode::kHalves, PlainSiluForm>(acc);
-    } else if (T::IsGated(args_) && IsSilu(p)) {
+    if (T::IsGated(args_) && IsSilu(p)) {
       args_.interleaved ? StageAll<StageMode::kInterleaved, SiluForm>(acc)
                         : StageAll<StageMode::kHalves, SiluForm>(acc);
     } else if (!T::IsGated(args_) && p.kind == ActivationParams::kRelu2) {

@@ -70,6 +70,7 @@ class TokenMajorEpilogue {
   static constexpr int kStaged = Chunk::kFeatures / 8;     // groups that are staged at once
   static constexpr int kScaleFeatures = 128;               // features that share a scale
   static constexpr bool kShared = Chunk::kOutFeatures < kScaleFeatures;  // by two warps
+  static constexpr int kPasses = kRows * kStaged / 32;
   // Bytes of a quantized row that is staged, and copies of 16 bytes that it takes.
   static constexpr int kBytesPitch = Chunk::kOutFeatures + 16;
   static constexpr int kByteChunks = Chunk::kOutFeatures / 16;
@@ -160,8 +161,6 @@ class TokenMajorEpilogue {
       }
     } else if (args_.interleaved) {
       ApplyTo<Mode::kInterleaved, SiluForm, kSums>(acc, t0, out);
-    } else if (kSums && IsPlainSilu(args_.activation)) {
-      ApplyTo<Mode::kHalves, PlainSiluForm, kSums>(acc, t0, out);
     } else {
       ApplyTo<Mode::kHalves, SiluForm, kSums>(acc, t0, out);
     }
@@ -359,26 +358,36 @@ class TokenMajorEpilogue {
   }
 
   // Rows past the group belong to the next expert and are not stored; neither are features past
-  // n_out (a multiple of 8, so 16 bytes are all in or all out).
+  // n_out (a multiple of 8, so 16-byte chunks are all in or all out).
   __device__ __forceinline__ void CopyOut(int t0, int first) const {
-    using Copy = StagedCopy<32, kStaged, kRows, Chunk::kPitch>;
-    const int feature = site_.feature + first + 8 * (lane_ % kStaged);
-    const Copy copy(staging_, lane_, site_.rows - t0, feature < args_.n_out);
-    const int row = site_.row + t0 + copy.token;
-    if constexpr (!kGated) {
-      if (args_.out_rows != nullptr) {
-        copy.Run(0, [&](int pass, const uint4& v) {
-          StoreElsewhere(args_, row + pass * Copy::kRows, feature, v);
-        });
-        return;
-      }
+    const int chunk = lane_ % kStaged;
+    const int feature = site_.feature + first + 8 * chunk;
+    if constexpr (!kGated) {  // not asked for each row: loads and stores of several overlap below
+      if (args_.out_rows != nullptr) return CopyElsewhere(t0, chunk, feature);
     }
-    uint16_t* const out =
-        static_cast<uint16_t*>(args_.out) + row * static_cast<int64_t>(args_.n_out) + feature;
-    const int pass_size = Copy::kRows * args_.n_out;
-    copy.Run(0, [&](int pass, const uint4& v) {
-      *reinterpret_cast<uint4*>(out + static_cast<int64_t>(pass) * pass_size) = v;
-    });
+    uint16_t* const out = static_cast<uint16_t*>(args_.out) + feature;
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const int token = (32 * pass + lane_) / kStaged;
+      if (feature >= args_.n_out || t0 + token >= site_.rows) continue;
+      *reinterpret_cast<uint4*>(out +
+                                (site_.row + t0 + token) * static_cast<int64_t>(args_.n_out)) =
+          *reinterpret_cast<const uint4*>(staging_ + token * Chunk::kPitch + 16 * chunk);
+    }
+  }
+
+  // The same of rows that go elsewhere.
+  __device__ __forceinline__ void CopyElsewhere(int t0, int chunk, int feature) const {
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const int token = (32 * pass + lane_) / kStaged;
+      if (feature >= args_.n_out || t0 + token >= site_.rows) continue;
+      StoreElsewhere(
+          args_,
+          site_.row + t0 + token,
+          feature,
+          *reinterpret_cast<const uint4*>(staging_ + token * Chunk::kPitch + 16 * chunk));
+    }
   }
 
   // Stores 16 tokens times `inverse`, of this thread's two, in e4m3, of which n_out is a multiple
@@ -386,26 +395,27 @@ class TokenMajorEpilogue {
   __device__ __forceinline__ void StoreQuantized(const uint32_t (&out)[kOctets][2],
                                                  int t0,
                                                  const float (&inverse)[2]) const {
-    uint8_t* const staged = staging_ + lane_ / 4 * kBytesPitch + lane_ % 4 * 2;
+    uint8_t* const row = staging_ + lane_ / 4 * kBytesPitch + lane_ % 4 * 2;
 #pragma unroll
     for (int g = 0; g < kOctets; ++g) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float2 v = Out().Unpack2(out[g][half]);
-        *reinterpret_cast<uint16_t*>(staged + 8 * half * kBytesPitch + 8 * g) =
+        *reinterpret_cast<uint16_t*>(row + 8 * half * kBytesPitch + 8 * g) =
             ptx::PackE4M3(v.x * inverse[half], v.y * inverse[half]);
       }
     }
     __syncwarp();
-    using Copy = StagedCopy<32, kByteChunks, kRows, kBytesPitch>;
-    const int feature = site_.feature + 16 * (lane_ % kByteChunks);
-    const Copy copy(staging_, lane_, site_.rows - t0, feature < args_.n_out);
-    uint8_t* const to = static_cast<uint8_t*>(args_.out) +
-                        (site_.row + t0 + copy.token) * static_cast<int64_t>(args_.n_out) + feature;
-    const int pass_bytes = Copy::kRows * args_.n_out;
-    copy.Run(0, [&](int pass, const uint4& v) {
-      *reinterpret_cast<uint4*>(to + static_cast<int64_t>(pass) * pass_bytes) = v;
-    });
+    const int chunk = lane_ % kByteChunks;
+    const int feature = site_.feature + 16 * chunk;
+    uint8_t* const to = static_cast<uint8_t*>(args_.out) + feature;
+#pragma unroll
+    for (int pass = 0; pass < kRows * kByteChunks / 32; ++pass) {
+      const int token = (32 * pass + lane_) / kByteChunks;
+      if (feature >= args_.n_out || t0 + token >= site_.rows) continue;
+      *reinterpret_cast<uint4*>(to + (site_.row + t0 + token) * static_cast<int64_t>(args_.n_out)) =
+          *reinterpret_cast<const uint4*>(staging_ + token * kBytesPitch + 16 * chunk);
+    }
     __syncwarp();
   }
 
