@@ -60,12 +60,12 @@ __device__ __forceinline__ void StoreElsewhere(const MoeGemmArgs& args,
   *reinterpret_cast<uint4*>(to + feature) = v;
 }
 
-// A thread's part of kTokens staged rows of kPieces times 16 bytes, which kThreads copy out: one
-// piece of every kRows-th row, in passes. NOTE: everything is worked out before, and all is read
-// before anything is stored: else a pass takes ten instructions more, and waits for its load.
-template <int kThreads, int kPieces, int kTokens, int kPitch>
+// A thread's part of kTokens staged rows of kPieces times 16 bytes, which a warpgroup copies out:
+// one piece of every kRows-th row, in passes. NOTE: everything is worked out before, and all is
+// read before anything is stored: else a pass takes ten instructions more, and waits for its load.
+template <int kPieces, int kTokens, int kPitch>
 struct StagedCopy {
-  static constexpr int kRows = kThreads / kPieces;
+  static constexpr int kRows = 128 / kPieces;
 
   const uint8_t* from;
   int token;  // in the first pass
@@ -178,7 +178,7 @@ class Epilogue {
   template <class Chunk>
   static constexpr int kPieces = Chunk::kOutFeatures / 8;  // of a row
   template <class Chunk>
-  using Copy = StagedCopy<128, kPieces<Chunk>, Chunk::kChunkTokens, Chunk::kPitch>;
+  using Copy = StagedCopy<kPieces<Chunk>, Chunk::kChunkTokens, Chunk::kPitch>;
 
   // Accumulator e of an 8-column group: row lane/4 + 8 * (e / 2), column 2 * (lane % 4) + e % 2.
   __device__ __forceinline__ void LoadBias() {
