@@ -29,6 +29,27 @@ __device__ __forceinline__ void GridDependencyLaunch() {
 #endif
 }
 
+// Both, once: at the start of a kernel, or behind work for which it needs nothing of the launch
+// before it. Every thread calls it in the end.
+class GridDependency {
+ public:
+  __device__ __forceinline__ explicit GridDependency(bool later) : waits_(true) {
+    if (!later) Meet();
+  }
+
+  // Returns whether it was not met before.
+  __device__ __forceinline__ bool Meet() {
+    if (!waits_) return false;
+    GridDependencyWait();
+    GridDependencyLaunch();
+    waits_ = false;
+    return true;
+  }
+
+ private:
+  bool waits_;
+};
+
 // More than 48 KiB, static shared memory included, must be asked for.
 // NOTE: it is asked for what a launch needs, and another thread's launch of the same kernel may ask
 // for less before it. Sizes differ in the kernels of the plan alone, from 500 local experts on.

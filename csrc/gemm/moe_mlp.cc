@@ -119,7 +119,7 @@ RoundTokensParams RoundX(const Layer& layer, const PlanParams* plan) {
   round.codes = layer.codes(p.gate_up);
   round.plans = plan != nullptr;
   if (round.plans) round.plan = *plan;
-  round.pdl = plan == nullptr;  // else the first launch, see LaunchClusters
+  round.pdl = round.early_x = plan == nullptr;  // else the first launch, see LaunchClusters
   return round;
 }
 
@@ -390,7 +390,7 @@ const char* LaunchMoeMlp(const MoeMlpParams& p, cudaStream_t stream) {
   }
   if (layer.quantizes_x) {
     QuantizeParams quantize = QuantizeX(layer);
-    quantize.pdl = !planned_inside;
+    quantize.pdl = quantize.early_x = !planned_inside;
     if (const char* error = Reason(LaunchQuantize(quantize, stream))) return error;
   } else if (layer.prepares_x()) {
     const RoundTokensParams round = RoundX(layer, planned_inside ? &plan : nullptr);

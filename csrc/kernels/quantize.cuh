@@ -13,7 +13,9 @@
 //   exchanges maxima through shared memory: one launch. Beyond: one launch leaves the maxima of at
 //   most 1024 parts in `partial`, a second one reads x again, last row first, because the end of x
 //   is what L2 still has; each block of it reduces the parts by itself, so nothing must be zeroed.
-// Every read is from L2: a kernel that began early must not see what an SM has kept in L1.
+// Every read is from L2: a kernel that began early must not see what an SM has kept in L1. With
+//   `early_x` it reads x and computes while the launch before it runs, and waits for that before it
+//   asks where rows go.
 // Bytes: R C (s + 1) + scales; kTensor R C s more, from L2 where x fits (about 40 MB). At 4.2 TB/s:
 //   see docs/notes.md#fp8-arrays. Shared memory: 128 bytes.
 // Why these shapes: two loops over a row through L2 cost no HBM but twice the L2 traffic; atomics
@@ -288,9 +290,7 @@ __global__ void __launch_bounds__(kQuantMaxThreads) QuantizeRowsKernel(QuantizeP
                                                                        unsigned num_partials) {
   static_assert(kShared != Shared::kBlock, "see QuantizeBlocksKernel");
   __shared__ unsigned shared[kQuantMaxThreads / 32];
-  GridDependencyWait();
-  GridDependencyLaunch();
-
+  GridDependency dependency(p.early_x);
   const unsigned total = static_cast<unsigned>(p.batch * p.rows);
   const unsigned entry_rows = static_cast<unsigned>(p.rows);
   const unsigned index = blockIdx.x * blockDim.y + threadIdx.y;
@@ -300,15 +300,14 @@ __global__ void __launch_bounds__(kQuantMaxThreads) QuantizeRowsKernel(QuantizeP
   const bool valid = exists && row - entry * entry_rows < ValidRows(p);
   const unsigned lane = threadIdx.x % 32;
   const unsigned top_k = static_cast<unsigned>(p.top_k);
+  const bool scatters = p.slot_to_row != nullptr;
   const int* slots = p.slot_to_row + static_cast<int64_t>(row) * top_k;
-  unsigned target = kQuantNoRow;  // in lane k: where the values go the k-th time
-  if (valid) {
-    if (p.slot_to_row == nullptr) {
-      target = row;
-    } else if (lane < top_k) {
-      target = static_cast<unsigned>(__ldcg(slots + lane));
-    }
-  }
+  // In lane k: where the values go the k-th time.
+  const auto find_target = [&]() -> unsigned {
+    if (!valid || (scatters && lane >= top_k)) return kQuantNoRow;
+    return scatters ? static_cast<unsigned>(__ldcg(slots + lane)) : row;
+  };
+  unsigned target = p.early_x && scatters ? kQuantNoRow : find_target();
 
   const uint4* x = static_cast<const uint4*>(p.x) + static_cast<int64_t>(row) * row_pieces;
   const bool is_static = p.static_scales != nullptr;
@@ -335,6 +334,7 @@ __global__ void __launch_bounds__(kQuantMaxThreads) QuantizeRowsKernel(QuantizeP
       if constexpr (kShared == Shared::kRow) {
         largest = max(largest, LargestBits<T>(bits));
       } else {
+        if (dependency.Meet()) target = find_target();
         const float* partial = p.partial + static_cast<int64_t>(entry) * num_partials;
         for (unsigned i = threadIdx.x; i < num_partials; i += blockDim.x) {
           largest = max(largest, __float_as_uint(__ldcg(partial + i)));
@@ -363,6 +363,7 @@ __global__ void __launch_bounds__(kQuantMaxThreads) QuantizeRowsKernel(QuantizeP
       if constexpr (kShared == Shared::kGroup) inverse = inverses[i];
       out[i] = ToFp8Piece<T>(bits[i], inverse, p.element);
     }
+    if (scatters && dependency.Meet()) target = find_target();
     for (unsigned k = 0; k < top_k; ++k) {
       unsigned to = target;
       if (k >= 32 && valid) to = static_cast<unsigned>(__ldcg(slots + k));
@@ -375,10 +376,11 @@ __global__ void __launch_bounds__(kQuantMaxThreads) QuantizeRowsKernel(QuantizeP
         if (piece < end) out_row[piece] = out[i];
       }
     }
-    if (first < chunk_pieces) return;
+    if (first < chunk_pieces) break;
     first -= chunk_pieces;
     LoadPieces(bits, x, first, blockDim.x, end);
   }
+  dependency.Meet();
 }
 
 // Block: 128 x 128 elements, 16 rows of threads. Grid: blocks, those of a row of blocks together.
@@ -428,9 +430,7 @@ __global__ void __launch_bounds__(kQuantMaxThreads)
   __shared__ unsigned shared[kQuantMaxThreads / 32];
   __shared__ unsigned largest_of_block;
   auto cluster = cooperative_groups::this_cluster();
-  GridDependencyWait();
-  GridDependencyLaunch();
-
+  GridDependency dependency(p.early_x);
   const unsigned num_blocks = cluster.num_blocks();
   const unsigned rank = cluster.block_rank();
   const unsigned entry = blockIdx.x / num_blocks;
@@ -463,6 +463,7 @@ __global__ void __launch_bounds__(kQuantMaxThreads)
     const unsigned piece = first + i * stride;
     if (piece < end) values[piece] = ToFp8Piece<T>(bits[i], inverse, p.element);
   }
+  dependency.Meet();
 }
 
 // partial[entry, part] = largest finite |x| of every num_partials-th stretch of an entry. Block: a
@@ -471,9 +472,7 @@ template <typename T>
 __global__ void __launch_bounds__(kQuantMaxThreadsOfParts, 2)
     QuantizeMaxKernel(QuantizeParams p, unsigned row_pieces, unsigned num_partials) {
   __shared__ unsigned shared[kQuantMaxThreadsOfParts / 32];
-  GridDependencyWait();
-  GridDependencyLaunch();
-
+  GridDependency dependency(p.early_x);
   const unsigned entry = blockIdx.x / num_partials;
   const unsigned part = blockIdx.x - entry * num_partials;
   const uint4* x = static_cast<const uint4*>(p.x) + entry * p.rows * row_pieces;
@@ -492,6 +491,7 @@ __global__ void __launch_bounds__(kQuantMaxThreadsOfParts, 2)
   }
   largest = MaxOverWarps(largest, 0, blockDim.x / 32, shared);
   if (threadIdx.x == 0) p.partial[blockIdx.x] = __uint_as_float(largest);
+  dependency.Meet();
 }
 
 }  // namespace jaxmoe

@@ -279,9 +279,7 @@ __global__ void __launch_bounds__(kQuantMaxThreads)
                       unsigned chunks) {
   __shared__ unsigned shared[kQuantMaxThreads / 32];
   constexpr bool kGiven = kRule == TokenRule::kNone;
-  GridDependencyWait();
-  GridDependencyLaunch();
-
+  GridDependency dependency(p.early_x);
   const unsigned row = blockIdx.x * blockDim.y + threadIdx.y;
   const bool valid = row < NumRows(p);
   const unsigned top_k = static_cast<unsigned>(p.top_k);
@@ -299,6 +297,7 @@ __global__ void __launch_bounds__(kQuantMaxThreads)
     }
   }
   LoadPieces(bits, x, first, blockDim.x, end);
+  dependency.Meet();
   unsigned place = kQuantNoRow;
   if (p.scatters || HasRowScales(kRule) || kGiven) place = PlaceOf(p, row, valid);
   const int32_t* slots = p.slot_to_row + static_cast<int64_t>(row) * top_k;
