@@ -118,8 +118,9 @@ cudaError_t LaunchQuantize(const QuantizeParams& params, cudaStream_t stream) {
     p.num_out_rows = p.batch * p.rows;
   }
   if (p.batch == 0) return cudaSuccess;
-  if (p.rows > kMaxInt / p.batch || p.num_out_rows > kMaxInt || p.cols > kMaxInt ||
-      p.top_k > kMaxInt || p.cols * ElementSize(p.dtype) % 16 != 0 ||
+  if ((p.early_x && p.num_rows != nullptr) || p.rows > kMaxInt / p.batch ||
+      p.num_out_rows > kMaxInt || p.cols > kMaxInt || p.top_k > kMaxInt ||
+      p.cols * ElementSize(p.dtype) % 16 != 0 ||
       (scatter && (p.batch != 1 || p.shared == Shared::kBlock))) {
     return cudaErrorInvalidValue;
   }

@@ -31,8 +31,8 @@ cudaError_t LaunchRoundTokens(const RoundTokensParams& params, cudaStream_t stre
   }
   if (p.rows == 0 || p.cols == 0) return cudaSuccess;
   const bool grouped = p.group_offsets != nullptr && p.num_static == p.num_groups;
-  if (p.rows > kMaxInt || p.cols > kMaxInt || p.num_out_rows > kMaxInt || p.top_k > kMaxInt ||
-      p.cols % RoundedTogether(p.rule) != 0 ||
+  if ((p.early_x && p.group_offsets != nullptr) || p.rows > kMaxInt || p.cols > kMaxInt ||
+      p.num_out_rows > kMaxInt || p.top_k > kMaxInt || p.cols % RoundedTogether(p.rule) != 0 ||
       (p.static_scales != nullptr && p.num_static != 1 && !grouped) ||
       (p.codes && (p.rule != TokenRule::kE4M3 || p.cols % 128 != 0 || p.cols > kMaxCodedCols)) ||
       (p.plans && (p.scatters || p.rows * p.top_k > 32))) {

@@ -259,7 +259,8 @@ struct Tile {
   // Where scales of tokens would be late, a warp brings all scales of a tile to shared memory
   // while its products run.
   static constexpr bool kBringsScales = kTokenScaled && kLateScales && !kPromoted;
-  static_assert(!kBringsScales || kSplit == Split::kWeights, "both warpgroups have all tokens");
+  static_assert(!kBringsScales || (kSplit == Split::kWeights && kSplitK == 1 && !kDecode),
+                "both warpgroups have all tokens, of a plan that is made, and their sums");
 
   // Scales of X: one a token for the epilogue, one a token and step for the promotion.
   static constexpr int kTokenScaleBytes =
