@@ -15,7 +15,7 @@
 //   is what L2 still has; each block of it reduces the parts by itself, so nothing must be zeroed.
 // Every read is from L2: a kernel that began early must not see what an SM has kept in L1. With
 //   `early_x` it reads x and computes while the launch before it runs, and waits for that before it
-//   stores values: later, and the next launch would begin later too.
+//   asks where rows go.
 // Bytes: R C (s + 1) + scales; kTensor R C s more, from L2 where x fits (about 40 MB). At 4.2 TB/s:
 //   see docs/notes.md#fp8-arrays. Shared memory: 128 bytes.
 // Why these shapes: two loops over a row through L2 cost no HBM but twice the L2 traffic; atomics
@@ -307,7 +307,7 @@ __global__ void __launch_bounds__(kQuantMaxThreads) QuantizeRowsKernel(QuantizeP
     if (!valid || (scatters && lane >= top_k)) return kQuantNoRow;
     return scatters ? static_cast<unsigned>(__ldcg(slots + lane)) : row;
   };
-  unsigned target = p.early_x ? kQuantNoRow : find_target();
+  unsigned target = p.early_x && scatters ? kQuantNoRow : find_target();
 
   const uint4* x = static_cast<const uint4*>(p.x) + static_cast<int64_t>(row) * row_pieces;
   const bool is_static = p.static_scales != nullptr;
@@ -363,7 +363,7 @@ __global__ void __launch_bounds__(kQuantMaxThreads) QuantizeRowsKernel(QuantizeP
       if constexpr (kShared == Shared::kGroup) inverse = inverses[i];
       out[i] = ToFp8Piece<T>(bits[i], inverse, p.element);
     }
-    if (dependency.Meet()) target = find_target();
+    if (scatters && dependency.Meet()) target = find_target();
     for (unsigned k = 0; k < top_k; ++k) {
       unsigned to = target;
       if (k >= 32 && valid) to = static_cast<unsigned>(__ldcg(slots + k));
@@ -376,10 +376,11 @@ __global__ void __launch_bounds__(kQuantMaxThreads) QuantizeRowsKernel(QuantizeP
         if (piece < end) out_row[piece] = out[i];
       }
     }
-    if (first < chunk_pieces) return;
+    if (first < chunk_pieces) break;
     first -= chunk_pieces;
     LoadPieces(bits, x, first, blockDim.x, end);
   }
+  dependency.Meet();
 }
 
 // Block: 128 x 128 elements, 16 rows of threads. Grid: blocks, those of a row of blocks together.
@@ -455,7 +456,6 @@ __global__ void __launch_bounds__(kQuantMaxThreads)
     scale = DynamicScale(p, largest);
   }
   const float inverse = __frcp_rn(scale);
-  dependency.Meet();
   if (first == 0) p.scales[entry] = scale;
   Fp8Piece<T>* values = static_cast<Fp8Piece<T>*>(p.values) + offset;
 #pragma unroll
@@ -463,6 +463,7 @@ __global__ void __launch_bounds__(kQuantMaxThreads)
     const unsigned piece = first + i * stride;
     if (piece < end) values[piece] = ToFp8Piece<T>(bits[i], inverse, p.element);
   }
+  dependency.Meet();
 }
 
 // partial[entry, part] = largest finite |x| of every num_partials-th stretch of an entry. Block: a
@@ -488,9 +489,9 @@ __global__ void __launch_bounds__(kQuantMaxThreadsOfParts, 2)
                static_cast<unsigned>(left < block_pieces ? left : block_pieces));
     largest = max(largest, LargestBits<T>(bits));
   }
-  dependency.Meet();
   largest = MaxOverWarps(largest, 0, blockDim.x / 32, shared);
   if (threadIdx.x == 0) p.partial[blockIdx.x] = __uint_as_float(largest);
+  dependency.Meet();
 }
 
 }  // namespace jaxmoe
