@@ -43,7 +43,7 @@ struct QuantizeParams {
   const int* num_rows;  // [1], clamped to [0, rows]; null: rows
   float* partial;       // kTensor without static_scales: [batch, kMaxQuantPartials]
   bool pdl;             // the first launch may start before the kernel ahead of it has finished
-  bool early_x;         // which did not write x, nor reads `scales`; without num_rows
+  bool early_x;         // which did not write x, nor reads what is written here; no num_rows then
 };
 cudaError_t LaunchQuantize(const QuantizeParams& params, cudaStream_t stream);
 
