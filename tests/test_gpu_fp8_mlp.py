@@ -354,12 +354,15 @@ def test_command_buffers_capture_the_layer(format):
     assert replayed >= 40, f"{replayed} of 80 layers replayed without running the handler"
 
 
+@pytest.mark.parametrize("num_tokens", (20, 3000))
 @pytest.mark.parametrize("format", FORMATS)
-def test_scan_and_vmap(format):
+def test_scan_and_vmap(format, num_tokens):
+    """Each step quantizes, beside its plan, what the step before has just written."""
     layer = Layer("", "", 144, 80, 4, 2)
     rng = np.random.default_rng(11)
     inputs = [
-        quantized_inputs(layer, 20, "with_invalid", rng, jnp.bfloat16, format) for _ in range(3)
+        quantized_inputs(layer, num_tokens, "with_invalid", rng, jnp.bfloat16, format)
+        for _ in range(3)
     ]
     stacked = jax.tree.map(lambda *a: jnp.stack(a), *inputs)
     step = lambda y, i: (run(dict(i, x=y)), None)  # noqa: E731
