@@ -96,7 +96,7 @@ def test_every_activation_and_order(act, order):
 
 
 @pytest.mark.sanitizer
-@pytest.mark.parametrize("tile", ((128, 8), (256, 160), (256, 160, 2)), ids=str)
+@pytest.mark.parametrize("tile", ((128, 8), (128, 32), (256, 160), (256, 160, 2)), ids=str)
 def test_garbage_groups_and_indices_stay_in_bounds(tile):
     """Starts, sizes and indices of any value: other rows are 0, a row of no token has z = bias."""
     rng = np.random.default_rng(3)

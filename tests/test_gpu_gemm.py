@@ -140,6 +140,21 @@ def test_one_stage_more_where_no_group_has_many_rows(k, n, layout):
     assert_equal(narrow, wide[: sum(few)])
 
 
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("layout", ("kn", "nk"))
+@pytest.mark.parametrize("cluster", (1, 2))
+def test_rows_of_few_tiles_come_out_even(cluster, layout):
+    """How many rows a tile has depends on all groups, the bits of a row on none."""
+    sizes = (1030, 0, 257, 1, 640, 1601, 320)
+    lhs, rhs = operands(np.random.default_rng(9), sum(sizes), 7, 200, 2056, jnp.bfloat16, layout)
+    options = {"weight_layout": layout, "config": GemmConfig(256, 160, cluster=cluster)}
+    together = check(lhs, rhs, jnp.asarray(sizes, jnp.int32), **options)
+    for g, (end, size) in enumerate(zip(np.cumsum(sizes), sizes, strict=True)):
+        rows = slice(end - size, end)
+        alone = grouped_gemm(lhs[rows], rhs[g : g + 1], jnp.asarray([size], jnp.int32), **options)
+        assert_equal(alone, together[rows])
+
+
 def test_a_tile_that_is_gone(monkeypatch):
     """Exported programs and saved tunings that ask for it get the one that has its bits."""
     monkeypatch.setattr(importlib.import_module("jaxmoe.grouped_gemm"), "ONLY_PROMOTED", set())

@@ -312,9 +312,9 @@ def test_one_kernel_runs_both_products_where_groups_have_few_rows(packed):
         return _gemm.tiles.mlp_configs(*sizes, True, packed=packed, one_kernel=one_kernel)
 
     # Up to 4 tokens plan for themselves; many rows have tiles without such a kernel, or lose.
-    tokens = (1, 4, 8, 16, 64, 128, 256, 4096)
+    tokens = (1, 4, 8, 16, 64, 128, 256, 320, 4096)
     chosen = [pair(t)[0].one_kernel for t in tokens]
-    assert chosen == [False, False, *[True] * 3, not packed, False, False]
+    assert chosen == [False, False, *[True] * 3, not packed, not packed, False, False]
     for num_tokens in tokens:
         first, second = pair(num_tokens)
         two = pair(num_tokens, one_kernel=False)
@@ -324,9 +324,23 @@ def test_one_kernel_runs_both_products_where_groups_have_few_rows(packed):
             assert first.tile == second.tile
             assert first.gather == two[0].gather
             assert first.split_k == 1
+            # Past 16 usual rows an expert, two kernels have wide tiles.
+            assert (two[0].tile == (256, 160, 1, 1)) == (num_tokens == 256)
         else:
             assert (first, second) == two
     # A device with few of the experts has so few tiles that their k loops are split.
     first, second = pair(8, num_local=8)
     assert max(first.split_k, second.split_k) > 1
     assert not first.one_kernel or first.tile == second.tile
+
+
+def test_few_long_tiles_have_a_kernel_of_their_own():
+    def one(num_tokens, num_experts, top_k, hidden, intermediate):
+        sizes = (num_tokens * top_k, num_experts, num_experts, hidden, intermediate)
+        return _gemm.tiles.mlp_configs(*sizes, True, one_kernel=True)[0].one_kernel
+
+    # mixtral-8x7b: 8 experts of 32 down tiles, and in an imagined one of twice the experts and H
+    assert not one(32, 8, 2, 4096, 14336)
+    assert one(64, 16, 2, 8192, 14336)
+    # deepseek-v3 has K past what token tiles of a group share in L2: no such tile at 24 usual rows
+    assert one(256, 256, 8, 7168, 2048) and not one(512, 256, 8, 7168, 2048)

@@ -34,7 +34,7 @@ PEERS = ROOT / "benchmarks" / "peers_h200.json"
 HEADER = dict.fromkeys("device driver cuda jax commit command".split(), "x")
 PAGES = {
     "README.md": ("first", "ratios", "numbers"),
-    "docs/performance.md": ("fp8", "packed"),
+    "docs/performance.md": ("other models", "fp8", "packed"),
     "docs/expert_parallel.md": ("devices",),
 }
 
@@ -57,10 +57,12 @@ def wrote(root: Path, results: Path) -> dict[str, str]:
     return {page: path.read_text() for page, path in found.items()}
 
 
-def _results(date: str, slower: float) -> dict[str, object]:
+def _results(
+    date: str, slower: float, models: tuple[str, ...] = DEFAULT_MODELS[:2]
+) -> dict[str, object]:
     """A results file in which jaxmoe takes `slower` times the floor."""
     out = []
-    for name in DEFAULT_MODELS[:2]:
+    for name in models:
         for tokens in DEFAULT_TOKENS:
             model = MODELS[name]
             work = bounds.layer(model, tokens, bounds.expected_hit(model, tokens))
@@ -111,6 +113,22 @@ def test_report_of_known_rows(tmp_path: Path) -> None:
     wrote(tmp_path, folder)
     assert image.read_bytes() == first
     assert b"qwen3-30b-a3b" in first and b"FlashInfer*" in first
+
+
+def test_other_models_have_a_table_of_their_own(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    folder = tmp_path / "h200"
+    folder.mkdir()
+    usual = _results("2026-01-01", slower=1.25)
+    # at 64 tokens 222.4 experts of 28.3 MB each at 4.3 TB/s, times 1.25
+    other = _results("2026-01-02", slower=1.25, models=("minimax-m2",))
+    (folder / "usual.json").write_text(json.dumps(usual))
+    (folder / "other.json").write_text(json.dumps(other))
+    texts = wrote(tmp_path, folder)
+    row = "| minimax-m2 | 3072, 1536, 256, 8 | 1831 (80%) | 2107 (80%) | 2111 (80%) |"
+    assert row in texts["docs/performance.md"]
+    assert "minimax" not in texts["README.md"]
+    assert b"minimax" not in (tmp_path / "docs" / "img" / "layer.svg").read_bytes()
 
 
 def test_rows_of_an_older_commit_are_marked(tmp_path: Path) -> None:

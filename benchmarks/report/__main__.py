@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from benchmarks.report import ep, every_row, fp8, packed, readme
+from benchmarks.report import ep, every_row, fp8, other_models, packed, readme
 from benchmarks.report.measurements import Measurements, load
 from benchmarks.report.tables import replace_section
 
@@ -19,7 +19,11 @@ def sections(found: Measurements) -> dict[str, dict[str, str]]:
             "ratios": readme.ratios(found),
             "numbers": readme.numbers(found),
         },
-        "docs/performance.md": {"fp8": fp8.details(found), "packed": packed.details(found)},
+        "docs/performance.md": {
+            "other models": other_models.table(found),
+            "fp8": fp8.details(found),
+            "packed": packed.details(found),
+        },
         "docs/expert_parallel.md": {"devices": ep.page(found)},
     }
 

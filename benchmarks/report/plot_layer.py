@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from benchmarks.models import OTHERS
 from benchmarks.report import figure
 from benchmarks.report.measurements import Measurements, Point
 
@@ -42,7 +43,8 @@ def series(
 
 def write(found: Measurements, path: Path) -> None:
     """Writes the figure; the same rows give the same bytes."""
-    models, floors = list(dict.fromkeys(model for model, _ in found.points())), found.floors()
+    known = dict.fromkeys(model for model, _ in found.points() if model not in OTHERS)
+    models, floors = list(known), found.floors()
     figure.write(models, lambda axes, model: _panel(axes, found, floors, model), path)
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from benchmarks.models import OTHERS
 from benchmarks.report import fp8, packed, train
 from benchmarks.report.measurements import Measurements, Point, by_model
 from benchmarks.report.tables import filled, geometric_mean, table, time_of, where
@@ -84,8 +85,9 @@ _IN_WORDS = (
 
 
 def points(found: Measurements) -> list[Point]:
-    """Models and tokens of every column."""
-    return by_model({p for c in COLUMNS for p in found.points((c.impl,), c.suite)})
+    """Models and tokens of every column, without models that have a table of their own."""
+    all_points = {p for c in COLUMNS for p in found.points((c.impl,), c.suite)}
+    return by_model(p for p in all_points if p[0] not in OTHERS)
 
 
 def first(found: Measurements) -> str:

@@ -94,6 +94,7 @@ struct MoeGemmArgs {
   const uint32_t* sources_came;  // or null, see MoeGemmProblem
   int groups_per_source;
   bool may_narrow;  // most groups have few rows, see Tile::kFlexible
+  bool few_tiles;   // a CTA may have but a few, see EvenTileRows
 };
 
 // Both products of a layer, see sm90/products.cuh.
@@ -101,6 +102,9 @@ struct MoeLayerArgs {
   MoeGemmArgs products[2];  // gate-up and down, with as many rows in the same groups
   int* stored;              // [rows]: at a token tile's first row, gate-up tiles stored; zero first
 };
+
+// Tiles a CTA up to which the scheduler chooses how many rows they have, see EvenTileRows.
+inline constexpr int kFewTiles = 4;
 
 // One instantiated kernel. `launch` sets attributes and launches on `grid` CTAs.
 struct Variant {

@@ -297,6 +297,17 @@ cudaError_t GridOf(int64_t tiles, const Variant& variant, int* grid) {
   return cudaSuccess;
 }
 
+// Whether the kernel looks how many tiles there are, see EvenTileRows: where each CTA may have but
+// a few of them, if rows are in few groups.
+bool HasFewTiles(const MoeGemmProblem& p,
+                 const MoeGemmArgs& args,
+                 const Variant& variant,
+                 int grid) {
+  const int64_t rows = CeilDiv(p.num_groups, p.groups_per_batch) * p.rows_per_batch;
+  const int64_t tiles = rows / (variant.token_tile * variant.cluster) * args.num_w_tiles;
+  return p.num_groups <= kMaxNarrowGroups && tiles <= kFewTiles * (grid / variant.cluster);
+}
+
 const char* Reason(cudaError_t status) {
   return status == cudaSuccess ? nullptr : cudaGetErrorString(status);
 }
@@ -316,6 +327,7 @@ const char* LaunchMoeGemm(const MoeGemmProblem& p, const TileConfig& asked, cuda
   if (const char* error = Reason(GridOf(MaxTiles(p, args, *variant), *variant, &grid))) {
     return error;
   }
+  args.few_tiles = HasFewTiles(p, args, *variant, grid);
   return Reason(launch(args, grid, p.pdl, stream));
 }
 

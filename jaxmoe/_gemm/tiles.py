@@ -74,9 +74,14 @@ _MAX_PACKED_GATHER = 5
 _MAX_PLANNED_ROWS = 32
 
 # Tiles of a gate-up product from which on one kernel runs both products with whole k loops: twice
-# as many as CTAs that run at once. And the usual rows of a group up to which packed weights win.
+# as many as CTAs that run at once. A down product of fewer, so long ones, is a kernel of its own:
+# mixtral-8x7b takes 4 % more in one. And the usual rows of a group up to which packed weights win.
 _MIN_LAYER_TILES = 4 * _SMS
 _MAX_PACKED_LAYER_ROWS = 10
+
+# Usual rows of a group up to which one kernel for both products is worth tiles of 32 rows, where a
+# second one of a group finds weights in L2.
+_MAX_SMALL_LAYER_ROWS = 24
 
 # Rows of a half of a gate-up weight whose blocks of scales these tiles can tell apart.
 BLOCK_ROWS = 64
@@ -292,12 +297,15 @@ def mlp_configs(
     if odd_blocks and gate_up.tile in WHOLE_BLOCKS:
         gate_up = GemmConfig(128, 192)
     down = gmm_config(num_rows, num_experts, intermediate, hidden, share, second, packed=packed)
+    usual = _usual_rows(num_rows, num_experts) if _sizes.is_known(num_rows) else math.inf
+    shares = max(hidden, intermediate) <= _MAX_SHARED_K
+    if one_kernel and shares and not packed and 16 < usual <= _MAX_SMALL_LAYER_ROWS:
+        gate_up = down = GemmConfig(128, 32)
     if coded and max(hidden, intermediate) <= MAX_CODED_K:
         gate_up, down = _coded_config(gate_up), _coded_config(down)
     if packed:
         few = _sizes.is_known(num_rows) and (
-            num_rows <= _MAX_PLANNED_ROWS
-            or _usual_rows(num_rows, num_experts) <= _MAX_PACKED_GATHER
+            num_rows <= _MAX_PLANNED_ROWS or usual <= _MAX_PACKED_GATHER
         )
         gather = few and gate_up.token_tile <= MAX_GATHER
     elif first:  # tokens can be quantized in the order of the experts
@@ -312,9 +320,12 @@ def mlp_configs(
     if not one_kernel or not _sizes.is_known(num_rows) or num_rows <= _MAX_PLANNED_ROWS:
         return gate_up, down
     # No CTA waits for another product's end, so the k loop of many tiles is not split.
-    many = _hit(num_rows, num_experts, share) * math.ceil(weight_rows / 128) >= _MIN_LAYER_TILES
+    hit = _hit(num_rows, num_experts, share)
+    many = hit * math.ceil(weight_rows / 128) >= _MIN_LAYER_TILES
+    if many and not packed and hit * math.ceil(hidden / 128) < _MIN_LAYER_TILES:
+        return gate_up, down
     whole = [dataclasses.replace(c, split_k=1) if many else c for c in (gate_up, down)]
-    few = _usual_rows(num_rows, num_experts) <= (_MAX_PACKED_LAYER_ROWS if packed else math.inf)
+    few = usual <= (_MAX_PACKED_LAYER_ROWS if packed else math.inf)
     one = whole[0].tile == whole[1].tile and few
     if not one or whole[0].tile not in (PACKED_LAYER_TILES if packed else LAYER_TILES):
         return gate_up, down

@@ -19,14 +19,14 @@
 namespace jaxmoe {
 
 template <class T>
-__device__ __forceinline__ WarpgroupShare Share(int rows, int consumer, bool gathered) {
+__device__ __forceinline__ WarpgroupShare Share(int rows, int consumer, bool copied) {
   if constexpr (T::kSplit == Split::kTokens) {
     constexpr int kToken = T::kTokensOnM ? 64 : T::kTokenStep;
     const int half = (rows + 2 * kToken - 1) / (2 * kToken) * kToken;
     const int first = consumer * half;
-    return {0, first, min(max(rows - first, 0), half), half, gathered};
+    return {0, first, min(max(rows - first, 0), half), half, copied};
   }
-  return {T::kSplit == Split::kWeights ? 2 * consumer : 0, 0, rows, rows, gathered};
+  return {T::kSplit == Split::kWeights ? 2 * consumer : 0, 0, rows, rows, copied};
 }
 
 // Where the part of a tile goes that a consumer warpgroup computed.
@@ -99,7 +99,7 @@ __device__ __forceinline__ void RunConsumer(const Args& kernel_args,
       }
       return;
     }
-    const WarpgroupShare share = Share<T>(info.rows, consumer, first.gather);
+    const WarpgroupShare share = Share<T>(info.rows, consumer, IsCopied<T>(args, info.rows));
     Accumulators<T> acc;
     [[maybe_unused]] Scales scales;
     StepScales step_scales{};
@@ -218,7 +218,8 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
     constexpr int kWarpgroup = 128;
     const bool by_threads = args.gather && T::kGatherByThreads;
     const bool step_scales = T::kPromoted && args.scales.by_step;
-    const int full_arrivals = 1 + (by_threads ? kWarpgroup : 0) + (step_scales ? 32 : 0);
+    const int full_arrivals =
+        1 + (by_threads ? kWarpgroup : 0) + (T::kGatherByWarp ? 32 : 0) + (step_scales ? 32 : 0);
     // The weight thread, the warps that load X, its scales, the warp that counts stored tiles.
     const int warp3 = step_scales || T::kBringsScales || kGoesOn<Args> ? 1 : 0;
     InitBarriers(smem, full_arrivals, 1 + (by_threads ? 4 : 1) + warp3);

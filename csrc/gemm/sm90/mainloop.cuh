@@ -32,7 +32,7 @@ __device__ __forceinline__ void RunKSteps(const SharedStorage<T>& smem,
     ptx::BarrierWait(smem.full(stage.index), stage.parity);
     // Rows copied by threads were written through the generic proxy, wgmma reads through the
     // async one.
-    if (T::kGatherByThreads && share.gathered) ptx::FenceProxyAsync();
+    if (share.copied) ptx::FenceProxyAsync();
     const uint32_t weights =
         ptx::SmemAddress(WeightsAt(smem, stage)) + share.first_block * T::kBlockBytes;
     const uint32_t tokens =

@@ -53,10 +53,16 @@ __device__ __forceinline__ uint64_t WeightPolicy(const MoeGemmArgs& args) {
                              : ptx::CreatePolicy<ptx::CachePolicy::kEvictNormal>();
 }
 
+// Whether threads copy the rows of X of such a tile.
+template <class T>
+__device__ __forceinline__ bool IsCopied(const MoeGemmArgs& args, int rows) {
+  return T::kMostBoxes < T::kTokenTile && args.gather && rows > T::kMostBoxes;
+}
+
 // Bytes of X that bulk copies bring to a step of this tile.
 template <class T>
 __device__ __forceinline__ uint32_t BulkTokenBytes(const MoeGemmArgs& args, int rows) {
-  if (args.gather) return T::kGatherByThreads ? 0 : rows * T::kTokenStepBytes;
+  if (args.gather) return IsCopied<T>(args, rows) ? 0 : rows * T::kTokenStepBytes;
   return TokenBoxes<T>(rows) * T::kBoxRows * T::kTokenStepBytes;
 }
 
@@ -233,8 +239,65 @@ struct TokenSource {
         policy(ptx::CreatePolicy<ptx::CachePolicy::kEvictLast>()) {}
 };
 
-// Loads rows of X of a tile by bulk copies, as a warp: boxes of consecutive rows or, when
-// gathering, of one row each.
+// Copies rows of X of a tile, 16 bytes at a time, as kThreads threads: eight a row, swizzled by
+// hand. `source_of(r)`: the row of X that row r of the tile is, for r of this thread's group of
+// eight; one outside of X gives a row of zeros, as it does when the copy engine gathers.
+template <class T, int kThreads, class SourceOf>
+__device__ __forceinline__ void CopyTokenTile(const MoeGemmArgs& args,
+                                              const SharedStorage<T>& smem,
+                                              const TileInfo& info,
+                                              int thread,
+                                              const SourceOf& source_of,
+                                              StageOf<T>& stage) {
+  constexpr int kChunks = T::kTokenStepBytes / 16;
+  constexpr int kRowsPerPass = kThreads / kChunks;
+  constexpr int kPasses = T::kTokenTile / kRowsPerPass;
+  // A thread's rows have that many places in the swizzle pattern of eight rows.
+  constexpr int kPlaces = kRowsPerPass < 8 ? 8 / kRowsPerPass : 1;
+  static_assert(T::kTokenTile % kRowsPerPass == 0, "passes cover the tile");
+  static_assert(kRowsPerPass * kPlaces % 8 == 0, "rows come to the same places again");
+  static_assert(T::kSplitK == 1, "source pointers start at the first step");
+  const int chunk = thread % kChunks;
+  const int first_row = thread / kChunks;
+  uint32_t place[kPlaces];
+#pragma unroll
+  for (int i = 0; i < kPlaces; ++i) {
+    const int r = first_row + i * kRowsPerPass;
+    place[i] = first_row * T::kTokenStepBytes + ((chunk ^ (r % 8)) * 16);
+  }
+  const int row_chunks = args.k * static_cast<int>(sizeof(typename T::Token)) / 16;
+  const uint4* source[kPasses];
+  unsigned exists = 0;  // bit i: row i of this thread is one of X
+#pragma unroll
+  for (int i = 0; i < kPasses; ++i) {
+    int64_t row = source_of(first_row + i * kRowsPerPass);
+    if (static_cast<uint64_t>(row) < static_cast<uint64_t>(args.x_rows)) {
+      exists |= 1u << i;
+    } else {
+      row = 0;
+    }
+    source[i] = static_cast<const uint4*>(args.x) + row * row_chunks + chunk;
+  }
+  for (int step = 0; step < args.num_k_steps; ++step) {
+    ptx::BarrierWait(smem.empty(stage.index), stage.parity ^ 1);
+    const uint32_t dst = ptx::SmemAddress(TokensAt(smem, stage));
+    const bool inside = step * kChunks + chunk < row_chunks;  // past the end of k: zeros
+#pragma unroll
+    for (int i = 0; i < kPasses; ++i) {
+      if (first_row + i * kRowsPerPass < info.rows) {
+        ptx::CopyAsync16(dst + place[i % kPlaces] + i * kRowsPerPass * T::kTokenStepBytes,
+                         source[i],
+                         inside && (exists >> i & 1));
+      }
+      source[i] += inside ? kChunks : 0;
+    }
+    ptx::CopyAsyncArrive(smem.full(stage.index));
+    stage.Advance();
+  }
+}
+
+// Loads rows of X of a tile, as a warp: by bulk copies, of boxes of consecutive rows or, when
+// gathering, of one row each; or row by row, where boxes would be too many.
 //
 // Rows past the group's end are neither loaded nor zeroed: a garbage column of X changes only its
 // own column of the accumulators, which is never stored.
@@ -258,6 +321,15 @@ __device__ __forceinline__ void LoadTokenTile(const MoeGemmArgs& args,
       source[i] = from.one_row_boxes && r < info.rows ? args.row_index[info.row + r] : 0;
     }
   }
+  if constexpr (T::kGatherByWarp) {
+    if (from.one_row_boxes && IsCopied<T>(args, info.rows)) {
+      const auto source_of = [&](int r) {
+        return __shfl_sync(0xffffffffu, source[r < 32 ? 0 : kRowsPerLane - 1], r % 32);
+      };
+      CopyTokenTile<T, 32>(args, smem, info, lane, source_of, stage);
+      return;
+    }
+  }
   for (int step = steps.first; step < steps.last; step += T::kStageSteps) {
     ptx::BarrierWait(smem.empty(stage.index), stage.parity ^ 1);
     __syncwarp();  // a lane without a box must not fall a phase behind lanes with one
@@ -272,7 +344,7 @@ __device__ __forceinline__ void LoadTokenTile(const MoeGemmArgs& args,
         for (int i = 0; i < kRowsPerLane; ++i) {
           const int r = lane + 32 * i;
           // The swizzle follows the shared-memory address, so one-row boxes assemble a tile.
-          if (r < info.rows) {
+          if (r < min(info.rows, T::kMostBoxes)) {
             ptx::TmaLoad2D(
                 dst + r * T::kTokenStepBytes, &args.x_map, full, k, source[i], from.policy);
           }
@@ -286,6 +358,7 @@ __device__ __forceinline__ void LoadTokenTile(const MoeGemmArgs& args,
                        from.policy);
       }
     }
+    if constexpr (T::kGatherByWarp) ptx::BarrierArrive(full);
     stage.Advance();
   }
 }
@@ -319,56 +392,20 @@ __device__ void RunTokenProducer(const Args& args, const SharedStorage<T>& smem,
     LoadTokenTile<T>(ProductOf(args, info), smem, InProduct(args, info), from, lane, stage);
     slot.Release();
   });
+  if constexpr (T::kGatherByWarp) ptx::CopyAsyncWaitAll();  // no copy outlives its thread
 }
 
-// Gathers rows of X by 16-byte copies, as a warpgroup: eight threads a row, swizzled by hand. An
-// index outside of X gives a row of zeros, as it does when the copy engine gathers.
+// Gathers rows of X, as a warpgroup.
 template <class T>
 __device__ void RunGatherProducer(const MoeGemmArgs& args,
                                   const SharedStorage<T>& smem,
                                   int thread) {
-  constexpr int kChunks = T::kTokenStepBytes / 16;
-  constexpr int kRowsPerPass = 128 / kChunks;
-  constexpr int kPasses = T::kTokenTile / kRowsPerPass;
-  static_assert(T::kTokenTile % kRowsPerPass == 0, "passes cover the tile");
-  static_assert(kRowsPerPass % 8 == 0, "a thread keeps its row's place in the swizzle pattern");
-  static_assert(T::kSplitK == 1, "source pointers start at the first step");
-  const int chunk = thread % kChunks;
-  const int first_row = thread / kChunks;
-  const uint32_t offset = first_row * T::kTokenStepBytes + ((chunk ^ (first_row % 8)) * 16);
-  const int row_chunks = args.k * static_cast<int>(sizeof(typename T::Token)) / 16;
   GridDependencyWait();
   StageOf<T> stage;
   ForEachTile(smem, thread % 32, [&](const TileInfo& info, const auto& slot) {
     ReadShape(smem, stage);
-    const uint4* source[kPasses];
-    unsigned exists = 0;  // bit i: row i of this thread is one of X
-#pragma unroll
-    for (int i = 0; i < kPasses; ++i) {
-      const int r = first_row + i * kRowsPerPass;
-      int64_t row = r < info.rows ? args.row_index[info.row + r] : 0;
-      if (static_cast<uint64_t>(row) < static_cast<uint64_t>(args.x_rows)) {
-        exists |= 1u << i;
-      } else {
-        row = 0;
-      }
-      source[i] = static_cast<const uint4*>(args.x) + row * row_chunks + chunk;
-    }
-    for (int step = 0; step < args.num_k_steps; ++step) {
-      ptx::BarrierWait(smem.empty(stage.index), stage.parity ^ 1);
-      const uint32_t dst = ptx::SmemAddress(TokensAt(smem, stage)) + offset;
-      const bool inside = step * kChunks + chunk < row_chunks;  // past the end of k: zeros
-#pragma unroll
-      for (int i = 0; i < kPasses; ++i) {
-        if (first_row + i * kRowsPerPass < info.rows) {
-          ptx::CopyAsync16(
-              dst + i * kRowsPerPass * T::kTokenStepBytes, source[i], inside && (exists >> i & 1));
-        }
-        source[i] += inside ? kChunks : 0;
-      }
-      ptx::CopyAsyncArrive(smem.full(stage.index));
-      stage.Advance();
-    }
+    const auto source_of = [&](int r) { return r < info.rows ? args.row_index[info.row + r] : 0; };
+    CopyTokenTile<T, 128>(args, smem, info, thread, source_of, stage);
     slot.Release();
   });
   ptx::CopyAsyncWaitAll();  // no copy outlives its thread

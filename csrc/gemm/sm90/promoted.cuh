@@ -104,6 +104,7 @@ __device__ __forceinline__ void RunPromotedKSteps(const SharedStorage<T>& smem,
         reinterpret_cast<const float4*>(smem.step_scales(index) + share.first_token) + lane % 4;
     const uint32_t at = index * T::kStageBytes;
     ptx::BarrierWait(smem.full(index), stage.parity);
+    if (share.copied) ptx::FenceProxyAsync();  // as in RunKSteps
 #pragma unroll
     for (int block = 0; block < 2; ++block) {
       const uint64_t weights = ptx::MoveDescriptor(weights0, at + block * T::kBlockBytes);

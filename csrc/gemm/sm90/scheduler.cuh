@@ -18,10 +18,91 @@
 
 namespace jaxmoe {
 
+// Calls use(rows) for all groups, as a warp; a lane has every 32nd. Loads of four overlap: a tile
+// waits for them.
+template <class Use>
+__device__ __forceinline__ void ForEachGroup(const MoeGemmArgs& args, int lane, const Use& use) {
+  constexpr int kAtOnce = 4;
+  for (int first = lane; first < args.num_groups; first += 32 * kAtOnce) {
+    int rows[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      rows[i] = RowsOfGroup(args, min(first + 32 * i, args.num_groups - 1)).size;
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (first + 32 * i < args.num_groups) use(rows[i]);
+    }
+  }
+}
+
+// Rows of the largest group, as a warp.
+__device__ __forceinline__ int MostRows(const MoeGemmArgs& args, int lane) {
+  int most = 0;
+  ForEachGroup(args, lane, [&](int rows) { most = max(most, rows); });
+  return __reduce_max_sync(0xffffffffu, most);
+}
+
+// The most rows of a cluster tile with which the busiest CTA has the fewest rows, as a warp. A CTA
+// takes as many tiles as others, or one more, so where each has two or three, tiles that are a
+// little smaller may come out even. Each tile costs what some rows do. Below 96 rows a CTA, reading
+// weights from shared memory takes longer than multiplying them. Many tiles are even enough.
+template <class T>
+__device__ __forceinline__ int EvenTileRows(const MoeGemmArgs& args, int lane) {
+  constexpr int kChoices = 5;
+  constexpr int kStep = T::kTokenStep * T::kMulticast;
+  constexpr int kMost = T::kTokenTile * T::kMulticast;
+  static_assert(kMost - (kChoices - 1) * kStep >= 96 * T::kMulticast);
+  int tiles[kChoices] = {};
+  ForEachGroup(args, lane, [&](unsigned rows) {
+#pragma unroll
+    for (int i = 0; i < kChoices; ++i) {
+      const unsigned most = kMost - i * kStep;
+      tiles[i] += (rows + most - 1) / most;
+    }
+  });
+  const int clusters = gridDim.x / T::kCluster;
+  int best_rows = kMost;
+  int64_t least = INT64_MAX;
+#pragma unroll
+  for (int i = 0; i < kChoices; ++i) {
+    const int64_t all =
+        static_cast<int64_t>(__reduce_add_sync(0xffffffffu, tiles[i])) * args.num_w_tiles;
+    const int rows = kMost - i * kStep;
+    const int64_t each = (all + clusters - 1) / clusters;
+    if (i == 0 && each > kFewTiles) break;
+    const int64_t cost = each * (rows + kStep);
+    if (cost < least) {
+      least = cost;
+      best_rows = rows;
+    }
+  }
+  return best_rows;
+}
+
+// What a launch finds out about its groups before its first tile. Narrow ones have a tile a group.
+struct LaunchShape {
+  bool narrow;    // see Tile::kFlexible
+  int tile_rows;  // of a cluster tile, at most
+};
+
+template <class T>
+__device__ __forceinline__ LaunchShape ShapeOf(const MoeGemmArgs& args, int lane) {
+  LaunchShape shape{false, T::kTokenTile * T::kMulticast};
+  if constexpr (T::kFlexible) {
+    shape.narrow = args.may_narrow && (args.plans || MostRows(args, lane) <= T::kNarrowTokens);
+  }
+  if constexpr (T::kEvens) {
+    if (args.few_tiles && !shape.narrow) shape.tile_rows = EvenTileRows<T>(args, lane);
+  }
+  return shape;
+}
+
 template <class T>
 class TileScheduler {
  public:
-  __device__ TileScheduler(const MoeGemmArgs& args, int lane) : args_(&args), lane_(lane) {
+  __device__ TileScheduler(const MoeGemmArgs& args, const LaunchShape& shape, int lane)
+      : args_(&args), lane_(lane), shape_(shape) {
     LoadGroups();
     CountTiles();
   }
@@ -63,7 +144,7 @@ class TileScheduler {
 
     // Raster inside a group: panels of `raster` weight tiles; inside a panel the weight tile runs
     // fastest. raster = 1 keeps the token tiles that share a weight tile adjacent in time.
-    const int token_tiles = (size - 1) / kTileRows + 1;
+    const int token_tiles = (size - 1) / tile_rows() + 1;
     const int panel_tiles = args_->raster * token_tiles;
     const int panel = index / panel_tiles;
     const int in_panel = index - panel * panel_tiles;
@@ -86,7 +167,10 @@ class TileScheduler {
   }
 
  private:
-  static constexpr int kTileRows = T::kTokenTile * T::kMulticast;
+  // Known to the compiler where it does not vary.
+  __device__ int tile_rows() const {
+    return T::kEvens ? shape_.tile_rows : T::kTokenTile * T::kMulticast;
+  }
 
   // Reads the 32 groups of the window, or makes the plan, which has no more.
   __device__ void LoadGroups() {
@@ -106,7 +190,7 @@ class TileScheduler {
   // NOTE: 32 bits hold the number of tiles of groups that fit in memory. Garbage groups that
   // overlap may wrap it, which gives wrong tiles, but none out of bounds.
   __device__ void CountTiles() {
-    tiles_ = size_ == 0 ? 0 : ((size_ - 1) / kTileRows + 1) * args_->num_w_tiles;
+    tiles_ = size_ == 0 ? 0 : ((size_ - 1) / tile_rows() + 1) * args_->num_w_tiles;
     inclusive_ = tiles_;
 #pragma unroll
     for (int offset = 1; offset < 32; offset *= 2) {
@@ -126,6 +210,7 @@ class TileScheduler {
 
   const MoeGemmArgs* args_;
   const int lane_;
+  const LaunchShape shape_;
   int window_ = 0;  // group of lane 0, unless planned here
   int group_ = 0;
   int found_group_ = 0;
@@ -135,13 +220,6 @@ class TileScheduler {
   int tiles_ = 0;
   int inclusive_ = 0;
 };
-
-// Rows of the largest group, as a warp.
-__device__ __forceinline__ int MostRows(const MoeGemmArgs& args, int lane) {
-  int most = 0;
-  for (int g = lane; g < args.num_groups; g += 32) most = max(most, RowsOfGroup(args, g).size);
-  return __reduce_max_sync(0xffffffffu, most);
-}
 
 // Draws the next tile, as a warp; the first lane gets it.
 __device__ __forceinline__ int DrawTile(const MoeGemmArgs& args, int lane) {
@@ -165,13 +243,10 @@ __device__ void RunScheduler(const Args& args, const SharedStorage<T>& smem, int
   // With one product the first tile of each cluster is given.
   const int given = kGoesOn<Args> ? 0 : gridDim.x / T::kCluster;
   int drawn = kGoesOn<Args> ? DrawTile(first, lane) : 0;  // on its way while groups are read
-  TileScheduler<T> scheduler(first, lane);
+  const LaunchShape shape = ShapeOf<T>(first, lane);
+  if (T::kFlexible && lane == 0) *smem.narrow() = shape.narrow;  // who sees the first tile sees it
+  TileScheduler<T> scheduler(first, shape, lane);
   PipelineState<T::kRing> slot;
-  if constexpr (T::kFlexible) {
-    const bool narrow =
-        first.may_narrow && (first.plans || MostRows(first, lane) <= T::kNarrowTokens);
-    if (lane == 0) *smem.narrow() = narrow;  // who sees the first tile sees it
-  }
   bool second = false;
   int before = 0;  // tiles of the product before
   int tile = kGoesOn<Args> ? __shfl_sync(kAll, drawn, 0) : blockIdx.x / T::kCluster;

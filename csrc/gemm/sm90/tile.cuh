@@ -192,9 +192,12 @@ struct Tile {
                                                                     : kTokenTile - 64;
   static constexpr int kBoxRows = kPacked && !kTokenSums ? kTokenStep : kDecode ? kTokenTile : 32;
 
-  // Gathered rows of X come in one-row boxes while a tile has few of them, else by a warpgroup of
-  // 16-byte asynchronous copies: issuing a box takes 20-40 clocks whatever its size.
+  // Gathered rows of X come in one-row boxes while a tile has few of them, else by 16-byte
+  // asynchronous copies of a warpgroup, or of the warp that else issues boxes: issuing one takes
+  // 20-40 clocks whatever its size.
   static constexpr bool kGatherByThreads = !kDecode && Format::kGathersByThreads;
+  static constexpr bool kGatherByWarp = kDecode && !kPacked && kTokenTile == 32 && kSplitK == 1;
+  static constexpr int kMostBoxes = kGatherByThreads ? 0 : kGatherByWarp ? 16 : kTokenTile;
   static constexpr int kProducers = kGatherByThreads ? 2 : 1;  // warpgroups
   static constexpr int kThreads = 128 * (kProducers + kConsumers);
 
@@ -247,6 +250,10 @@ struct Tile {
   static_assert(!kFlexible || kMostStages * (kWeightBytes + kNarrowTokens * kTokenStepBytes) <=
                                   kStages * kStageBytes,
                 "one stage more fits");
+
+  // Of few tiles the scheduler chooses how many rows each has, see EvenTileRows.
+  static constexpr bool kEvens =
+      !kPacked && !kPromoted && !kAddsLowRank && kTokenTile == 160 && kSplit == Split::kWeights;
 
   // Bytes of accumulators that the first CTA gets from each other one: [piece of 16 bytes][thread].
   static constexpr int kPartialBytes = kConsumers * 128 * kWarpgroupTokens * 4;

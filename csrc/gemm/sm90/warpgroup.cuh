@@ -15,9 +15,9 @@ using Accumulators = float[2][T::kWarpgroupTokens / 2];
 struct WarpgroupShare {
   int first_block;  // first of two 64-row weight blocks
   int first_token;
-  int rows;       // tokens that are stored
-  int columns;    // tokens that wgmma's N must cover, at least
-  bool gathered;  // threads wrote the rows of X, not the copy engine
+  int rows;     // tokens that are stored
+  int columns;  // tokens that wgmma's N must cover, at least
+  bool copied;  // threads wrote the rows of X, not the copy engine
 };
 
 // Place of a warpgroup's part of a tile in the output.
