@@ -344,3 +344,16 @@ def test_few_long_tiles_have_a_kernel_of_their_own():
     assert one(64, 16, 2, 8192, 14336)
     # deepseek-v3 has K past what token tiles of a group share in L2: no such tile at 24 usual rows
     assert one(256, 256, 8, 7168, 2048) and not one(512, 256, 8, 7168, 2048)
+
+
+@pytest.mark.parametrize("num_experts", (1, 2, 8, 32, 64, 128))
+@pytest.mark.parametrize(("hidden", "intermediate"), ((2048, 768), (1024, 2048), (2048, 2048)))
+def test_two_kernels_keep_their_tiles(num_experts, hidden, intermediate):
+    """Of groups of 16 to 24 usual rows, for which one kernel has others."""
+    for rows in range(10 * num_experts, 20 * num_experts, 2):
+        sizes = rows, num_experts, num_experts, hidden, intermediate
+        one, two = (
+            _gemm.tiles.mlp_configs(*sizes, True, one_kernel=allowed) for allowed in (True, False)
+        )
+        assert one[0].one_kernel or one == two
+        assert one[0].gather == two[0].gather

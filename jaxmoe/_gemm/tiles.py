@@ -298,9 +298,6 @@ def mlp_configs(
         gate_up = GemmConfig(128, 192)
     down = gmm_config(num_rows, num_experts, intermediate, hidden, share, second, packed=packed)
     usual = _usual_rows(num_rows, num_experts) if _sizes.is_known(num_rows) else math.inf
-    shares = max(hidden, intermediate) <= _MAX_SHARED_K
-    if one_kernel and shares and not packed and 16 < usual <= _MAX_SMALL_LAYER_ROWS:
-        gate_up = down = GemmConfig(128, 32)
     if coded and max(hidden, intermediate) <= MAX_CODED_K:
         gate_up, down = _coded_config(gate_up), _coded_config(down)
     if packed:
@@ -325,6 +322,9 @@ def mlp_configs(
     if many and not packed and hit * math.ceil(hidden / 128) < _MIN_LAYER_TILES:
         return gate_up, down
     whole = [dataclasses.replace(c, split_k=1) if many else c for c in (gate_up, down)]
+    shares = many and max(hidden, intermediate) <= _MAX_SHARED_K
+    if shares and not packed and 16 < usual <= _MAX_SMALL_LAYER_ROWS:
+        whole = [GemmConfig(128, 32, gather=gate_up.gather), GemmConfig(128, 32)]
     few = usual <= (_MAX_PACKED_LAYER_ROWS if packed else math.inf)
     one = whole[0].tile == whole[1].tile and few
     if not one or whole[0].tile not in (PACKED_LAYER_TILES if packed else LAYER_TILES):
