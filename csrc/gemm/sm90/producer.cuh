@@ -240,8 +240,8 @@ struct TokenSource {
 };
 
 // Copies rows of X of a tile, 16 bytes at a time, as kThreads threads: eight a row, swizzled by
-// hand. `source_of(r)`: the row of X that row r of the tile is, for r of this thread's group of
-// eight; one outside of X gives a row of zeros, as it does when the copy engine gathers.
+// hand. `source_of(r)`: the row of X that row r of the tile is, which all lanes of a warp ask
+// together; one outside of X gives a row of zeros, as it does when the copy engine gathers.
 template <class T, int kThreads, class SourceOf>
 __device__ __forceinline__ void CopyTokenTile(const MoeGemmArgs& args,
                                               const SharedStorage<T>& smem,
@@ -323,9 +323,8 @@ __device__ __forceinline__ void LoadTokenTile(const MoeGemmArgs& args,
   }
   if constexpr (T::kGatherByWarp) {
     if (from.one_row_boxes && IsCopied<T>(args, info.rows)) {
-      const auto source_of = [&](int r) {
-        return __shfl_sync(0xffffffffu, source[r < 32 ? 0 : kRowsPerLane - 1], r % 32);
-      };
+      static_assert(kRowsPerLane == 1);
+      const auto source_of = [&](int r) { return __shfl_sync(0xffffffffu, source[0], r); };
       CopyTokenTile<T, 32>(args, smem, info, lane, source_of, stage);
       return;
     }
@@ -344,7 +343,7 @@ __device__ __forceinline__ void LoadTokenTile(const MoeGemmArgs& args,
         for (int i = 0; i < kRowsPerLane; ++i) {
           const int r = lane + 32 * i;
           // The swizzle follows the shared-memory address, so one-row boxes assemble a tile.
-          if (r < min(info.rows, T::kMostBoxes)) {
+          if (r < info.rows) {
             ptx::TmaLoad2D(
                 dst + r * T::kTokenStepBytes, &args.x_map, full, k, source[i], from.policy);
           }
