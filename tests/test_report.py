@@ -115,6 +115,30 @@ def test_report_of_known_rows(tmp_path: Path) -> None:
     assert b"qwen3-30b-a3b" in first and b"FlashInfer*" in first
 
 
+def test_who_was_measured_in_turn_is_compared_with_that_run(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    folder = tmp_path / "h200"
+    (folder / "beside").mkdir(parents=True)
+    (folder / "new.json").write_text(json.dumps(_results("2026-02-01", slower=1.25)))
+    place = {"impl": "FlashInfer CuTe DSL", "model": "qwen3-30b-a3b", "tokens": 4096}
+    both = [
+        place | {"regime": "burst", "us": 490.0, "jaxmoe_us": 500.0},
+        place | {"regime": "loaded", "us": 530.0, "jaxmoe_us": 520.0},
+    ]
+    header = {"date": "2026-02-02", "peer": "CuTe DSL 9", "how": "One card."}
+    (folder / "beside" / "cute.json").write_text(json.dumps({"header": header, "rows": both}))
+    text = wrote(tmp_path, folder)["README.md"]
+    # 490 / 500, where jaxmoe's 496 and 535 of the table would make 0.99
+    assert "| qwen3-30b-a3b | 4096 | 496 | 80% | 0.98 |" in text
+    text = (folder / "README.md").read_text()
+    row = "| qwen3-30b-a3b | 4096 | FlashInfer CuTe DSL | 500 | 490 | 0.98 | 520 | 530 | 1.02 |"
+    assert row in text and "2026-02-02, CuTe DSL 9. One card." in text
+    # faster in bursts; under load it is slower than jaxmoe was beside it
+    lost = [line for line in text.splitlines() if line.startswith("FlashInfer CuTe DSL* ")]
+    assert ["4096" in line.rsplit("qwen3", 1)[1] for line in lost] == [True, False]
+    assert "| 707 |" not in text  # what it took elsewhere
+
+
 def test_other_models_have_a_table_of_their_own(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     folder = tmp_path / "h200"

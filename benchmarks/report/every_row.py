@@ -26,6 +26,7 @@ def page(found: Measurements) -> str:
     parts = ["# Results", _INTRODUCTION]
     sections = {
         "The layer in bf16": layer.summary(found) if found.points() else "",
+        "The layer in bf16, in turn with others on one card": layer.in_turn(found),
         "The layer with FP8 weights": fp8.summary(found),
         "Training": train.summary(found),
         "tiles: the heuristics and the best tile": _section(_TILES, _tile_rows(found), _TILES_NOTE),

@@ -1,6 +1,6 @@
 """The table of the layer in bf16: every number of tokens, next to what others take."""
 
-from benchmarks.report.measurements import Measurements, Point
+from benchmarks.report.measurements import Measurements, Point, beside, by_model
 from benchmarks.report.tables import filled, number, time_of, us, where
 
 # heading, implementation
@@ -22,6 +22,10 @@ _NOTE = (
     "*sustained*: under a second of load, for compute-heavy rows. *vs "
     "dense*: TFLOP/s over those of `jnp.matmul` with equal FLOPs."
 )
+_IN_TURN_NOTE = (
+    "Microseconds of a whole layer in bf16, uniform routing, both on one card in turn, in bursts "
+    "and under load; *ratio*: the other's time over jaxmoe's."
+)
 
 
 def summary(found: Measurements) -> str:
@@ -38,6 +42,29 @@ def summary(found: Measurements) -> str:
         names = "; ".join(f"{name} {how}" for name, how in found.peers["impls"].items())
         parts.append(f"\\* Not measured in these runs. {names}. {found.peers['conditions']}")
     return "\n\n".join(parts)
+
+
+def in_turn(found: Measurements) -> str:
+    """The table of others that were measured in turn with jaxmoe on one card, "" without any."""
+    head = ["model", "tokens", "impl", "jaxmoe", "other", "ratio", "loaded", "other", "ratio"]
+    rows = {
+        (row["model"], row["tokens"], row["impl"], row["regime"]): row
+        for row in found.peers.get("rows", ())
+        if "jaxmoe_us" in row
+    }
+    body = []
+    for model, tokens, impl in by_model(dict.fromkeys(key[:3] for key in rows)):
+        cells = [model, str(tokens), impl]
+        for regime in ("burst", "loaded"):
+            row = rows.get((model, tokens, impl, regime))
+            times = (row["jaxmoe_us"], row["us"]) if row else (None, None)
+            cells += [us(time) for time in times]
+            cells.append(number(row and row["us"] / row["jaxmoe_us"], ".2f"))
+        body.append(cells)
+    if not body:
+        return ""
+    how = " ".join(f"{run['date']}, {run['peer']}. {run['how']}" for run in found.peers["beside"])
+    return f"{filled(head, body)}\n\n{_IN_TURN_NOTE} {how}"
 
 
 def _cells(found: Measurements, point: Point) -> list[str]:
@@ -63,12 +90,14 @@ def _losses(found: Measurements) -> dict[str, list[Point]]:
     for point in found.points():
         ours, loaded = found.find(*point, "jaxmoe"), found.loaded(*point, "jaxmoe")
         others = {name: found.find(*point, impl) for name, impl in _MEASURED}
-        pairs = [(name, row and row.us, ours) for name, row in others.items()]
+        pairs = [(name, row and row.us, ours and ours.us) for name, row in others.items()]
         for _, name, regime in _PEERS:
-            theirs = found.peer_us(*point, name, regime=regime)
+            theirs = found.peer(*point, name, regime=regime)
             where_ours = " in bursts" if regime == "burst" else ""
-            pairs += [(f"{name}*{where_ours}", theirs, ours if regime == "burst" else loaded)]
-        for name, theirs, row in pairs:
-            if theirs and row and row.us and theirs < row.us:
+            row = ours if regime == "burst" else loaded
+            if theirs:
+                pairs += [(f"{name}*{where_ours}", theirs["us"], beside(theirs, row))]
+        for name, theirs_us, ours_us in pairs:
+            if theirs_us and ours_us and theirs_us < ours_us:
                 out.setdefault(name, []).append(point)
     return out

@@ -28,7 +28,8 @@ class Measurements:
     Attributes:
       runs: the headers of the runs that these rows come from, oldest first.
       rows: in the order of their runs.
-      peers: times of other libraries, measured elsewhere; `{}` if there are none.
+      peers: times of other libraries, measured elsewhere or, where a row has `jaxmoe_us`, in turn
+        with jaxmoe on one card; `{}` if there are none.
       run_of: place in `runs` of each row, by its kind.
       tuned: layers whose tiles were tuned.
     """
@@ -78,14 +79,19 @@ class Measurements:
         sustained = self.find(model, tokens, impl, regime="sustained", **fields)
         return sustained or self.find(model, tokens, impl, **fields)
 
-    def peer_us(self, model: str, tokens: int, impl: str, **fields: Any) -> float | None:
-        """Microseconds of another library: forward, bf16, loaded unless `fields` say otherwise."""
+    def peer(self, model: str, tokens: int, impl: str, **fields: Any) -> dict[str, Any] | None:
+        """The row of another library: forward, bf16, loaded unless `fields` say otherwise."""
         wanted = {"pass": "forward", "format": "bf16", "regime": "loaded"} | fields
         for row in self.peers.get("rows", ()):
             same = (row["model"], row["tokens"], row["impl"]) == (model, tokens, impl)
             if same and all(row[k] == v for k, v in wanted.items()):
-                return row["us"]
+                return row
         return None
+
+    def peer_us(self, model: str, tokens: int, impl: str, **fields: Any) -> float | None:
+        """The microseconds of `peer`."""
+        row = self.peer(model, tokens, impl, **fields)
+        return row["us"] if row else None
 
     def ratio(
         self, point: Point, impl: str, peers: Iterable[str], suite: str = "layer", **fields: Any
@@ -93,16 +99,18 @@ class Measurements:
         """The time of the fastest of these libraries over that of jaxmoe's implementation.
 
         In bursts and under load, the smaller ratio: most others were measured in one of them.
+        jaxmoe's time is that of the same run where the two were measured in turn.
         """
         ours = {
             "burst": self.find(*point, impl, suite=suite),
             "loaded": self.loaded(*point, impl, suite=suite),
         }
         found = [
-            time / row.us
+            theirs["us"] / us
             for regime, row in ours.items()
             for peer in peers
-            if (time := self.peer_us(*point, peer, regime=regime, **fields)) and row and row.us
+            if (theirs := self.peer(*point, peer, regime=regime, **fields))
+            and (us := beside(theirs, row))
         ]
         return min(found, default=None)
 
@@ -131,6 +139,11 @@ class Measurements:
 def kind(row: Row) -> Kind:
     """The fields that say what a row measures; the implementation is the last."""
     return tuple(getattr(row, name) for name in _KIND)
+
+
+def beside(theirs: dict[str, Any], ours: Row | None) -> float | None:
+    """jaxmoe's microseconds to compare another library's row with."""
+    return theirs.get("jaxmoe_us") or (ours and ours.us)
 
 
 def by_model(points: Iterable[Any]) -> list[Any]:
@@ -165,18 +178,31 @@ def load(folder: Path, peers: Path | None = None) -> Measurements:
     return Measurements(
         runs=[files[number]["header"] for number in used],
         rows=[row for _, row in sorted(newest.values(), key=lambda pair: pair[0])],
-        peers=_peers(peer_file) if peer_file.is_file() else {},
+        peers=_peers(peer_file, folder) if peer_file.is_file() else {},
         run_of={key: used.index(number) for key, (number, _) in newest.items()},
         tuned=read(sorted(folder.glob("tuned/*.json"))),
     )
 
 
-def _peers(path: Path) -> dict[str, Any]:
-    """The file of other libraries' times, its lists as one, each row with pass, format, regime."""
+def _peers(path: Path, folder: Path) -> dict[str, Any]:
+    """The file of other libraries' times, its lists as one, each row with pass, format, regime.
+
+    Rows of files under `beside` in the folder of results, of libraries that were measured in turn
+    with jaxmoe, stand for those of the same implementation, model and number of tokens.
+    """
     content = json.loads(path.read_text(encoding="utf-8"))
     plain, forward = {"pass": "forward", "format": "bf16"}, {"pass": "forward"}
-    rows = [row | plain for row in content["rows"]]
+    paths = sorted(folder.glob("beside/*.json"))
+    files = [json.loads(file.read_text(encoding="utf-8")) for file in paths]
+    in_turn = [row | plain for file in files for row in file["rows"]]
+    known = {_place(row) for row in in_turn}
+    rows = [row | plain for row in content["rows"] if _place(row) not in known]
     rows += [row | plain | {"pass": "forward+backward"} for row in content["training"]]
     rows += [row | forward for part in ("fp8", "packed") for row in content[part]["rows"]]
     bursts = [r | {"regime": "burst", "us": r["burst_us"]} for r in rows if "burst_us" in r]
-    return content | {"rows": [row | {"regime": "loaded"} for row in rows] + bursts}
+    loaded = [row | {"regime": "loaded"} for row in rows]
+    return content | {"rows": in_turn + loaded + bursts, "beside": [f["header"] for f in files]}
+
+
+def _place(row: dict[str, Any]) -> tuple[str, str, int]:
+    return row["impl"], row["model"], row["tokens"]
