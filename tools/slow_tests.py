@@ -1,8 +1,11 @@
 """Writes tests/slow.txt, the tests of which a quick run takes one set of parameters or none.
 
-    rm -rf build/jax_cache; make test-all ARGS=--junitxml=build/all.xml
     rm -rf build/jax_cache; make test ARGS="--quick --junitxml=build/quick.xml"
-    python tools/slow_tests.py build/all.xml build/quick.xml
+    rm -rf build/jax_cache; make test-all ARGS=--junitxml=build/all.xml
+    python tools/slow_tests.py build/quick.xml build/all.xml
+
+Without the report of a whole run, which takes long, tests are only added: what a quick run has become
+slow by since.
 
 A program that one test compiled is free for the next, so the times of a quick run say more of what
 is left in it: what takes long there is left out whole. What was left out of that run stays out, if
@@ -34,12 +37,16 @@ def seconds_of(report: Path) -> dict[str, float]:
     return seconds
 
 
-def main(whole: Path, quick: Path) -> None:
-    """Writes the file from the reports of a whole run and of a quick one."""
-    of_all, of_few = seconds_of(whole), seconds_of(quick)
-    names = {name for times in (of_all, of_few) for name, time in times.items() if time > SLOW_S}
+def main(quick: Path, whole: Path | None = None) -> None:
+    """Writes the file from the reports of a quick run and, if there is one, of a whole one."""
+    of_few = seconds_of(quick)
     path = ROOT / "tests" / "slow.txt"
-    lines = path.read_text("utf-8").splitlines()
+    lines = [line for line in path.read_text("utf-8").splitlines() if not line.startswith("#")]
+    names = {name for name, time in of_few.items() if time > SLOW_S}
+    if whole is None:
+        names |= {line.removesuffix(" -") for line in lines}
+    else:
+        names |= {name for name, time in seconds_of(whole).items() if time > SLOW_S}
     out = {line.removesuffix(" -") for line in lines if line.endswith(" -")} - of_few.keys()
     out |= {name for name, time in of_few.items() if time > TOO_SLOW_S}
     lines = [f"{name} -\n" if name in out else f"{name}\n" for name in sorted(names)]
@@ -48,4 +55,4 @@ def main(whole: Path, quick: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(*map(Path, sys.argv[1:]))

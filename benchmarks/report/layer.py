@@ -1,6 +1,6 @@
 """The table of the layer in bf16: every number of tokens, next to what others take."""
 
-from benchmarks.report.measurements import Measurements, Point, beside, by_model
+from benchmarks.report.measurements import Measurements, Point, by_model, us_to_compare
 from benchmarks.report.tables import filled, number, time_of, us, where
 
 # heading, implementation
@@ -96,7 +96,7 @@ def _losses(found: Measurements) -> dict[str, list[Point]]:
             where_ours = " in bursts" if regime == "burst" else ""
             row = ours if regime == "burst" else loaded
             if theirs:
-                pairs += [(f"{name}*{where_ours}", theirs["us"], beside(theirs, row))]
+                pairs += [(f"{name}*{where_ours}", theirs["us"], us_to_compare(theirs, row))]
         for name, theirs_us, ours_us in pairs:
             if theirs_us and ours_us and theirs_us < ours_us:
                 out.setdefault(name, []).append(point)

@@ -110,7 +110,7 @@ class Measurements:
             for regime, row in ours.items()
             for peer in peers
             if (theirs := self.peer(*point, peer, regime=regime, **fields))
-            and (us := beside(theirs, row))
+            and (us := us_to_compare(theirs, row))
         ]
         return min(found, default=None)
 
@@ -141,7 +141,7 @@ def kind(row: Row) -> Kind:
     return tuple(getattr(row, name) for name in _KIND)
 
 
-def beside(theirs: dict[str, Any], ours: Row | None) -> float | None:
+def us_to_compare(theirs: dict[str, Any], ours: Row | None) -> float | None:
     """jaxmoe's microseconds to compare another library's row with."""
     return theirs.get("jaxmoe_us") or (ours and ours.us)
 

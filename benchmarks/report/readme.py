@@ -21,11 +21,11 @@ _RATIOS_NOTE = (
     "geometric one, and *slower at* names every model and number of tokens where jaxmoe loses. "
     "\\* measured on another day (2026-11-20 to 22) and another card of the kind, under load or in "
     "bursts: compared with jaxmoe in the same regime, where it was measured in both by the smaller "
-    "ratio. But FlashInfer CuTe DSL, up to 256 tokens and at all of mixtral-8x7b and "
-    "qwen3-30b-a3b: in turn with jaxmoe on one card (2026-11-28, "
-    "[both times](benchmarks/results/h200/README.md)), whose ratio counts. SonicMoE's times have "
-    "its router in them, and its tiles were not tuned. Two runs of jaxmoe give the same bits in "
-    "every configuration; those of CuTe DSL, as it was timed, do not."
+    "ratio. Where a library was timed [in turn with jaxmoe on one card]"
+    "(benchmarks/results/h200/README.md#the-layer-in-bf16-in-turn-with-others-on-one-card), that "
+    "ratio counts. SonicMoE's times have its router in them, and its tiles were not tuned. Two "
+    "runs of jaxmoe give the same bits in every configuration; those of CuTe DSL, as it was timed, "
+    "do not."
 )
 _NOTE = (
     "Microseconds of one layer with uniform routing, in bursts. *ratio\\**: what the fastest "
