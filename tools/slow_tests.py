@@ -4,8 +4,8 @@
     rm -rf build/jax_cache; make test-all ARGS=--junitxml=build/all.xml
     python tools/slow_tests.py build/quick.xml build/all.xml
 
-Without the report of a whole run, which takes long, tests are only added: what a quick run has become
-slow by since.
+Without the report of a whole run, which takes long, tests are only added: by what a quick run has
+become slow since.
 
 A program that one test compiled is free for the next, so the times of a quick run say more of what
 is left in it: what takes long there is left out whole. What was left out of that run stays out, if
