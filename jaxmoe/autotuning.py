@@ -305,7 +305,7 @@ def _legal(a: Operands, layer: Layer, pairs: Iterable[Pair]) -> Iterator[Pair]:
     for pair in pairs:
         try:
             checks.check_configs(_OP, pair, *sizes, coded)
-            checks.check_one_kernel(_OP, layer.replace(config=pair))
+            checks.check_one_kernel(_OP, layer.replace(config=pair), size, a.h_scale is not None)
         except ValueError:
             continue
         yield pair

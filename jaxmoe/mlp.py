@@ -340,13 +340,14 @@ def static_of(
     absent = () if isinstance(x, QuantizedArray) else ("x_scales",)
     coded = one_call and layer.multiplies_codes(absent)
     checks.check_configs(op, config, hidden, intermediate, promoted, odd, format.packed, coded)
-    checks.check_one_kernel(op, layer)
+    checks.check_one_kernel(op, layer, intermediate, experts.h_scale is not None)
     return layer
 
 
 def whole_k_of(op: str, layer: Layer, num_rows: int, experts: Experts) -> Layer:
     """The layer with tiles that do not split the k loop."""
-    chosen = of_shapes(layer, num_rows, experts.hidden, experts.intermediate)
+    sizes = num_rows, experts.hidden, experts.intermediate
+    chosen = of_shapes(layer, *sizes, static=experts.h_scale is not None)
     asked = layer.config or (None, None)
     first, second = (whole_k(op, f"config[{i}]", asked[i], chosen[i]) for i in (0, 1))
     return layer.replace(config=(first, second))

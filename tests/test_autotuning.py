@@ -113,6 +113,7 @@ def test_layers_are_found_wherever_they_are():
         "hidden": H,
         "intermediate": INTER,
         "finalize": True,
+        "static": False,
     }
 
 
@@ -166,7 +167,7 @@ def test_what_is_measured_is_legal(format, activation):
     pairs = [pair for pair, _ in times]
     assert len({first.tile for first, _ in pairs}) > 3 and len({s.tile for _, s in pairs}) > 3
     one = [first for first, _ in pairs if first.one_kernel]
-    assert bool(one) == (activation == "swiglu" and format in (None, "int4_g128"))
+    assert bool(one) == (activation == "swiglu" and format in (None, "fp8_block", "int4_g128"))
     for pair in pairs:
         assert tiles_of(functools.partial(jaxmoe.moe_mlp, config=pair), *arguments) == pair
 
@@ -223,6 +224,20 @@ def test_the_fastest_is_used():
     assert result.best(problem) == fastest and times[0] == (fastest, 1.0)
     with result:
         assert tiles_of(jaxmoe.moe_mlp, X, ROUTING, EXPERTS) == fastest
+
+
+def test_layers_with_static_scales_are_measured_apart():
+    """One kernel runs both of their products, but not where scales follow from all features."""
+    dynamic = experts_of("fp8_tensor")
+    static = dataclasses.replace(dynamic, h_scale=jax.ShapeDtypeStruct((), jnp.float32))
+    results = [
+        autotuning.tune(found(jaxmoe.moe_mlp, X, ROUTING, e), Fake) for e in (dynamic, static)
+    ]
+    (first, slow), (second, fast) = (result.data[0] for result in results)
+    assert (first.static, second.static) == (False, True)
+    assert dataclasses.replace(second, static=False) == first
+    one = [any(first.one_kernel for (first, _), _ in times) for times in (slow, fast)]
+    assert one == [False, True]
 
 
 def test_the_second_product_is_tuned_beside_the_best_first():

@@ -56,7 +56,35 @@ def with_leaf(q, **leaf):
     return dataclasses.replace(q, **leaf)
 
 
+DECODE = GemmConfig(128, 8)
+ONE = (dataclasses.replace(DECODE, one_kernel=True), DECODE)
+
+
+def one_kernel(inter, format="fp8_tensor", **rest):
+    """A layer of `inter` activations a token that asks for one kernel."""
+    first, second = weights(E, H, 2 * inter, format=format), weights(E, inter, H, format=format)
+    return {"w_gate_up": first, "w_down": second, "config": ONE, **rest}
+
+
 LAYER_ERRORS = (
+    (
+        one_kernel(INTER),
+        ValueError,
+        "config[0].one_kernel must be False if scales of activations follow from all features of "
+        "a token. Got config: a tuple.",
+    ),
+    (
+        one_kernel(3088, "fp8_block"),
+        ValueError,
+        "config[0].one_kernel must be False with scales of blocks and more than 3072 activations "
+        "a token. Got config: a tuple.",
+    ),
+    (
+        one_kernel(2064, intermediate_scale=SCALE),
+        ValueError,
+        "config[0].one_kernel must be False if one product promotes its sums and the other does "
+        "not. Got config: a tuple.",
+    ),
     (
         {"w_down": PLAIN["w_down"]},
         TypeError,

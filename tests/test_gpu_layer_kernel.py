@@ -19,6 +19,7 @@ from jaxmoe._testing import (
     layer_inputs,
     normal,
     poison,
+    quantized_inputs,
     routing_weights,
 )
 
@@ -37,6 +38,21 @@ CASES = (
 )
 
 
+# FP8 weights, their sums and their elements.
+FP8 = (
+    ("fp8_block", None, "e4m3"),
+    *(("fp8_tensor", sums, e) for sums in ("fast", "promoted") for e in ("e4m3", "e5m2")),
+)
+# Last groups of scales that are one tile, or end inside one, and as many groups as one kernel
+# quantizes.
+FP8_CASES = (
+    *CASES,
+    (50, Layer("alone", "", 400, 704, 30, 4, bias=True)),
+    (60, Layer("ragged", "", 272, 336, 9, 2, "geglu", "interleaved")),
+    (20, Layer("most", "", 256, 3072, 12, 3)),
+)
+
+
 def legal(layer, format):
     """The layer with H and I that the format's groups divide."""
     unit = 128 if "g128" in format else 64
@@ -44,15 +60,16 @@ def legal(layer, format):
     return dataclasses.replace(layer, hidden=up(layer.hidden), intermediate=up(layer.intermediate))
 
 
-def experts_of(inputs, layer, layout, **weights):
+def experts_of(inputs, layer, layout, **rest):
     return jaxmoe.Experts(
-        gate_up=weights.get("gate_up", inputs["w_gate_up"]),
-        down=weights.get("down", inputs["w_down"]),
+        gate_up=rest.pop("gate_up", inputs["w_gate_up"]),
+        down=rest.pop("down", inputs["w_down"]),
         gate_up_bias=inputs.get("b_gate_up"),
         down_bias=inputs.get("b_down"),
         activation=layer.activation,
         order=layer.gate_up,
         layout=layout,
+        **rest,
     )
 
 
@@ -100,6 +117,34 @@ def test_packed_weights(format, tile):
         check(i["x"], routing, experts_of(i, layer, "nk", **weights), tile, rows=index == 2)
 
 
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("tile", PLAIN_TILES, ids=str)
+@pytest.mark.parametrize(("format", "accum", "element"), FP8)
+def test_fp8_weights(format, accum, element, tile):
+    """Static scales of the activations, or those of groups that the kernel makes itself."""
+    for index, (num_tokens, layer) in enumerate(FP8_CASES):
+        if tile[3] > -(-min(layer.hidden, layer.intermediate) // 128):
+            continue  # a part of the k loop would be empty
+        rng = np.random.default_rng([index, tile[1], tile[3]])
+        dtype = (jnp.bfloat16, jnp.float16)[index % 2]
+        i = quantized_inputs(layer, num_tokens, "zipf", rng, dtype, format, "nk", element)
+        rest = {"accum": accum}
+        if format == "fp8_tensor":
+            h_scale = jnp.float32(0.02) if index % 2 else normal(rng, (layer.num_experts,)) ** 2
+            rest |= {"x_scale": jnp.float32(0.02), "h_scale": h_scale}
+        routing = Routing(i["expert_ids"], i["weights"])
+        check(i["x"], routing, experts_of(i, layer, "nk", **rest), tile, rows=index == 1)
+
+
+@pytest.mark.parametrize("tile", PLAIN_TILES, ids=str)
+def test_groups_of_any_values(tile):
+    """Zeros, infinities and NaN in groups whose scales the kernel makes."""
+    layer = Layer("", "", 256, 320, 16, 2)
+    i = quantized_inputs(layer, 60, "uniform", np.random.default_rng(8), jnp.bfloat16, "fp8_block")
+    x = i["x"].at[::5].set(0).at[1::10, 7].set(jnp.nan).at[2::10].multiply(1e30)
+    check(x, Routing(i["expert_ids"], i["weights"]), experts_of(i, layer, "kn"), tile)
+
+
 @pytest.mark.parametrize("case", (0, 2))
 def test_a_tile_whose_kernel_is_gone(case, monkeypatch):
     """Exported programs and saved tunings that ask for it run as two launches."""
@@ -138,11 +183,13 @@ def test_a_window_of_the_experts():
     assert_equal(fn(i["x"], routing, experts, **window, config=one), wanted)
 
 
-def test_a_thousand_layers_in_a_row():
+@pytest.mark.parametrize("format", (None, "fp8_block"))
+def test_a_thousand_layers_in_a_row(format):
     """Ever new routings in one program: no wait that nobody ends, no count that is not cleared."""
-    layer = Layer("", "", 256, 128, 64, 4)
+    layer = Layer("", "", 256, 256, 64, 4)
     rng = np.random.default_rng(6)
-    i = layer_inputs(layer, 24, "uniform", rng, jnp.bfloat16)
+    draw = functools.partial(quantized_inputs, format=format) if format else layer_inputs
+    i = draw(layer, 24, "uniform", rng, jnp.bfloat16)
     experts = experts_of(i, layer, "kn")
     ids = np.stack([expert_ids("zipf", rng, 24, 64, 4) for _ in range(1000)])
     weights = routing_weights(rng, 24, 4)

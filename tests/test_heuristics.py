@@ -334,6 +334,19 @@ def test_one_kernel_runs_both_products_where_groups_have_few_rows(packed):
     assert not first.one_kernel or first.tile == second.tile
 
 
+@pytest.mark.parametrize("promoted", ((False, False), (True, True)))
+def test_one_kernel_runs_both_products_of_fp8(promoted):
+    def first(num_tokens):
+        sizes = (num_tokens * 8, 128, 128, 2048, 768)
+        return _gemm.tiles.mlp_configs(*sizes, True, promoted, one_kernel=True)[0]
+
+    # Promoted sums keep tiles of 32 tokens for longer.
+    tokens = (4, 8, 64, 128, 256, 320, 512)
+    chosen = [first(t).one_kernel for t in tokens]
+    assert chosen == [False, True, True, True, True, promoted[0], False]
+    assert all(first(t).gather and first(t).split_k == 1 for t in tokens[1:5])
+
+
 def test_few_long_tiles_have_a_kernel_of_their_own():
     def one(num_tokens, num_experts, top_k, hidden, intermediate):
         sizes = (num_tokens * top_k, num_experts, num_experts, hidden, intermediate)

@@ -134,39 +134,6 @@ __device__ __forceinline__ void FenceProxyAsyncGlobal() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
-// ---- counters in global memory ---------------------------------------------------------------
-
-// Adds one. Whoever then loads the sum by LoadAcquire sees all that this thread has written, and
-// all that threads have written which it has met at a barrier.
-__device__ __forceinline__ void AddRelease(int* counter) {
-  asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
-}
-
-// Waits, as a warp, until a word is not 0, unless it is null. The compiler sees no loop here: after
-// one it would take the lanes for apart, and make other code of all that the warps of a kernel do.
-__device__ __forceinline__ void WaitForWord(const uint32_t* word) {
-  asm volatile(
-      "{\n"
-      ".reg .pred waits;\n"
-      ".reg .u32 value;\n"
-      "setp.ne.u64 waits, %0, 0;\n"
-      "@!waits bra.uni done;\n"
-      "again:\n"
-      "ld.acquire.sys.global.u32 value, [%0];\n"
-      "setp.eq.u32 waits, value, 0;\n"
-      "vote.sync.any.pred waits, waits, 0xffffffff;\n"
-      "@waits bra.uni again;\n"
-      "done:\n"
-      "}\n" ::"l"(word)
-      : "memory");
-}
-
-__device__ __forceinline__ int LoadAcquire(const int* counter) {
-  int value;
-  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
-  return value;
-}
-
 // ---- wgmma ----------------------------------------------------------------------------------
 
 // Descriptor of a 128-byte-swizzled operand whose 8-row (or 8-k) groups are 1024 bytes apart.

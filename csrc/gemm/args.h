@@ -100,8 +100,16 @@ struct MoeGemmArgs {
 // Both products of a layer, see sm90/products.cuh.
 struct MoeLayerArgs {
   MoeGemmArgs products[2];  // gate-up and down, with as many rows in the same groups
-  int* stored;              // [rows]: at a token tile's first row, gate-up tiles stored; zero first
+  int* stored;              // [rows]: at a token tile's first row, see sm90/stored.cuh; zero first
+  int count_mask;           // bits of that which count,
+  int complete;             // and their number when the down product may read the rows
+  // The intermediate quantized by groups of 128, which is what the down product reads, or null.
+  void* act_values;   // [rows, n_out], e4m3
+  float* act_scales;  // [rows, ceil(n_out / 128)]
 };
+
+// Groups of 128 features up to which one kernel quantizes them, see sm90/stored.cuh.
+inline constexpr int kMaxStoredGroups = 24;
 
 // Tiles a CTA up to which the scheduler chooses how many rows they have, see EvenTileRows.
 inline constexpr int kFewTiles = 4;

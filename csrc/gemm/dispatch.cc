@@ -66,6 +66,9 @@ PackedArgs MakePacked(const MoeGemmProblem& p, int rows, int step_k) {
 // With step scales, so promoted sums.
 bool ByStep(const MoeGemmProblem& p) { return p.scales.shared == Shared::kBlock; }
 
+// Groups of 128 elements of a row of X, which share a scale.
+int StoredGroups(const MoeGemmProblem& down) { return static_cast<int>(CeilDiv(down.k, 128)); }
+
 ScaleArgs MakeScales(const MoeGemmProblem& p) {
   constexpr int kBlock = 128;
   const int blocks = static_cast<int>(CeilDiv(p.k, kBlock));
@@ -331,9 +334,13 @@ const char* LaunchMoeGemm(const MoeGemmProblem& p, const TileConfig& asked, cuda
   return Reason(launch(args, grid, p.pdl, stream));
 }
 
-bool HasLayerKernel(const MoeGemmProblem& gate_up, const TileConfig& tile) {
+bool HasLayerKernel(const MoeGemmProblem& gate_up,
+                    const MoeGemmProblem& down,
+                    const TileConfig& tile) {
   const Variant* variant = FindVariant(gate_up, tile);
-  return variant != nullptr && variant->launch_layer != nullptr;
+  if (variant == nullptr || variant->launch_layer == nullptr) return false;
+  if (gate_up.scales.promoted != down.scales.promoted) return false;
+  return !ByStep(down) || StoredGroups(down) <= kMaxStoredGroups;
 }
 
 const char* LaunchMoeLayer(const MoeGemmProblem& gate_up,
@@ -358,11 +365,22 @@ const char* LaunchMoeLayer(const MoeGemmProblem& gate_up,
   if (down.out_rows != nullptr && down.packed.packing != Packing::kNone) {
     return "one kernel for both products of packed weights stores no rows elsewhere";
   }
+  if (!HasLayerKernel(gate_up, down, gate_up_tile)) {
+    return "one kernel for both products quantizes up to 3072 features and sums both alike";
+  }
   if (IsEmpty(gate_up) || IsEmpty(down)) return "one kernel for both products needs both";
-  MoeLayerArgs args;
+  MoeLayerArgs args{};
   if (const char* error = MakeArgs(gate_up, gate_up_tile, first, &args.products[0])) return error;
   if (const char* error = MakeArgs(down, down_tile, second, &args.products[1])) return error;
   args.stored = stored;
+  args.count_mask = INT32_MAX;
+  args.complete = args.products[0].num_w_tiles;
+  if (ByStep(down)) {  // the kernel writes what it then reads
+    args.count_mask = 0xff;
+    args.complete = StoredGroups(down);
+    args.act_values = const_cast<void*>(down.x);
+    args.act_scales = const_cast<float*>(down.scales.x);
+  }
   const int64_t tiles =
       MaxTiles(gate_up, args.products[0], *first) + MaxTiles(down, args.products[1], *second);
   int grid = 0;

@@ -161,12 +161,15 @@ const char* LaunchMoeGemm(const MoeGemmProblem& problem,
                           const TileConfig& tile,
                           cudaStream_t stream);
 
-// Whether a tile has a kernel for both products.
-bool HasLayerKernel(const MoeGemmProblem& gate_up, const TileConfig& tile);
+// Whether there is a kernel for both products.
+bool HasLayerKernel(const MoeGemmProblem& gate_up,
+                    const MoeGemmProblem& down,
+                    const TileConfig& tile);
 
 // Both products of a layer in one launch, with tiles of one shape, of the same groups and plan.
 // `stored` [rows] and the tile counter of `gate_up` are zero when the kernel starts; that one
-// counter is for both. `pdl` and the plan are those of `gate_up`.
+// counter is for both. `pdl` and the plan are those of `gate_up`. With blocks of scales the kernel
+// quantizes what `gate_up` writes to what `down` reads, x and its scales.
 const char* LaunchMoeLayer(const MoeGemmProblem& gate_up,
                            const TileConfig& gate_up_tile,
                            const MoeGemmProblem& down,

@@ -45,6 +45,10 @@ struct Layer {
   // That copy. Rows that are not quantized, [R, H] in expert order or [T, H], live in the buffer of
   // the down GEMM's rows: they are read for the last time before the first of those is written.
   void* moved_x() const { return quantized ? p.xq : p.rows; }
+  // Whether no pass over the whole intermediate quantizes it: static scales, or of small groups.
+  bool quantizes_inside() const {
+    return !quantized || p.static_act != nullptr || RowOf(p.format).tokens == Shared::kGroup;
+  }
   // Whether the rows that a product reads are e4m3 bytes, by which it multiplies codes.
   bool codes(const MlpWeights& weights) const {
     return !given && p.rule == TokenRule::kE4M3 && p.format == WeightFormat::kInt4G128 &&
@@ -356,17 +360,16 @@ const char* LaunchMoeMlp(const MoeMlpParams& p, cudaStream_t stream) {
   if (p.arrivals != nullptr && (!fetches || adapters != nullptr || p.peers == nullptr)) {
     return "tokens that come meanwhile are fetched by the product, without adapters";
   }
-  if (asks_for_one && (adapters != nullptr || layer.quantized || layer.rounds || !p.gated)) {
-    return "one kernel for both products is for gated layers, neither quantized tokens nor "
-           "adapters";
+  if (asks_for_one && (adapters != nullptr || layer.rounds || !p.gated)) {
+    return "one kernel for both products is for gated layers, neither rounded tokens nor adapters";
   }
   const PlanParams plan = MakePlan(layer);
   MoeGemmProblem gate_up = GateUpProblem(layer);
   MoeGemmProblem down = DownProblem(layer);
   // Programs and tunings may be older than this library: two kernels compute the same bits.
   const bool one_kernel = asks_for_one && p.sources == nullptr && p.arrivals == nullptr &&
-                          !(packed && p.peers != nullptr) &&
-                          HasLayerKernel(gate_up, p.gate_up.tile);
+                          !(packed && p.peers != nullptr) && layer.quantizes_inside() &&
+                          HasLayerKernel(gate_up, down, p.gate_up.tile);
   // Decoding a token or two: the GEMMs plan for themselves, which saves a launch. They write no
   // expert_offsets, which zero_rows reads, and a rounding by static scales of each expert; and
   // where rows go is known before they run.

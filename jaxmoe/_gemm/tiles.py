@@ -79,6 +79,10 @@ _MAX_PLANNED_ROWS = 32
 _MIN_LAYER_TILES = 4 * _SMS
 _MAX_PACKED_LAYER_ROWS = 10
 
+# Activations of a token that such a kernel quantizes itself, by groups of 128.
+# NOTE: csrc has the same: kMaxStoredGroups in gemm/args.h.
+MAX_STORED_FEATURES = 24 * 128
+
 # Usual rows of a group up to which one kernel for both products is worth tiles of 32 rows, where a
 # second one of a group finds weights in L2.
 _MAX_SMALL_LAYER_ROWS = 24

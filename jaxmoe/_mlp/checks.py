@@ -225,8 +225,11 @@ def check_configs(
         raise ValueError(_checks.message(op, rule, config=config))
 
 
-def check_one_kernel(op: str, layer: Layer) -> None:
-    """Refuses one kernel for both products where there is none for them."""
+def check_one_kernel(op: str, layer: Layer, intermediate: int, static: bool) -> None:
+    """Refuses one kernel for both products where there is none for them.
+
+    `static`: whether the activations' scales are given.
+    """
     first, second = layer.config or (None, None)
     name = "config[0].one_kernel"
     rule = None
@@ -234,7 +237,7 @@ def check_one_kernel(op: str, layer: Layer) -> None:
         rule = "config[1].one_kernel must be False: the gate-up GEMM's kernel goes on, config[0]'s"
     elif first is None or not first.one_kernel:
         return
-    elif (why := no_layer_kernel(layer)) is not None:
+    elif (why := no_layer_kernel(layer, intermediate, static)) is not None:
         rule = f"{name} must be False {why}"
     elif first.tile not in (allowed := PACKED_LAYER_TILES if layer.format.packed else LAYER_TILES):
         tiles = ", ".join(map(str, sorted(allowed)))

@@ -27,6 +27,7 @@ class Problem:
       num_experts, num_local_experts: those that tokens are routed over, and those here.
       hidden, intermediate: H and I.
       finalize: whether the layer ends with the sum of each token's rows.
+      static: whether scales of the activations are given.
     """
 
     format: str
@@ -42,6 +43,7 @@ class Problem:
     hidden: int
     intermediate: int
     finalize: bool
+    static: bool
 
 
 class Table(Protocol):
@@ -79,6 +81,7 @@ def problem_of(a: Operands, layer: Layer) -> Problem | None:
         hidden=a.x.shape[1],
         intermediate=layer.intermediate(a.w_down),
         finalize=layer.finalize,
+        static=a.h_scale is not None,
     )
 
 

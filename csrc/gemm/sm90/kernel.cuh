@@ -3,17 +3,18 @@
 //   Y[r, n] = epilogue(sum_k W[e(r)][n, k] * X[x_row(r), k])
 //
 // Persistent CTAs of a producer warpgroup (warp 0 schedules, one thread of warp 1 loads weights,
-// warp 2 loads rows of X, warp 3 brings scales), in wide tiles one that gathers rows of
-// X, and one or two of consumers. Weights sit on wgmma's M side and tokens on N, for decode and
-// prefill alike, so the token tile goes down to 8 (the other way round in the wide tiles of
-// promoted sums, see promoted.cuh). One tensor map serves all experts: the expert is a coordinate.
-// Measurements behind the tile shapes are in docs/notes.md#what-holds-now.
+// warp 2 loads rows of X, warp 3 brings scales or counts stored tiles), in wide tiles one that
+// gathers rows of X, and one or two of consumers. Weights sit on wgmma's M side and tokens on N,
+// for decode and prefill alike, so the token tile goes down to 8 (the other way round in the wide
+// tiles of promoted sums, see promoted.cuh). One tensor map serves all experts: the expert is a
+// coordinate. Measurements behind the tile shapes are in docs/notes.md#what-holds-now.
 #pragma once
 
 #include "csrc/gemm/sm90/epilogue.cuh"
 #include "csrc/gemm/sm90/low_rank.cuh"
 #include "csrc/gemm/sm90/producer.cuh"
 #include "csrc/gemm/sm90/scheduler.cuh"
+#include "csrc/gemm/sm90/stored.cuh"
 #include "csrc/gemm/sm90/token_epilogue.cuh"
 
 namespace jaxmoe {
@@ -159,22 +160,6 @@ __device__ __forceinline__ void RunConsumer(const Args& kernel_args,
   });
 }
 
-// Counts tiles of the gate-up product when they are stored. A warp of its own, as the fence before
-// an addition takes a microsecond.
-template <class T>
-__device__ __forceinline__ void RunStoredCounter(const MoeLayerArgs& args,
-                                                 const SharedStorage<T>& smem,
-                                                 int lane) {
-  const bool sum_is_here = T::kSplitK == 1 || ptx::ClusterRank() == 0;
-  ForEachTile(smem, lane, [&](const TileInfo& info, const auto& slot) {
-    if (!info.second() && sum_is_here) {
-      ptx::BarrierWait(smem.stored(slot.index()), slot.parity());
-      if (lane == 0) ptx::AddRelease(args.stored + info.row);
-    }
-    slot.Release();
-  });
-}
-
 // Initializes barriers for `loaders` warps that read the ring to fill stages, as one thread.
 template <class T>
 __device__ __forceinline__ void InitBarriers(const SharedStorage<T>& smem,
@@ -253,11 +238,15 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
         // that, before its own wait, it may read everything written two launches back.
         GridDependencyWait();
         GridDependencyLaunch();
+        bool counts = kGoesOn<Args>;
         if constexpr (T::kPromoted) {
-          if (args.scales.by_step) RunScaleProducer<T>(args, smem, lane);
+          if (args.scales.by_step) RunScaleProducer<T>(kernel_args, smem, lane);
+          counts = counts && !args.scales.by_step;
         }
         if constexpr (T::kBringsScales) RunTileScales<T>(args, smem, lane);
-        if constexpr (kGoesOn<Args>) RunStoredCounter<T>(kernel_args, smem, lane);
+        if constexpr (kGoesOn<Args>) {
+          if (counts) RunStoredCounter<T>(kernel_args, smem, lane);
+        }
       }
       if (warp == 2 && !(T::kGatherByThreads && args.gather)) {
         RunTokenProducer<T>(kernel_args, smem, lane);

@@ -5,6 +5,7 @@
 // being written by the previous kernel (programmatic dependent launch).
 #pragma once
 
+#include "csrc/common/counters.cuh"
 #include "csrc/common/launch.h"
 #include "csrc/gemm/sm90/products.cuh"
 #include "csrc/gemm/sm90/tile.cuh"
@@ -368,7 +369,7 @@ __device__ __forceinline__ void WaitForRows(const MoeLayerArgs& args,
                                             const TileInfo& info,
                                             int lane) {
   if (lane == 0) {
-    while (ptx::LoadAcquire(args.stored + info.row) < args.products[0].num_w_tiles) {
+    while ((ptx::LoadAcquire(args.stored + info.row) & args.count_mask) < args.complete) {
     }
   }
   __syncwarp();

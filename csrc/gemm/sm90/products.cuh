@@ -2,11 +2,11 @@
 // product while tiles of the gate-up product are still being computed.
 //
 // Tiles are numbered, those of the gate-up product first, and drawn in order from one counter. A
-// tile of the down product reads what gate-up tiles of its rows store; the warp that loads its
-// tokens waits until all of those are counted. Weights wait for nothing, so they stream while the
-// gate-up product comes to its end. A tile waits for smaller numbers alone, which CTAs have drawn
-// that run: none waits for ever, however few CTAs run at once. That is why the first tile of a CTA
-// is drawn as well.
+// tile of the down product reads what gate-up tiles of its rows store; the warps that bring
+// its tokens and their scales wait until all of those are counted. Weights wait for nothing, so
+// they stream while the gate-up product comes to its end. A tile waits for smaller numbers alone,
+// which CTAs have drawn that run: none waits for ever, however few CTAs run at once. That is why
+// the first tile of a CTA is drawn as well.
 //
 // Both products divide groups into the same token tiles, so the first row of one names it. Rows of
 // X may lie where the down product stores its own: those of a group are read before any is written.

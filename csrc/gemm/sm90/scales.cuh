@@ -290,12 +290,19 @@ __device__ __forceinline__ void CopyStepScales(const MoeGemmArgs& args,
 }
 
 // The whole life of the warp that brings the scales of X of every k step.
-template <class T>
-__device__ void RunScaleProducer(const MoeGemmArgs& args, const SharedStorage<T>& smem, int lane) {
-  const int token_of_row = TileScales<T>::TokenOfRow(args, lane);
+template <class T, class Args>
+__device__ void RunScaleProducer(const Args& args, const SharedStorage<T>& smem, int lane) {
+  const int token_of_row = TileScales<T>::TokenOfRow(First(args), lane);
   PipelineState<T::kStages> stage;
   ForEachTile(smem, lane, [&](const TileInfo& info, const auto& slot) {
-    CopyStepScales<T>(args, smem, info, token_of_row, lane, stage);
+    const bool in_order = IsSecond(args, info);
+    if (in_order) WaitForRows(args, info, lane);
+    CopyStepScales<T>(ProductOf(args, info),
+                      smem,
+                      InProduct(args, info),
+                      in_order ? -1 : token_of_row,
+                      lane,
+                      stage);
     slot.Release();
   });
   ptx::CopyAsyncWaitAll();  // no copy outlives its thread

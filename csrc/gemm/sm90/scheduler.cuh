@@ -11,8 +11,10 @@
 // tiles from CTAs that are about to run dry).
 #pragma once
 
+#include "csrc/common/counters.cuh"
 #include "csrc/common/groups.cuh"
 #include "csrc/gemm/sm90/products.cuh"
+#include "csrc/gemm/sm90/stored.cuh"
 #include "csrc/gemm/sm90/tile.cuh"
 #include "csrc/kernels/slot_plan.cuh"
 
@@ -247,6 +249,8 @@ __device__ void RunScheduler(const Args& args, const SharedStorage<T>& smem, int
   if (T::kFlexible && lane == 0) *smem.narrow() = shape.narrow;  // who sees the first tile sees it
   TileScheduler<T> scheduler(first, shape, lane);
   PipelineState<T::kRing> slot;
+  [[maybe_unused]] StoredTiles<T> stored;
+  constexpr bool kTakesCare = kGoesOn<Args> && T::kPromoted;
   bool second = false;
   int before = 0;  // tiles of the product before
   int tile = kGoesOn<Args> ? __shfl_sync(kAll, drawn, 0) : blockIdx.x / T::kCluster;
@@ -262,9 +266,17 @@ __device__ void RunScheduler(const Args& args, const SharedStorage<T>& smem, int
     if constexpr (!kGoesOn<Args> && T::kGatherByThreads) {
       WaitForSource(first, scheduler.found_group());  // behind the last tile nothing new
     }
+    if constexpr (kTakesCare) stored.Wait(args, smem, slot);
     PublishTile(smem, slot, info, lane);
     slot.Advance();
-    if (info.end()) return;
+    if constexpr (kTakesCare) stored.Next(args, info, lane);
+    if (info.end()) {
+      if constexpr (kTakesCare) {  // of the last tile, which nothing follows in its slot
+        stored.Wait(args, smem, slot);
+        stored.Next(args, info, lane);
+      }
+      return;
+    }
     // No kernel ran before that could have cleared the counter.
     if (first.plans && !kGoesOn<Args>) {
       tile += given;

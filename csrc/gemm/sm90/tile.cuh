@@ -224,7 +224,7 @@ struct Tile {
   // There is one kernel for both products of a layer. Wider tiles of packed weights lose more to
   // instructions that are not there than they win, and their k loops are split for few tiles alone.
   static constexpr bool kHasLayerKernel =
-      kProducts == Products::kAny && kDecode && !kTokenScaled &&
+      kProducts == Products::kAny && kDecode &&
       (kPacked ? kTokenTile <= 16 && kSplitK == 1 : kTokenTile <= 32);
 
   // Kernels that add what adapters add are apart, as they would cost the others up to 8 %: of bf16
