@@ -323,7 +323,8 @@ def _device_kind() -> str | None:
 def _problem(read: Any) -> Problem:
     fields: dict[str, Any] = {}
     for field in dataclasses.fields(Problem):
-        value = fields[field.name] = read[field.name]
+        known = field.name in read or field.default is dataclasses.MISSING
+        value = fields[field.name] = read[field.name] if known else field.default
         if field.type in (str, int, bool) and type(value) is not field.type:
             raise ValueError(f"{field.name}={value!r} must be of type {field.type.__name__}")
     promoted = fields["promoted"]

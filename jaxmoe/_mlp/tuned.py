@@ -27,7 +27,7 @@ class Problem:
       num_experts, num_local_experts: those that tokens are routed over, and those here.
       hidden, intermediate: H and I.
       finalize: whether the layer ends with the sum of each token's rows.
-      static: whether scales of the activations are given.
+      static: whether scales of the activations are given. Results of before do not say.
     """
 
     format: str
@@ -43,7 +43,7 @@ class Problem:
     hidden: int
     intermediate: int
     finalize: bool
-    static: bool
+    static: bool = False
 
 
 class Table(Protocol):
