@@ -138,7 +138,8 @@ class GemmConfig:
         share a weight tile adjacent in time; larger panels let many token tiles share X.
       gather: The gate-up GEMM fetches rows of x by index instead of reading a permuted copy.
       one_kernel: The gate-up GEMM's kernel goes on with the down GEMM, whose tile is the same. Not
-        where packed weights' rows are stored in the memory of other GPUs.
+        where packed weights' rows are stored in the memory of other GPUs, nor with dynamic scales
+        of whole tokens or tensors.
 
     Raises:
       TypeError: a tile, cluster, split or raster that is no integer, a gather or one_kernel that
