@@ -101,15 +101,17 @@ struct MoeGemmArgs {
 struct MoeLayerArgs {
   MoeGemmArgs products[2];  // gate-up and down, with as many rows in the same groups
   int* stored;              // [rows]: at a token tile's first row, see sm90/stored.cuh; zero first
-  int count_mask;           // bits of that which count,
-  int complete;             // and their number when the down product may read the rows
+  int count_mask;           // the bits of that which are a count,
+  int complete;             // and what it is when the down product may read the rows
   // The intermediate quantized by groups of 128, which is what the down product reads, or null.
   void* act_values;   // [rows, n_out], e4m3
   float* act_scales;  // [rows, ceil(n_out / 128)]
 };
 
-// Groups of 128 features up to which one kernel quantizes them, see sm90/stored.cuh.
-inline constexpr int kMaxStoredGroups = 24;
+// Of MoeLayerArgs::stored, where groups of 128 features are quantized: the low bits are the count,
+// each of the others belongs to a group, see sm90/stored.cuh.
+inline constexpr int kStoredCountBits = 8;
+inline constexpr int kMaxStoredGroups = 32 - kStoredCountBits;
 
 // Tiles a CTA up to which the scheduler chooses how many rows they have, see EvenTileRows.
 inline constexpr int kFewTiles = 4;

@@ -351,7 +351,7 @@ const char* LaunchMoeLayer(const MoeGemmProblem& gate_up,
                            cudaStream_t stream) {
   const Variant* first = FindVariant(gate_up, gate_up_tile);
   const Variant* second = FindVariant(down, down_tile);
-  if (first == nullptr || second == nullptr || first->launch_layer == nullptr) {
+  if (second == nullptr || !HasLayerKernel(gate_up, down, gate_up_tile)) {
     return NoKernel(gate_up, gate_up_tile, " for both products");
   }
   if (gate_up.layout != down.layout || gate_up_tile.weight_tile != down_tile.weight_tile ||
@@ -365,9 +365,6 @@ const char* LaunchMoeLayer(const MoeGemmProblem& gate_up,
   if (down.out_rows != nullptr && down.packed.packing != Packing::kNone) {
     return "one kernel for both products of packed weights stores no rows elsewhere";
   }
-  if (!HasLayerKernel(gate_up, down, gate_up_tile)) {
-    return "one kernel for both products quantizes up to 3072 features and sums both alike";
-  }
   if (IsEmpty(gate_up) || IsEmpty(down)) return "one kernel for both products needs both";
   MoeLayerArgs args{};
   if (const char* error = MakeArgs(gate_up, gate_up_tile, first, &args.products[0])) return error;
@@ -376,7 +373,7 @@ const char* LaunchMoeLayer(const MoeGemmProblem& gate_up,
   args.count_mask = INT32_MAX;
   args.complete = args.products[0].num_w_tiles;
   if (ByStep(down)) {  // the kernel writes what it then reads
-    args.count_mask = 0xff;
+    args.count_mask = (1 << kStoredCountBits) - 1;
     args.complete = StoredGroups(down);
     args.act_values = const_cast<void*>(down.x);
     args.act_scales = const_cast<float*>(down.scales.x);

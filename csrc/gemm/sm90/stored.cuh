@@ -4,10 +4,11 @@
 // tiles of it are. Where groups of 128 features share a scale, two tiles have one: the second of
 // them to come quantizes it, and quantized groups are counted.
 //
-//   stored = groups quantized, in 8 bits | bit 8 + g: one of the two tiles of group g has come
+//   stored = groups quantized | bit kStoredCountBits + g: one of the two tiles of group g has come
 #pragma once
 
 #include "csrc/common/counters.cuh"
+#include "csrc/common/piece.cuh"
 #include "csrc/common/quant_scale.cuh"
 #include "csrc/gemm/sm90/producer.cuh"
 
@@ -67,9 +68,8 @@ class GroupOfRows {
     const float inverse = __frcp_rn(scale);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      float row[4];
-      Unpack(bits_[i].x, row);
-      Unpack(bits_[i].y, row + 2);
+      float row[8];
+      Piece<Element, 8>::Unpack(make_uint4(bits_[i].x, bits_[i].y, 0, 0), row);
       values[i] = ToFp8<__NV_E4M3>(row, __shfl_sync(0xffffffffu, inverse, i));
     }
     return scale;
@@ -81,17 +81,6 @@ class GroupOfRows {
 
   static __device__ __forceinline__ unsigned OverWarp(uint32_t pair) {
     return __reduce_max_sync(0xffffffffu, max(pair & 0xffffu, pair >> 16));
-  }
-
-  static __device__ __forceinline__ void Unpack(uint32_t word, float* values) {
-    if constexpr (std::is_same_v<Element, __nv_bfloat16>) {
-      values[0] = __uint_as_float(word << 16);
-      values[1] = __uint_as_float(word & 0xffff0000u);
-    } else {
-      const float2 pair = __half22float2(reinterpret_cast<const __half2&>(word));
-      values[0] = pair.x;
-      values[1] = pair.y;
-    }
   }
 
   uint2 bits_[kRows];
@@ -134,7 +123,7 @@ __device__ __forceinline__ void QuantizeIfSecond(const MoeLayerArgs& args,
   int* const stored = args.stored + info.row;
   const int group = info.w_tile / 2;
   if (group * 2 + 1 < args.products[0].num_w_tiles) {  // else it has the group alone
-    const int bit = 256 << group;
+    const int bit = 1 << (kStoredCountBits + group);
     const int before = lane == 0 ? ptx::FlipBits(stored, bit) : 0;
     if ((__shfl_sync(kAll, before, 0) & bit) == 0) return;
     __syncwarp();  // all lanes see what the first one was told of
