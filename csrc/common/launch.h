@@ -22,7 +22,8 @@ __device__ __forceinline__ void GridDependencyWait() {
 }
 
 // Lets the next grid in the stream start launching. Call only after GridDependencyWait(), so that
-// "my predecessor has finished" also means that everything before my predecessor has.
+// a grid that starts knows that everything before its predecessor has finished; see
+// GridDependency for the exception.
 __device__ __forceinline__ void GridDependencyLaunch() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -31,9 +32,13 @@ __device__ __forceinline__ void GridDependencyLaunch() {
 
 // Both, once: at the start of a kernel, or behind work for which it needs nothing of the launch
 // before it. Every thread calls it in the end.
+//
+// `lets_start`: the next grid may start before the launch before this one has finished. Until its
+// own wait, which still means that both have, it reads nothing that one writes.
 class GridDependency {
  public:
-  __device__ __forceinline__ explicit GridDependency(bool later) : waits_(true) {
+  __device__ __forceinline__ explicit GridDependency(bool later, bool lets_start) : waits_(true) {
+    if (lets_start) GridDependencyLaunch();
     if (!later) Meet();
   }
 

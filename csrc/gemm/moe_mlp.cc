@@ -54,6 +54,15 @@ struct Layer {
     return !given && p.rule == TokenRule::kE4M3 && p.format == WeightFormat::kInt4G128 &&
            p.dtype == DType::kBFloat16 && weights.tile.weight_tile == kCodedWeightTile;
   }
+  // Whether the down GEMM may begin while the gate-up GEMM comes to its end, though a launch
+  // between them makes something of the intermediate. Before its wait it reads the plan alone,
+  // which the gate-up GEMM has waited for if nothing else is between them. Its weights would keep
+  // that launch waiting if more of its tiles began than run at once.
+  bool down_begins_early() const {
+    constexpr int64_t kAtOnce = 2 * 132;
+    const bool only_that = p.arrivals == nullptr && p.sources == nullptr && p.adapters == nullptr;
+    return only_that && rows * CeilDiv(p.hidden, 128) <= kAtOnce;
+  }
   // Scales that are made of the intermediate.
   float* act_scales() const { return p.floats + floats.act_scales; }
   float* partial() const { return p.floats + floats.partial; }
@@ -96,6 +105,7 @@ QuantizeParams QuantizeAct(const Layer& layer) {
   q.num_rows = p.index + layer.at.expert_offsets + p.num_local_experts;
   q.partial = layer.partial();
   q.pdl = true;
+  q.lets_start = layer.down_begins_early();
   return q;
 }
 
@@ -144,6 +154,7 @@ RoundTokensParams RoundAct(const Layer& layer) {
   round.num_groups = p.num_local_experts;
   round.codes = layer.codes(p.down);
   round.pdl = true;
+  round.lets_start = layer.down_begins_early();
   return round;
 }
 

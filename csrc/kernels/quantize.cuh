@@ -229,7 +229,7 @@ __global__ void __launch_bounds__(kQuantMaxThreads) QuantizeRowsKernel(QuantizeP
                                                                        unsigned num_partials) {
   static_assert(kShared != Shared::kBlock, "see QuantizeBlocksKernel");
   __shared__ unsigned shared[kQuantMaxThreads / 32];
-  GridDependency dependency(p.early_x);
+  GridDependency dependency(p.early_x, p.lets_start);
   const unsigned total = static_cast<unsigned>(p.batch * p.rows);
   const unsigned entry_rows = static_cast<unsigned>(p.rows);
   const unsigned index = blockIdx.x * blockDim.y + threadIdx.y;
@@ -369,7 +369,7 @@ __global__ void __launch_bounds__(kQuantMaxThreads)
   __shared__ unsigned shared[kQuantMaxThreads / 32];
   __shared__ unsigned largest_of_block;
   auto cluster = cooperative_groups::this_cluster();
-  GridDependency dependency(p.early_x);
+  GridDependency dependency(p.early_x, p.lets_start);
   const unsigned num_blocks = cluster.num_blocks();
   const unsigned rank = cluster.block_rank();
   const unsigned entry = blockIdx.x / num_blocks;
@@ -411,7 +411,7 @@ template <typename T>
 __global__ void __launch_bounds__(kQuantMaxThreadsOfParts, 2)
     QuantizeMaxKernel(QuantizeParams p, unsigned row_pieces, unsigned num_partials) {
   __shared__ unsigned shared[kQuantMaxThreadsOfParts / 32];
-  GridDependency dependency(p.early_x);
+  GridDependency dependency(p.early_x, p.lets_start);
   const unsigned entry = blockIdx.x / num_partials;
   const unsigned part = blockIdx.x - entry * num_partials;
   const uint4* x = static_cast<const uint4*>(p.x) + entry * p.rows * row_pieces;

@@ -44,6 +44,7 @@ struct QuantizeParams {
   float* partial;       // kTensor without static_scales: [batch, kMaxQuantPartials]
   bool pdl;             // the first launch may start before the kernel ahead of it has finished
   bool early_x;         // which did not write x, nor reads what is written here; no num_rows then
+  bool lets_start;      // see GridDependency; not kBlock
 };
 cudaError_t LaunchQuantize(const QuantizeParams& params, cudaStream_t stream);
 

@@ -279,7 +279,7 @@ __global__ void __launch_bounds__(kQuantMaxThreads)
                       unsigned chunks) {
   __shared__ unsigned shared[kQuantMaxThreads / 32];
   constexpr bool kGiven = kRule == TokenRule::kNone;
-  GridDependency dependency(p.early_x);
+  GridDependency dependency(p.early_x, p.lets_start);
   const unsigned row = blockIdx.x * blockDim.y + threadIdx.y;
   const bool valid = row < NumRows(p);
   const unsigned top_k = static_cast<unsigned>(p.top_k);

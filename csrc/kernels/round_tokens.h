@@ -73,7 +73,8 @@ struct RoundTokensParams {
   bool plans;  // scales go where `plan` of at most 32 slots says, which is made here
   PlanParams plan;
   bool pdl;
-  bool early_x;  // the launch before did not write x; no group_offsets then
+  bool early_x;     // the launch before did not write x; no group_offsets then
+  bool lets_start;  // see GridDependency
 };
 
 // What a block has in registers, as bytes may take the place of x.
