@@ -319,6 +319,19 @@ def test_hundred_runs_have_the_same_bits(format, num_tokens):
     assert differences(inputs, first) == 0
 
 
+# Up to 4 tokens the down product begins before the intermediate is quantized.
+@pytest.mark.parametrize("num_tokens", (1, 4, 5))
+@pytest.mark.parametrize("format", FORMATS)
+def test_layers_in_a_row_read_their_own_intermediates(format, num_tokens):
+    """Buffers hold those of the layer before: of other tokens where the order is another."""
+    rng = np.random.default_rng(11)
+    layer = Layer("", "", 1024, 512, 64, 8)
+    inputs = quantized_inputs(layer, num_tokens, "uniform", rng, jnp.bfloat16, format)
+    xs = normal(rng, (40, num_tokens, layer.hidden), jnp.bfloat16)
+    in_a_row = jax.jit(lambda xs: jax.lax.map(lambda x: run(dict(inputs, x=x)), xs))
+    assert_equal(in_a_row(xs), in_a_row(xs[::-1])[::-1])
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_command_buffers_capture_the_layer(format):
     """The handler runs while a graph is recorded and not when it is replayed."""
