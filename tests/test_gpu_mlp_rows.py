@@ -1,5 +1,6 @@
 """moe_mlp(do_finalize=False) on a GPU: rows of every tile, transforms, one call."""
 
+import dataclasses
 import functools
 
 import jax
@@ -10,7 +11,15 @@ import pytest
 from jaxmoe import GemmConfig, finalize, quantize_tokens
 from jaxmoe._jax import targets as _targets
 from jaxmoe._testing import FP8 as FORMATS
-from jaxmoe._testing import SMALL, Layer, assert_equal, layer_inputs, poison, quantized_inputs
+from jaxmoe._testing import (
+    SMALL,
+    Layer,
+    assert_equal,
+    layer_inputs,
+    normal,
+    poison,
+    quantized_inputs,
+)
 from tests.test_fp8_mlp import local
 from tests.test_mlp import options, run
 from tests.test_mlp_rows import TARGET, check_rows, trees, unfused
@@ -57,6 +66,37 @@ def test_tiles_on_gpu(tile, gather, num_tokens):
     out = check_on_gpu(local, window, config=config)
     fused = jax.jit(functools.partial(run, config=config, **window))(local)
     assert_equal(jax.jit(finalize)(out.rows, out, out.weights), fused)
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("top_k", (2, 3, 5, 8, 9))
+@pytest.mark.parametrize("format", (None, *FORMATS))
+def test_one_token_is_finalized_by_its_down_product(format, top_k):
+    """A cluster adds up the rows of its CTAs: absent, of one expert, of all; past H nothing."""
+    dtype = DTYPES[format] if format else (jnp.bfloat16, jnp.float16)[top_k % 2]
+    tile = GemmConfig(128, 8)
+    by_kernel = dict(config=(dataclasses.replace(tile, gather=True), tile))
+    window = {"num_experts": 40, "expert_offset": 30}
+    for hidden in (48, 1040):
+        layer = Layer("", "", hidden, 144, 40, top_k, bias=True)
+        for routing in ("uniform", "one_expert", "with_invalid"):
+            rng = np.random.default_rng([hidden, top_k, len(routing)])
+            if format is None:
+                inputs = layer_inputs(layer, 1, routing, rng, dtype)
+            else:
+                inputs = quantized_inputs(layer, 1, routing, rng, dtype, format)
+            residual = normal(rng, (1, hidden), dtype)
+            for arrays, some in ((inputs, {}), (local(inputs, 30, 9), window)):
+                rows = jax.jit(functools.partial(unfused, **by_kernel, **some))(arrays)
+                for added in (None, residual):
+                    poison((8, hidden), jnp.float32)
+                    fn = jax.jit(functools.partial(run, **by_kernel, **some))
+                    fused = fn(arrays | {"residual": added})
+                    sums = jax.jit(finalize)(rows.rows, rows, rows.weights, residual=added)
+                    assert_equal(fused, sums)
+                weights = jnp.where(rows.slot_to_row < 0, jnp.nan, arrays["weights"])
+                assert_equal(fn(arrays | {"residual": residual, "weights": weights}), fused)
 
 
 @pytest.mark.gpu

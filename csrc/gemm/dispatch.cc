@@ -261,6 +261,7 @@ const char* MakeArgs(const MoeGemmProblem& p,
   args.activation = p.activation;
   args.z = p.z;
   args.low = p.low;
+  args.finalized = p.finalized;
   args.plans = p.plan != nullptr;
   args.writes_plan = p.writes_plan;
   if (args.plans) args.plan = *p.plan;
@@ -321,7 +322,11 @@ const char* LaunchMoeGemm(const MoeGemmProblem& p, const TileConfig& asked, cuda
   const TileConfig tile = Current(p, asked);
   const Variant* variant = FindVariant(p, tile);
   if (variant == nullptr) return NoKernel(p, tile, "");
-  const auto launch = p.low.x != nullptr ? variant->launch_adapted : variant->launch;
+  const bool finalizes = p.finalized.y != nullptr;
+  if (finalizes && !HasFinalizedKernel(p, asked)) return NoKernel(p, tile, " that finalizes");
+  const auto launch = finalizes            ? variant->launch_finalized
+                      : p.low.x != nullptr ? variant->launch_adapted
+                                           : variant->launch;
   if (launch == nullptr) return NoKernel(p, tile, ", adapters");
   if (IsEmpty(p)) return nullptr;
   MoeGemmArgs args;
@@ -331,7 +336,20 @@ const char* LaunchMoeGemm(const MoeGemmProblem& p, const TileConfig& asked, cuda
     return error;
   }
   args.few_tiles = HasFewTiles(p, args, *variant, grid);
+  if (finalizes) grid = args.num_w_tiles * static_cast<int>(p.plan->top_k);
   return Reason(launch(args, grid, p.pdl, stream));
+}
+
+bool HasFinalizedKernel(const MoeGemmProblem& down, const TileConfig& tile) {
+  constexpr int64_t kMostCtas = 8;  // of a cluster, on every card
+  const Variant* variant = FindVariant(down, tile);
+  if (variant == nullptr || variant->launch_finalized == nullptr || down.plan == nullptr) {
+    return false;
+  }
+  const PlanParams& plan = *down.plan;
+  const bool has_form = !down.gated && down.activation.kind == ActivationParams::kIdentity &&
+                        !down.out_f32 && down.out_rows == nullptr && down.low.x == nullptr;
+  return has_form && plan.num_tokens == 1 && plan.top_k > 1 && plan.top_k <= kMostCtas;
 }
 
 bool HasLayerKernel(const MoeGemmProblem& gate_up,

@@ -101,6 +101,13 @@ struct LowRankProduct {
   int rank = 0;
 };
 
+// The output of a layer of one token, if the down product finalizes it: see kernels/finalize.cuh.
+struct FinalizedToken {
+  const float* weights = nullptr;  // [top_k]
+  const void* residual = nullptr;  // [n] or null
+  void* y = nullptr;               // [n] of out_dtype; null: rows are stored instead
+};
+
 // True if the epilogue of this tile quantizes groups of 128 output features.
 constexpr bool QuantizesGroups(Shared shared, const TileConfig& tile) {
   return shared == Shared::kBlock && tile.weight_tile == 256;
@@ -144,6 +151,7 @@ struct MoeGemmProblem {
   void* z = nullptr;  // [batch * rows_per_batch, n] for the sums before the activation, or null
   Fp8Scales scales;   // of FP8 operands; `w` of packed weights
   LowRankProduct low;
+  FinalizedToken finalized;
   bool pdl = false;           // programmatic dependent launch
   bool early_groups = false;  // groups were written before the previous launch began
   // Rows that are copied while the kernel runs: those of groups [s g, s g + g), g
@@ -160,6 +168,9 @@ struct MoeGemmProblem {
 const char* LaunchMoeGemm(const MoeGemmProblem& problem,
                           const TileConfig& tile,
                           cudaStream_t stream);
+
+// Whether a product that plans for itself has a kernel which finalizes its one token.
+bool HasFinalizedKernel(const MoeGemmProblem& down, const TileConfig& tile);
 
 // Whether there is a kernel for both products.
 bool HasLayerKernel(const MoeGemmProblem& gate_up,

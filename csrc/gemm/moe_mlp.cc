@@ -1,7 +1,8 @@
 // The fused layer as launches: [plan], [permute], gate-up GEMM, down GEMM, finalize or zero_rows;
 // where tokens are quantized, also the quantization or the rounding of what each GEMM reads, and
-// with adapters a product of low rank of it. Both GEMMs may be one launch. With peers a table of
-// where rows go comes before them, and a meeting before finalize.
+// with adapters a product of low rank of it. Both GEMMs may be one launch, and of one token the
+// down GEMM may finalize. With peers a table of where rows go comes before them, and a meeting
+// before finalize.
 #include "csrc/gemm/moe_mlp.h"
 
 #include "csrc/kernels/finalize.h"
@@ -59,9 +60,13 @@ struct Layer {
   // which the gate-up GEMM has waited for if nothing else is between them. Its weights would keep
   // that launch waiting if more of its tiles began than run at once.
   bool down_begins_early() const {
-    constexpr int64_t kAtOnce = 2 * 132;
     const bool only_that = p.arrivals == nullptr && p.sources == nullptr && p.adapters == nullptr;
-    return only_that && rows * CeilDiv(p.hidden, 128) <= kAtOnce;
+    return only_that && down_is_one_round();
+  }
+  // Whether all tiles of the down GEMM, of few rows, run at once.
+  bool down_is_one_round() const {
+    constexpr int64_t kAtOnce = 2 * 132;
+    return rows * CeilDiv(p.hidden, 128) <= kAtOnce;
   }
   // Scales that are made of the intermediate.
   float* act_scales() const { return p.floats + floats.act_scales; }
@@ -459,6 +464,12 @@ const char* LaunchMoeMlp(const MoeMlpParams& p, cudaStream_t stream) {
     }
     if (p.sources != nullptr) {
       return LaunchDownOfSources(*p.sources, down, down_tile, MakeFinalize(layer), stream);
+    }
+    // Clusters that wait for others to end would be later than a launch.
+    const bool finalizes = p.peers == nullptr && layer.down_is_one_round();
+    if (finalizes && HasFinalizedKernel(down, down_tile)) {
+      down.finalized = {p.weights, p.residual, p.y};
+      return LaunchMoeGemm(down, down_tile, stream);
     }
     if (const char* error = LaunchMoeGemm(down, down_tile, stream)) return error;
   }

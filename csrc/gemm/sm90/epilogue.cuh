@@ -31,7 +31,9 @@ struct OutType {
   }
 
   __device__ __forceinline__ float2 Unpack2(uint32_t v) const {
-    if (kChosen && half) return __half22float2(reinterpret_cast<__half2&>(v));
+    if (std::is_same_v<Other, __half> || (kChosen && half)) {
+      return __half22float2(reinterpret_cast<__half2&>(v));
+    }
     return __bfloat1622float2(reinterpret_cast<__nv_bfloat162&>(v));
   }
 
@@ -113,6 +115,7 @@ class Epilogue {
       : args_(args),
         site_(site),
         scales_(scales),
+        smem_(smem),
         staging_(smem.staging(site.consumer)),
         token_scales_(TokenScalesOf(smem, site.consumer)),
         warp_(site.thread / 32),
@@ -148,6 +151,7 @@ class Epilogue {
 
   // The sums and results of two bytes.
   __device__ __forceinline__ void RoundAndStore(Accumulators<T>& acc) {
+    if constexpr (T::kFinalizes) return StageAll<StageMode::kSingle, IdentityForm>(acc);
     if constexpr (!T::kScaled) {
       if (args_.z != nullptr) StoreSums(acc);
     }
@@ -264,7 +268,11 @@ class Epilogue {
         }
         Sync();
         const auto place = [&](int pass) { return out + static_cast<int64_t>(pass) * pass_bytes; };
-        if constexpr (kElsewhere) {
+        if constexpr (T::kFinalizes) {
+          copy.Run(t0 / Copy<Chunk>::kRows, [&](int pass, const uint4& v) {
+            SendRow(row + pass * Copy<Chunk>::kRows, feature - site_.feature, v);
+          });
+        } else if constexpr (kElsewhere) {
           copy.Run(t0 / Copy<Chunk>::kRows, [&](int pass, const uint4& v) {
             StoreElsewhere(args_, row + pass * Copy<Chunk>::kRows, feature, v);
           });
@@ -281,6 +289,12 @@ class Epilogue {
       }
     }
     if (kPublishes || site_.rows > 0) Sync();  // staging and scales are free for the next tile
+  }
+
+  // Hands 8 features of a row to the CTA that adds up rows, see token_finalize.cuh.
+  __device__ __forceinline__ void SendRow(int row, int feature, const uint4& v) const {
+    uint8_t* const to = smem_.finalized_row(row) + 2 * feature;
+    ptx::StoreAsyncAt(to, smem_.partial_full(), 0, make_int4(v.x, v.y, v.z, v.w));
   }
 
   // Stores z, the sums before the activation, in the weight's own order of columns.
@@ -473,6 +487,7 @@ class Epilogue {
   const MoeGemmArgs& args_;
   const EpilogueSite site_;
   const Scales& scales_;
+  const SharedStorage<T>& smem_;
   uint8_t* const staging_;
   float* const token_scales_;
   const int warp_;

@@ -16,6 +16,7 @@
 #include "csrc/gemm/sm90/scheduler.cuh"
 #include "csrc/gemm/sm90/stored.cuh"
 #include "csrc/gemm/sm90/token_epilogue.cuh"
+#include "csrc/gemm/sm90/token_finalize.cuh"
 
 namespace jaxmoe {
 
@@ -85,6 +86,8 @@ __device__ __forceinline__ void RunConsumer(const Args& kernel_args,
   using Fetched = std::conditional_t<kRowScales, RowScales<T>, TileScales<T>>;
   using Scales = std::conditional_t<T::kScaled, Fetched, NoScales>;
   [[maybe_unused]] BroughtScales<T> brought;
+  using Token = std::conditional_t<T::kFinalizes, TokenFinalize<T>, NoFinalize>;
+  const Token token(first, lane);
   StageOf<T> stage;
   ForEachTile(smem, lane, [&](const TileInfo& tile, const auto& slot) {
     const MoeGemmArgs& args = ProductOf(kernel_args, tile);
@@ -158,6 +161,7 @@ __device__ __forceinline__ void RunConsumer(const Args& kernel_args,
       if (lane == 0) ptx::BarrierArrive(smem.stored(slot.index()));
     }
   });
+  token.Run(first, smem, thread);
 }
 
 // Initializes barriers for `loaders` warps that read the ring to fill stages, as one thread.
@@ -214,7 +218,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
       smem.step_scales(0)[i] = 1.0f;
     }
   }
-  if constexpr (T::kCluster > 1) ptx::ClusterSyncInit();
+  if constexpr (T::kCluster > 1 || T::kFinalizes) ptx::ClusterSyncInit();
   // ClusterSyncInit orders nothing but the initialization of barriers.
   if constexpr (T::kCluster == 1 || T::kPromoted) __syncthreads();
 
@@ -266,7 +270,8 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
     constexpr bool kOnly = T::kAddsLowRank && T::kConsumers == 1;  // known, which saves a register
     RunConsumer<T>(kernel_args, smem, kOnly ? 0 : warp / 4 - T::kProducers);
   }
-  // Other CTAs may still write to this one's shared memory or arrive at its barriers.
+  // Other CTAs may still write to this one's shared memory or arrive at its barriers. Rows of a
+  // token are waited for by the CTA that adds them up.
   if constexpr (T::kCluster > 1) ptx::ClusterSync();
 }
 

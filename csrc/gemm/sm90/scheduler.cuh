@@ -254,6 +254,9 @@ __device__ void RunScheduler(const Args& args, const SharedStorage<T>& smem, int
   bool second = false;
   int before = 0;  // tiles of the product before
   int tile = kGoesOn<Args> ? __shfl_sync(kAll, drawn, 0) : blockIdx.x / T::kCluster;
+  if constexpr (T::kFinalizes) {  // a weight tile of each group a cluster
+    tile = ptx::ClusterRank() * first.num_w_tiles + blockIdx.x / ptx::ClusterSize();
+  }
   while (true) {
     TileInfo info = scheduler.Find(tile - before, min(lane, T::kCluster - 1));
     if (kGoesOn<Args> && info.end() && !second) {

@@ -18,8 +18,9 @@ enum class Split {
   kTokens,   // each takes half of the tile's tokens
 };
 
-// Products that a kernel computes. Both: those of a layer, one after the other.
-enum class Products { kAny, kGated, kUngated, kBoth };
+// Products that a kernel computes. Both: those of a layer, one after the other. Finalized: the down
+// product of one token, whose rows are added up as well, see token_finalize.cuh.
+enum class Products { kAny, kGated, kUngated, kBoth, kFinalized };
 
 // Bytes of a 64-row weight block in a pipeline step: values, and of packed weights scales.
 template <class Format, int kPlainBytes>
@@ -236,7 +237,13 @@ struct Tile {
 
   // Layers whose rows are stored in the memory of other GPUs have no adapters, and with packed
   // weights a kernel for each product, as one for both would wait for more instructions.
-  static constexpr bool kStoresElsewhere = !kAddsLowRank && kProducts != Products::kBoth;
+  static constexpr bool kStoresElsewhere =
+      !kAddsLowRank && kProducts != Products::kBoth && kProducts != Products::kFinalized;
+
+  // The tile that a token alone takes, where its k loop is short, has a kernel that finalizes it.
+  static constexpr bool kHasFinalizedKernel = kProducts == Products::kAny && kDecode && !kPacked &&
+                                              kTokenTile == 8 && kSplitK == 1 && !kFloatOut;
+  static constexpr bool kFinalizes = kProducts == Products::kFinalized;
 
   static constexpr int kRing = 2;  // tiles known ahead, see scheduler.cuh
 
@@ -282,7 +289,11 @@ struct Tile {
 
   static constexpr int kStagingOffset = RoundUp(kStages * kStageBytes, kStagingAlignment);
   static constexpr int kPartialOffset = kStagingOffset + kConsumers * kStagingBytes;
-  static constexpr int kTokenScaleOffset = kPartialOffset + (kSplitK - 1) * kPartialBytes;
+  // The rows of the token that the first CTA of a cluster adds up: [row][feature of the tile].
+  static constexpr int kRowPitch = kWeightTile * 2;
+  static constexpr int kFinalizedBytes = kFinalizes ? kTokenTile * kRowPitch : 0;
+  static constexpr int kTokenScaleOffset =
+      kPartialOffset + (kSplitK - 1) * kPartialBytes + kFinalizedBytes;
   // Tiles with whole groups of 128 features can quantize them. Gated, the two warpgroups have half
   // a group each and exchange the largest magnitude of every token: [warpgroup][token].
   static constexpr bool kQuantizesGroups = kTokensOnM && kSplit == Split::kWeights;
@@ -346,6 +357,8 @@ struct SharedStorage {
   __device__ uint8_t* partial(int part) const {
     return base + T::kPartialOffset + part * T::kPartialBytes;
   }
+  // Of kernels that finalize.
+  __device__ uint8_t* finalized_row(int row) const { return partial(0) + row * T::kRowPitch; }
   __device__ TileInfo* ring() const { return reinterpret_cast<TileInfo*>(base + T::kRingOffset); }
   __device__ uint64_t* barriers() const {
     return reinterpret_cast<uint64_t*>(base + T::kBarrierOffset);

@@ -34,6 +34,20 @@ cudaError_t LaunchProduct(const MoeGemmArgs& args, int grid, bool pdl, cudaStrea
   }
 }
 
+// Launches clusters of as many CTAs as the token has experts, each of them for one tile.
+template <class T>
+cudaError_t LaunchFinalized(const MoeGemmArgs& args, int grid, bool pdl, cudaStream_t stream) {
+  using Finalized = typename T::template Only<Products::kFinalized>;
+  return LaunchClusters(&MoeGemmKernel<Finalized, MoeGemmArgs>,
+                        dim3(grid),
+                        dim3(Finalized::kThreads),
+                        static_cast<int>(args.plan.top_k),
+                        Finalized::kSharedBytes,
+                        stream,
+                        pdl,
+                        args);
+}
+
 template <class T, WeightLayout kLayout>
 Variant MakeVariant() {
   Variant v{};
@@ -58,6 +72,7 @@ Variant MakeVariant() {
   if constexpr (T::kHasLayerKernel) {
     v.launch_layer = &LaunchPersistent<typename T::Layer, MoeLayerArgs>;
   }
+  if constexpr (T::kHasFinalizedKernel) v.launch_finalized = &LaunchFinalized<T>;
   return v;
 }
 
