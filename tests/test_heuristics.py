@@ -47,8 +47,9 @@ def test_the_k_loop_is_split_while_few_tiles_have_many_steps():
         configs = _mlp_configs(rows, num_experts, hidden, intermediate, local)
         return tuple(config.split_k for config in configs)
 
-    # qwen3-30b-a3b, one token: 8 experts of 12 tiles of 32 steps, of 16 tiles of 12 steps
-    assert split(1, 128, 8, 2048, 768) == (2, 1)
+    # qwen3-30b-a3b, two tokens: 15 experts of 12 tiles, of 16 tiles of 12 steps; then many experts
+    assert split(2, 128, 8, 2048, 768) == (1, 1)
+    assert split(4, 128, 8, 2048, 768) == (2, 1)
     # gpt-oss-120b: 4 of 45 tiles would leave most SMs without a cluster in the second round
     assert split(1, 128, 4, 2880, 2880) == (1, 2)
     assert split(1, 8, 2, 4096, 14336) == (2, 2)
@@ -98,6 +99,26 @@ def test_blocks_that_end_inside_a_half():
         assert chosen[0].tile not in _gemm.tiles.WHOLE_BLOCKS
         assert chosen[1] == even[1]
         assert chosen[0] == even[0] or even[0].tile in _gemm.tiles.WHOLE_BLOCKS
+
+
+def test_one_token_leaves_room_for_the_clusters_that_finalize_it():
+    def split(experts, top_k, hidden, intermediate, promoted=None):
+        fp8 = None if promoted is None else (promoted, promoted)
+        sizes = (top_k, experts, experts, hidden, intermediate)
+        return tuple(c.split_k for c in _gemm.tiles.mlp_configs(*sizes, True, fp8))
+
+    # 8 of 128 experts, 12 tiles each: 93 of 132 SMs
+    assert split(128, 8, 2048, 768) == (1, 1)
+    assert split(128, 8, 2048, 768, True) == (1, 1)
+    assert split(128, 8, 2048, 768, False) == (2, 1)
+    # 8 of 64, 16 tiles: 121 of 132; 6 of 64, 22 and 16 tiles
+    assert {split(64, 8, 2048, 1024, fp8) for fp8 in (None, True, False)} == {(1, 1)}
+    assert {split(64, 6, 2048, 1408, fp8) for fp8 in (None, True, False)} == {(1, 1)}
+    # 86 tiles are too few; rows of 2052 elements too long, but not in FP8; 9 choices no cluster
+    assert split(128, 8, 2816, 704) == (2, 1)
+    assert split(128, 8, 2056, 768)[0] == 2
+    assert split(128, 8, 2056, 768, True)[0] == 1
+    assert split(128, 9, 2048, 640)[0] == 2
 
 
 def test_fp8_products_are_split_from_twice_as_many_elements_on():

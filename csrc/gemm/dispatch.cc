@@ -341,7 +341,8 @@ const char* LaunchMoeGemm(const MoeGemmProblem& p, const TileConfig& asked, cuda
 }
 
 bool HasFinalizedKernel(const MoeGemmProblem& down, const TileConfig& tile) {
-  constexpr int64_t kMostCtas = 8;  // of a cluster, on every card
+  // Of a cluster, on every card. NOTE: jaxmoe has the same: _MAX_CHOICES in _gemm/tiles.py.
+  constexpr int64_t kMostCtas = 8;
   const Variant* variant = FindVariant(down, tile);
   if (variant == nullptr || variant->launch_finalized == nullptr || down.plan == nullptr) {
     return false;

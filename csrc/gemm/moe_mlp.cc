@@ -64,10 +64,11 @@ struct Layer {
     return only_that && down_is_one_round();
   }
   // Whether all tiles of the down GEMM, of few rows, run at once.
-  bool down_is_one_round() const {
-    constexpr int64_t kAtOnce = 2 * 132;
-    return rows * CeilDiv(p.hidden, 128) <= kAtOnce;
-  }
+  bool down_is_one_round() const { return down_tiles() <= 2 * 132; }
+  // Whether clusters of them soon find places beside the gate-up GEMM: where they need nearly all,
+  // they are later than a launch behind them.
+  bool clusters_find_room() const { return 2 * down_tiles() <= 3 * 132; }
+  int64_t down_tiles() const { return rows * CeilDiv(p.hidden, 128); }
   // Scales that are made of the intermediate.
   float* act_scales() const { return p.floats + floats.act_scales; }
   float* partial() const { return p.floats + floats.partial; }
@@ -465,8 +466,7 @@ const char* LaunchMoeMlp(const MoeMlpParams& p, cudaStream_t stream) {
     if (p.sources != nullptr) {
       return LaunchDownOfSources(*p.sources, down, down_tile, MakeFinalize(layer), stream);
     }
-    // Clusters that wait for others to end would be later than a launch.
-    const bool finalizes = p.peers == nullptr && layer.down_is_one_round();
+    const bool finalizes = p.peers == nullptr && layer.clusters_find_room();
     if (finalizes && HasFinalizedKernel(down, down_tile)) {
       down.finalized = {p.weights, p.residual, p.y};
       return LaunchMoeGemm(down, down_tile, stream);

@@ -96,6 +96,12 @@ WHOLE_BLOCKS = {(256, 128, 1, 1), (128, 256, 1, 1)}
 # round of clusters would leave most SMs without one.
 _MIN_SPLIT_BYTES = 2048
 _MAX_SPLIT_TILES = 12 * _SMS
+# Nor, for one token, where whole tiles of short rows have so many SMs: they leave room for the
+# clusters of its down product. NOTE: csrc has the same: kMostCtas in gemm/dispatch.cc.
+_MAX_CHOICES = 8
+_MAX_WHOLE_BYTES = 4096
+_MIN_WHOLE_TILES = 2 / 3 * _SMS
+_MIN_WHOLE_FP8_TILES = 0.9 * _SMS
 
 # Usual rows of a group up to which packed weights take tiles of so many tokens. wgmma is faster
 # than mma.sync before 32 are full, and a second tile for some groups than a wider one for all.
@@ -276,6 +282,14 @@ def _split_k(row_bytes: int, tiles: float) -> int:
     return 2
 
 
+def _whole(config: GemmConfig, k: int, tiles: float, promoted: bool | None) -> GemmConfig:
+    """The tile of a product of one token, its k loop in one piece where that is worth it."""
+    least = _MIN_WHOLE_FP8_TILES if promoted is False else _MIN_WHOLE_TILES
+    if k * (2 if promoted is None else 1) > _MAX_WHOLE_BYTES or not least <= tiles <= _SMS:
+        return config
+    return dataclasses.replace(config, split_k=1)
+
+
 def mlp_configs(
     num_rows: int,
     num_experts: int,
@@ -303,6 +317,11 @@ def mlp_configs(
         gate_up = GemmConfig(128, 192)
     down = gmm_config(num_rows, num_experts, intermediate, hidden, share, second, packed=packed)
     usual = _usual_rows(num_rows, num_experts) if _sizes.is_known(num_rows) else math.inf
+    if not packed and _sizes.is_known(num_rows) and num_rows <= _MAX_CHOICES:
+        hit = _hit(num_rows, num_experts, share)
+        gate_up = _whole(gate_up, hidden, hit * math.ceil(weight_rows / 128), first)
+        if first is None:  # of FP8 it was measured with k loops that are short anyway
+            down = _whole(down, intermediate, hit * math.ceil(hidden / 128), second)
     if coded and max(hidden, intermediate) <= MAX_CODED_K:
         gate_up, down = _coded_config(gate_up), _coded_config(down)
     if packed:
