@@ -93,9 +93,13 @@ struct MoeGemmArgs {
   LowRankProduct low;            // of kernels that add it
   const uint32_t* sources_came;  // or null, see MoeGemmProblem
   int groups_per_source;
-  bool may_narrow;           // most groups have few rows, see Tile::kFlexible
-  bool few_tiles;            // a CTA may have but a few, see EvenTileRows
-  FinalizedToken finalized;  // of kernels that finalize
+  bool may_narrow;  // most groups have few rows, see Tile::kFlexible
+  bool few_tiles;   // a CTA may have but a few, see EvenTileRows
+};
+
+// The down product of one token and where its sum goes, see sm90/token_finalize.cuh.
+struct FinalizedArgs : MoeGemmArgs {
+  FinalizedToken token;
 };
 
 // Both products of a layer, see sm90/products.cuh.
@@ -139,7 +143,7 @@ struct Variant {
   // The kernel that goes on with the down product, or null.
   cudaError_t (*launch_layer)(const MoeLayerArgs&, int grid, bool pdl, cudaStream_t);
   // The kernel that adds up the rows of one token, or null.
-  cudaError_t (*launch_finalized)(const MoeGemmArgs&, int grid, bool pdl, cudaStream_t);
+  cudaError_t (*launch_finalized)(const FinalizedArgs&, bool pdl, cudaStream_t);
 };
 
 struct VariantTable {

@@ -261,7 +261,6 @@ const char* MakeArgs(const MoeGemmProblem& p,
   args.activation = p.activation;
   args.z = p.z;
   args.low = p.low;
-  args.finalized = p.finalized;
   args.plans = p.plan != nullptr;
   args.writes_plan = p.writes_plan;
   if (args.plans) args.plan = *p.plan;
@@ -323,20 +322,18 @@ const char* LaunchMoeGemm(const MoeGemmProblem& p, const TileConfig& asked, cuda
   const Variant* variant = FindVariant(p, tile);
   if (variant == nullptr) return NoKernel(p, tile, "");
   const bool finalizes = p.finalized.y != nullptr;
-  if (finalizes && !HasFinalizedKernel(p, asked)) return NoKernel(p, tile, " that finalizes");
-  const auto launch = finalizes            ? variant->launch_finalized
-                      : p.low.x != nullptr ? variant->launch_adapted
-                                           : variant->launch;
+  if (finalizes && !HasFinalizedKernel(p, tile)) return NoKernel(p, tile, " that finalizes");
+  const auto launch = p.low.x != nullptr ? variant->launch_adapted : variant->launch;
   if (launch == nullptr) return NoKernel(p, tile, ", adapters");
   if (IsEmpty(p)) return nullptr;
   MoeGemmArgs args;
   if (const char* error = MakeArgs(p, tile, variant, &args)) return error;
+  if (finalizes) return Reason(variant->launch_finalized({args, p.finalized}, p.pdl, stream));
   int grid = 0;
   if (const char* error = Reason(GridOf(MaxTiles(p, args, *variant), *variant, &grid))) {
     return error;
   }
   args.few_tiles = HasFewTiles(p, args, *variant, grid);
-  if (finalizes) grid = args.num_w_tiles * static_cast<int>(p.plan->top_k);
   return Reason(launch(args, grid, p.pdl, stream));
 }
 

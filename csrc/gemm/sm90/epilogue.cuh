@@ -115,7 +115,6 @@ class Epilogue {
       : args_(args),
         site_(site),
         scales_(scales),
-        smem_(smem),
         staging_(smem.staging(site.consumer)),
         token_scales_(TokenScalesOf(smem, site.consumer)),
         warp_(site.thread / 32),
@@ -293,8 +292,9 @@ class Epilogue {
 
   // Hands 8 features of a row to the CTA that adds up rows, see token_finalize.cuh.
   __device__ __forceinline__ void SendRow(int row, int feature, const uint4& v) const {
-    uint8_t* const to = smem_.finalized_row(row) + 2 * feature;
-    ptx::StoreAsyncAt(to, smem_.partial_full(), 0, make_int4(v.x, v.y, v.z, v.w));
+    const SharedStorage<T> smem(staging_ - T::kStagingOffset);  // of the only consumer
+    uint8_t* const to = smem.finalized_row(row) + 2 * feature;
+    ptx::StoreAsyncAt(to, smem.partial_full(), 0, make_int4(v.x, v.y, v.z, v.w));
   }
 
   // Stores z, the sums before the activation, in the weight's own order of columns.
@@ -487,7 +487,6 @@ class Epilogue {
   const MoeGemmArgs& args_;
   const EpilogueSite site_;
   const Scales& scales_;
-  const SharedStorage<T>& smem_;
   uint8_t* const staging_;
   float* const token_scales_;
   const int warp_;

@@ -87,7 +87,7 @@ __device__ __forceinline__ void RunConsumer(const Args& kernel_args,
   using Scales = std::conditional_t<T::kScaled, Fetched, NoScales>;
   [[maybe_unused]] BroughtScales<T> brought;
   using Token = std::conditional_t<T::kFinalizes, TokenFinalize<T>, NoFinalize>;
-  const Token token(first, lane);
+  const Token token(kernel_args, lane);
   StageOf<T> stage;
   ForEachTile(smem, lane, [&](const TileInfo& tile, const auto& slot) {
     const MoeGemmArgs& args = ProductOf(kernel_args, tile);
@@ -161,7 +161,7 @@ __device__ __forceinline__ void RunConsumer(const Args& kernel_args,
       if (lane == 0) ptx::BarrierArrive(smem.stored(slot.index()));
     }
   });
-  token.Run(first, smem, thread);
+  token.Run(kernel_args, smem, thread);
 }
 
 // Initializes barriers for `loaders` warps that read the ring to fill stages, as one thread.

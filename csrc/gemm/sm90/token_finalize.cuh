@@ -13,11 +13,10 @@ namespace jaxmoe {
 
 // Of other kernels.
 struct NoFinalize {
-  __device__ __forceinline__ NoFinalize(const MoeGemmArgs& args, int lane) {}
-  template <class Storage>
-  __device__ __forceinline__ void Run(const MoeGemmArgs& args,
-                                      const Storage& smem,
-                                      int thread) const {}
+  template <class Args>
+  __device__ __forceinline__ NoFinalize(const Args& args, int lane) {}
+  template <class Args, class Storage>
+  __device__ __forceinline__ void Run(const Args& args, const Storage& smem, int thread) const {}
 };
 
 // A consumer warp's part of the sum; lane k has choice k.
@@ -25,14 +24,14 @@ template <class T>
 class TokenFinalize {
  public:
   // Reads the plan and the weights of choices, which were written before the launch before.
-  __device__ __forceinline__ TokenFinalize(const MoeGemmArgs& args, int lane) {
+  __device__ __forceinline__ TokenFinalize(const FinalizedArgs& args, int lane) {
     if (ptx::ClusterRank() != 0) return;
     row_ = SlotPlan(args.plan, lane).row();
-    if (lane < args.plan.top_k) weight_ = __ldcg(args.finalized.weights + lane);
+    if (lane < args.plan.top_k) weight_ = __ldcg(args.token.weights + lane);
   }
 
   // Adds up in the first CTA of the cluster: two features a thread, k = 0 first, residual last.
-  __device__ __forceinline__ void Run(const MoeGemmArgs& args,
+  __device__ __forceinline__ void Run(const FinalizedArgs& args,
                                       const SharedStorage<T>& smem,
                                       int thread) const {
     constexpr int kThreads = T::kWeightTile / 2;
@@ -45,8 +44,8 @@ class TokenFinalize {
     const int64_t at = (first + 2 * thread) / 2;
     const OutType<T> out{args.scales.half};
     uint32_t residual = 0;  // read early, added last
-    if (args.finalized.residual != nullptr && exists) {
-      residual = __ldcg(static_cast<const uint32_t*>(args.finalized.residual) + at);
+    if (args.token.residual != nullptr && exists) {
+      residual = __ldcg(static_cast<const uint32_t*>(args.token.residual) + at);
     }
     GridDependencyWait();  // before y is written
     ptx::BarrierWait(smem.partial_full(), 0);
@@ -59,11 +58,11 @@ class TokenFinalize {
           out.Unpack2(*reinterpret_cast<const uint32_t*>(smem.finalized_row(row) + 4 * thread));
       sum = make_float2(fmaf(weight, v.x, sum.x), fmaf(weight, v.y, sum.y));
     }
-    if (args.finalized.residual != nullptr) {
+    if (args.token.residual != nullptr) {
       const float2 v = out.Unpack2(residual);
       sum = make_float2(sum.x + v.x, sum.y + v.y);
     }
-    if (exists) static_cast<uint32_t*>(args.finalized.y)[at] = out.Pack2(sum.x, sum.y);
+    if (exists) static_cast<uint32_t*>(args.token.y)[at] = out.Pack2(sum.x, sum.y);
   }
 
  private:

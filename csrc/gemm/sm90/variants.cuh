@@ -36,12 +36,13 @@ cudaError_t LaunchProduct(const MoeGemmArgs& args, int grid, bool pdl, cudaStrea
 
 // Launches clusters of as many CTAs as the token has experts, each of them for one tile.
 template <class T>
-cudaError_t LaunchFinalized(const MoeGemmArgs& args, int grid, bool pdl, cudaStream_t stream) {
+cudaError_t LaunchFinalized(const FinalizedArgs& args, bool pdl, cudaStream_t stream) {
   using Finalized = typename T::template Only<Products::kFinalized>;
-  return LaunchClusters(&MoeGemmKernel<Finalized, MoeGemmArgs>,
-                        dim3(grid),
+  const int cluster = static_cast<int>(args.plan.top_k);
+  return LaunchClusters(&MoeGemmKernel<Finalized, FinalizedArgs>,
+                        dim3(args.num_w_tiles * cluster),
                         dim3(Finalized::kThreads),
-                        static_cast<int>(args.plan.top_k),
+                        cluster,
                         Finalized::kSharedBytes,
                         stream,
                         pdl,
