@@ -4,9 +4,13 @@ import dataclasses
 import functools
 import math
 
+import jax.numpy as jnp
 import pytest
 
-from jaxmoe import GemmConfig, _gemm
+from jaxmoe import GemmConfig, Routing, _gemm
+from tests.layers import moe_mlp
+from tests.lowered import calls, cuda_text
+from tests.test_lowering import struct
 
 
 def _mlp_configs(rows, num_experts, hidden, intermediate, local=None):
@@ -47,9 +51,8 @@ def test_the_k_loop_is_split_while_few_tiles_have_many_steps():
         configs = _mlp_configs(rows, num_experts, hidden, intermediate, local)
         return tuple(config.split_k for config in configs)
 
-    # qwen3-30b-a3b, two tokens: 15 experts of 12 tiles, of 16 tiles of 12 steps; then many experts
-    assert split(2, 128, 8, 2048, 768) == (1, 1)
-    assert split(4, 128, 8, 2048, 768) == (2, 1)
+    # qwen3-30b-a3b, rows of one token or of eight: 8 experts of 12 tiles of 32 steps, of 16 of 12
+    assert split(1, 128, 8, 2048, 768) == split(8, 128, 1, 2048, 768) == (2, 1)
     # gpt-oss-120b: 4 of 45 tiles would leave most SMs without a cluster in the second round
     assert split(1, 128, 4, 2880, 2880) == (1, 2)
     assert split(1, 8, 2, 4096, 14336) == (2, 2)
@@ -105,7 +108,8 @@ def test_one_token_leaves_room_for_the_clusters_that_finalize_it():
     def split(experts, top_k, hidden, intermediate, promoted=None):
         fp8 = None if promoted is None else (promoted, promoted)
         sizes = (top_k, experts, experts, hidden, intermediate)
-        return tuple(c.split_k for c in _gemm.tiles.mlp_configs(*sizes, True, fp8))
+        configs = _gemm.tiles.mlp_configs(*sizes, True, fp8, one_token=True)
+        return tuple(config.split_k for config in configs)
 
     # 8 of 128 experts, 12 tiles each: 93 of 132 SMs
     assert split(128, 8, 2048, 768) == (1, 1)
@@ -119,6 +123,15 @@ def test_one_token_leaves_room_for_the_clusters_that_finalize_it():
     assert split(128, 8, 2056, 768)[0] == 2
     assert split(128, 8, 2056, 768, True)[0] == 1
     assert split(128, 9, 2048, 640)[0] == 2
+
+
+@pytest.mark.parametrize(("num_tokens", "top_k", "split"), ((1, 8, 1), (8, 1, 2), (2, 4, 2)))
+def test_the_layer_says_whether_all_rows_are_of_one_token(num_tokens, top_k, split):
+    choices = num_tokens, top_k
+    routing = Routing(struct(*choices, dtype=jnp.int32), struct(*choices, dtype=jnp.float32))
+    arrays = struct(num_tokens, 2048), routing, struct(128, 2048, 1536), struct(128, 768, 2048)
+    ((_, attrs, _, _),) = calls(cuda_text(moe_mlp, *arrays))
+    assert attrs["gemm1"]["split_k"] == f"{split}:i64"
 
 
 def test_fp8_products_are_split_from_twice_as_many_elements_on():

@@ -64,6 +64,7 @@ def products(case: Case) -> tuple[Product, Product]:
         hidden=model.hidden,
         intermediate=model.intermediate,
         gated=model.width == 2 * model.intermediate,
+        one_token=case.num_tokens == 1,
     )
     return (
         Product("gate_up", model.hidden, model.width, mean, most, True, gate_up),

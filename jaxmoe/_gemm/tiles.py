@@ -302,12 +302,14 @@ def mlp_configs(
     packed: bool = False,
     one_kernel: bool = False,
     coded: bool = False,
+    one_token: bool = False,
 ) -> tuple[GemmConfig, GemmConfig]:
     """Tiles of the gate-up and down GEMMs of the fused layer.
 
     `num_experts` is the number of experts that the rows are routed over, local or not. `promoted`
     as in `gmm_config`, for each product. `odd_blocks`: see `odd_blocks`. `packed`: see `PACKED`.
     `one_kernel`: whether one kernel may run both products. `coded`: whether `CODED` may be chosen.
+    `one_token`: whether all rows are those of one.
     """
     share = num_local_experts / max(num_experts, 1)
     weight_rows = intermediate * (2 if gated else 1)
@@ -317,7 +319,7 @@ def mlp_configs(
         gate_up = GemmConfig(128, 192)
     down = gmm_config(num_rows, num_experts, intermediate, hidden, share, second, packed=packed)
     usual = _usual_rows(num_rows, num_experts) if _sizes.is_known(num_rows) else math.inf
-    if not packed and _sizes.is_known(num_rows) and num_rows <= _MAX_CHOICES:
+    if one_token and not packed and 1 < num_rows <= _MAX_CHOICES:
         hit = _hit(num_rows, num_experts, share)
         gate_up = _whole(gate_up, hidden, hit * math.ceil(weight_rows / 128), first)
         if first is None:  # of FP8 it was measured with k loops that are short anyway

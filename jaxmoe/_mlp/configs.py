@@ -3,6 +3,7 @@
 from typing import Any
 
 from jaxmoe._gemm.tiles import MAX_STORED_FEATURES, GemmConfig, mlp_configs, odd_blocks
+from jaxmoe._jax import sizes as _sizes
 from jaxmoe._mlp import tuned
 from jaxmoe._mlp.operands import Layer, Operands
 
@@ -14,11 +15,13 @@ def of_shapes(
     intermediate: int,
     coded: bool = False,
     static: bool = False,
+    one_token: bool = False,
 ) -> tuple[GemmConfig, GemmConfig]:
     """The tiles that the shapes choose; where one is asked for, of a kernel for each product.
 
     `coded`: those that multiply codes as they are may be among them, which not all numbers of rows
-    have. `static`: whether the activations' scales are given.
+    have. `static`: whether the activations' scales are given. `one_token`: whether all rows are
+    those of one.
     """
     no_one = no_layer_kernel(layer, intermediate, static)
     gated = layer.activation.gated
@@ -34,6 +37,7 @@ def of_shapes(
         odd_blocks=odd_blocks(layer.format.block > 1, gated, layer.gate_up, intermediate),
         one_kernel=layer.config is None and no_one is None,
         coded=coded,
+        one_token=one_token,
     )
 
 
@@ -65,8 +69,13 @@ def rule_configs(a: Operands, layer: Layer) -> tuple[Any, Any]:
     """The tiles of the two products: the ones asked for, else chosen from the shapes."""
     first, second = layer.config or (None, None)
     sizes = a.expert_ids.size, a.x.shape[1], layer.intermediate(a.w_down)
-    coded = layer.multiplies_codes(a.absent)
-    chosen = of_shapes(layer, *sizes, coded=coded, static=a.h_scale is not None)
+    chosen = of_shapes(
+        layer,
+        *sizes,
+        coded=layer.multiplies_codes(a.absent),
+        static=a.h_scale is not None,
+        one_token=_sizes.is_known(a.expert_ids.size) and a.expert_ids.shape[0] == 1,
+    )
     return first or chosen[0], second or chosen[1]
 
 
