@@ -7,7 +7,7 @@ from jaxmoe._codes import CODES
 from jaxmoe._ep import connect, peers
 from jaxmoe._formats import quantization
 from jaxmoe._formats.quantization import scratch_floats
-from jaxmoe._gemm import tiles
+from jaxmoe._gemm import scratch, tiles
 from jaxmoe._jax import targets as _targets
 from jaxmoe._route import MAX_CUDA_EXPERTS
 from jaxmoe.plan import plan_scratch_size
@@ -47,9 +47,9 @@ def own(theirs: dict[str, Any]) -> dict[str, Any]:
         "max_route_experts": MAX_CUDA_EXPERTS,
         "quant_block": quantization.BLOCK,
         "max_quant_partials": quantization.MAX_PARTIALS,
-        "gemm_scratch": tiles.gmm_scratch_size(),
+        "gemm_scratch": scratch.gmm_scratch_size(),
         "plan_scratch": sizes("plan_scratch", plan_scratch_size),
-        "mlp_index": sizes("mlp_index", tiles.mlp_index_size),
+        "mlp_index": sizes("mlp_index", scratch.mlp_index_size),
         "mlp_floats": sizes("mlp_floats", floats),
         "peer_bytes": sizes("peer_bytes", peer_bytes),
         "peer_header": peers.HEADER_BYTES,

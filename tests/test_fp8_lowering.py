@@ -126,7 +126,7 @@ def test_the_layer_is_one_call_with_these_attributes():
         "xq": "6x144xf8E4M3FN",
         "hq": "12x272xf8E4M3FN",
         "floats": f"{4 + 4 + 1024}xf32",
-        "index": f"{_gemm.tiles.mlp_index_size(12, 4, False)}xi32",
+        "index": f"{_gemm.scratch.mlp_index_size(12, 4, False)}xi32",
     }
 
 

@@ -118,6 +118,9 @@ def test_one_token_leaves_room_for_the_clusters_that_finalize_it():
     # 8 of 64, 16 tiles: 121 of 132; 6 of 64, 22 and 16 tiles
     assert {split(64, 8, 2048, 1024, fp8) for fp8 in (None, True, False)} == {(1, 1)}
     assert {split(64, 6, 2048, 1408, fp8) for fp8 in (None, True, False)} == {(1, 1)}
+    # gpt-oss-120b: 91 tiles of the down product, which is split where rows are longer, as in bf16
+    assert {split(128, 4, 2880, 2880, fp8) for fp8 in (True, False)} == {(1, 1)}
+    assert split(128, 4, 2880, 2880) == (1, 2)
     # 86 tiles are too few; rows of 2052 elements too long, but not in FP8; 9 choices no cluster
     assert split(128, 8, 2816, 704) == (2, 1)
     assert split(128, 8, 2056, 768)[0] == 2
@@ -268,11 +271,11 @@ def test_fields_of_another_type_are_refused(arguments, got):
 
 def test_index_scratch_covers_its_parts():
     # 4 counters, 5 -> 8 offsets, 2 x 20 row indices, 1 of the plan.
-    assert _gemm.tiles.mlp_index_size(18, 4, False) == 4 + 8 + 40 + 1
+    assert _gemm.scratch.mlp_index_size(18, 4, False) == 4 + 8 + 40 + 1
     # One kernel counts, for each row, the tiles that are stored.
-    assert _gemm.tiles.mlp_index_size(18, 4, True) == 4 + 8 + 60 + 1
+    assert _gemm.scratch.mlp_index_size(18, 4, True) == 4 + 8 + 60 + 1
     # A plan of so many rows counts 8 experts in each of 65 chunks.
-    assert _gemm.tiles.mlp_index_size(2**18 + 1, 8, False) == 4 + 12 + 2 * (2**18 + 4) + 65 * 8
+    assert _gemm.scratch.mlp_index_size(2**18 + 1, 8, False) == 4 + 12 + 2 * (2**18 + 4) + 65 * 8
 
 
 @pytest.mark.parametrize("mean", (1 / 64, 1, 3, 8, 20, 60, 100, 150, 300, 3000))
@@ -316,9 +319,17 @@ def test_packed_products_split_the_k_loop_while_sms_have_room():
     # every group is hit by one row or more with probability 0.63 or so
     assert split(4, 2880, 5760) == 2
     assert split(2, 2880, 5760) == 4
-    assert split(2, 832, 5760) == 2  # of four, each would have few steps
+    assert split(2, 2816, 5760) == 2  # of four, each would have few steps
     assert split(4, 448, 5760) == 1
-    assert split(16, 2880, 5760) == 1  # more tiles than half of the CTAs that fit
+    assert split(10, 2880, 5760) == 1  # 293 of 396 CTAs, so more tiles than half
+
+
+def test_packed_products_split_the_k_loop_where_a_second_round_would_have_few_tiles():
+    def split(tiles, k):
+        return _gemm.tiles.gmm_config(1, 1, k, 128 * tiles, packed=True).split_k
+
+    assert [split(tiles, 2048) for tiles in (198, 199, 396, 397, 594, 595)] == [2, 1, 1, 2, 2, 1]
+    assert split(397, 1984) == 1
 
 
 def test_packed_products_fetch_rows_in_tiles_that_can():

@@ -632,4 +632,4 @@ def test_one_kernel_for_both_products():
         calls(cuda_text(lambda *a: moe_mlp(*a, config=(one, tile)), *layer_structs()))[0]
     )
     assert (attrs["gemm1"]["one_kernel"], attrs["gemm2"]["one_kernel"]) == ("1:i64", "0:i64")
-    assert results["index"] == f"{_gemm.tiles.mlp_index_size(T * K, E, True)}xi32"
+    assert results["index"] == f"{_gemm.scratch.mlp_index_size(T * K, E, True)}xi32"

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import jaxmoe
 from jaxmoe import GemmConfig, expert_parallel, quantize
 from jaxmoe._ep import direct, peers, pushed
-from jaxmoe._gemm.tiles import mlp_index_size
+from jaxmoe._gemm.scratch import mlp_index_size
 from jaxmoe._mlp import tuned
 from jaxmoe._testing import assert_equal
 from tests.lowered import calls, cuda_text

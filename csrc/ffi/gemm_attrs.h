@@ -7,7 +7,7 @@
 
 namespace jaxmoe {
 
-// int32 scratch: the tile counter. gmm_scratch_size in jaxmoe/_gemm/tiles.py.
+// int32 scratch: the tile counter. gmm_scratch_size in jaxmoe/_gemm/scratch.py.
 inline constexpr int64_t kGemmScratchInts = 4;
 
 // Most elements of a weight's rows or columns.

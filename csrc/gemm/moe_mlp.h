@@ -17,7 +17,7 @@
 namespace jaxmoe {
 
 // Sub-arrays of the int32 scratch; each starts on 16 bytes. The same sum is mlp_index_size in
-// jaxmoe/_gemm/tiles.py.
+// jaxmoe/_gemm/scratch.py.
 struct MlpIndex {
   static constexpr int64_t kCounters = 4;  // tile counters of the two GEMMs
   int64_t stored;                          // [R] if one kernel computes both, see MoeLayerArgs

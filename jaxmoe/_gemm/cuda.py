@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxmoe._codes import Choice, choice
 from jaxmoe._formats import PLAIN, Format
-from jaxmoe._gemm.tiles import gmm_scratch_size
+from jaxmoe._gemm.scratch import gmm_scratch_size
 from jaxmoe._jax import checks as _checks
 from jaxmoe._jax import primitive as _primitive
 from jaxmoe._jax import sizes as _sizes

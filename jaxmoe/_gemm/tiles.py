@@ -10,7 +10,6 @@ import math
 
 from jaxmoe._jax import checks as _checks
 from jaxmoe._jax import sizes as _sizes
-from jaxmoe.plan import plan_scratch_size
 
 # (weight_tile, token_tile, cluster, split_k) of each kernel in csrc/gemm/sm90/kernel.cuh, with the
 # CTAs that share an SM. Tiles of 128 weight rows by up to 32 tokens are for reading weights (two
@@ -101,7 +100,7 @@ _MAX_SPLIT_TILES = 12 * _SMS
 _MAX_CHOICES = 8
 _MAX_WHOLE_BYTES = 4096
 _MIN_WHOLE_TILES = 2 / 3 * _SMS
-_MIN_WHOLE_FP8_TILES = 0.9 * _SMS
+_MIN_WHOLE_FP8_TILES = 0.9 * _SMS  # of a gate-up product without promoted sums
 
 # Usual rows of a group up to which packed weights take tiles of so many tokens. wgmma is faster
 # than mma.sync before 32 are full, and a second tile for some groups than a wider one for all.
@@ -110,9 +109,11 @@ _PACKED_ROWS = {16: 16, 32: 23, 64: 72}
 # The longest rows of tokens that are rounded so that codes are multiplied as they are.
 MAX_CODED_K = 32768
 
-# Elements of k that each CTA of a packed product needs. The loop is split while all parts run at
-# once.
-_MIN_PACKED_SPLIT = 256
+# Parts of the k loop of a packed product and the elements of k that each needs. It is split while
+# all parts run at once; or in two where whole tiles would be one round of CTAs and up to half of
+# another.
+_PACKED_PARTS = {4: 720, 2: 256}
+_MIN_LATE_HALF = 1024
 
 # Elements of weight rows that several token tiles of a group still find in L2.
 _MAX_SHARED_K = 2048
@@ -245,13 +246,20 @@ def _packed_config(usual: float, k: int, tiles: float, raster: int) -> GemmConfi
     rows it has: up to `_PACKED_ROWS` the narrowest tile is the best.
     """
     if usual <= _PACKED_ROWS[16]:
-        parts = min(_SMS * PACKED[128, 16, 1, 1] / max(tiles, 1.0), k / _MIN_PACKED_SPLIT)
-        return GemmConfig(128, 16, split_k=4 if parts >= 4 else 2 if parts >= 2 else 1)
+        return GemmConfig(128, 16, split_k=_packed_split_k(k, tiles))
     for token_tile in (32, 64):
         if usual <= _PACKED_ROWS[token_tile]:
             return GemmConfig(128, token_tile)
     spares = math.ceil(usual / 160) < math.ceil(usual / 128)
     return GemmConfig(128, 160 if spares else 128, raster=raster)
+
+
+def _packed_split_k(k: int, tiles: float) -> int:
+    at_once = _SMS * PACKED[128, 16, 1, 1]
+    for parts, least in _PACKED_PARTS.items():
+        if parts * tiles <= at_once and k >= parts * least:
+            return parts
+    return 2 if at_once < tiles <= 1.5 * at_once and k >= 2 * _MIN_LATE_HALF else 1
 
 
 def _coded_config(config: GemmConfig) -> GemmConfig:
@@ -282,10 +290,9 @@ def _split_k(row_bytes: int, tiles: float) -> int:
     return 2
 
 
-def _whole(config: GemmConfig, k: int, tiles: float, promoted: bool | None) -> GemmConfig:
+def _whole(config: GemmConfig, row_bytes: int, tiles: float, least: float) -> GemmConfig:
     """The tile of a product of one token, its k loop in one piece where that is worth it."""
-    least = _MIN_WHOLE_FP8_TILES if promoted is False else _MIN_WHOLE_TILES
-    if k * (2 if promoted is None else 1) > _MAX_WHOLE_BYTES or not least <= tiles <= _SMS:
+    if row_bytes > _MAX_WHOLE_BYTES or not least <= tiles <= _SMS:
         return config
     return dataclasses.replace(config, split_k=1)
 
@@ -320,10 +327,11 @@ def mlp_configs(
     down = gmm_config(num_rows, num_experts, intermediate, hidden, share, second, packed=packed)
     usual = _usual_rows(num_rows, num_experts) if _sizes.is_known(num_rows) else math.inf
     if one_token and not packed and 1 < num_rows <= _MAX_CHOICES:
-        hit = _hit(num_rows, num_experts, share)
-        gate_up = _whole(gate_up, hidden, hit * math.ceil(weight_rows / 128), first)
-        if first is None:  # of FP8 it was measured with k loops that are short anyway
-            down = _whole(down, intermediate, hit * math.ceil(hidden / 128), second)
+        hit, size = _hit(num_rows, num_experts, share), 2 if first is None else 1
+        least = _MIN_WHOLE_FP8_TILES if first is False else _MIN_WHOLE_TILES
+        gate_up = _whole(gate_up, size * hidden, hit * math.ceil(weight_rows / 128), least)
+        tiles = hit * math.ceil(hidden / 128)
+        down = _whole(down, size * intermediate, tiles, _MIN_WHOLE_TILES)
     if coded and max(hidden, intermediate) <= MAX_CODED_K:
         gate_up, down = _coded_config(gate_up), _coded_config(down)
     if packed:
@@ -381,19 +389,3 @@ def tgmm_cluster(columns: int) -> int:
     Pairs read a third less from L2. `columns` are those of x.
     """
     return 2 if columns > 128 else 1
-
-
-def gmm_scratch_size() -> int:
-    """int32 elements of scratch of one grouped GEMM: its tile counter, padded to 16 bytes."""
-    return 4
-
-
-def mlp_index_size(num_rows: int, num_local_experts: int, one_kernel: bool) -> int:
-    """int32 elements of the fused layer's index scratch; MlpIndex in csrc/gemm/moe_mlp.h."""
-
-    def pad(count: int) -> int:
-        return -(-count // 4) * 4
-
-    plan_scratch = plan_scratch_size(1, num_rows, num_local_experts)
-    of_rows = 3 if one_kernel else 2
-    return 4 + pad(num_local_experts + 1) + of_rows * pad(num_rows) + plan_scratch

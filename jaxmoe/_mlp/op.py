@@ -17,7 +17,7 @@ from jaxmoe._formats.quantization import scratch_floats
 from jaxmoe._gemm import cuda
 from jaxmoe._gemm.gate_up import of_moving
 from jaxmoe._gemm.op import refuse_derivative, refuse_moving
-from jaxmoe._gemm.tiles import mlp_index_size
+from jaxmoe._gemm.scratch import mlp_index_size
 from jaxmoe._jax import mesh as _mesh
 from jaxmoe._jax import primitive as _primitive
 from jaxmoe._mlp import derivative, fold, sharding, whole
