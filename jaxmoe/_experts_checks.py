@@ -47,14 +47,7 @@ def check_static(e: "Experts") -> None:
         if getattr(e, name) is not None:
             _checks.check_choice(_OP, name, getattr(e, name), allowed)
     if e.dtype is not None:
-        try:
-            dtype = np.dtype(e.dtype)
-        except TypeError:
-            dtype = None
-        if dtype is None or dtype.name not in _checks.FLOATS:
-            name = repr(e.dtype) if dtype is None else _checks.dtype_name(dtype)
-            raise TypeError(_checks.message(_OP, f"dtype={name} must be bf16 or f16 or f32"))
-        object.__setattr__(e, "dtype", dtype)
+        object.__setattr__(e, "dtype", _checks.float_dtype(_OP, "dtype", e.dtype))
 
 
 def _names(choices: tuple[str, ...]) -> str:

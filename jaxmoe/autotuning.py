@@ -25,7 +25,6 @@ from jaxmoe._mlp.timer import Timer
 from jaxmoe._mlp.tuned import Pair, Problem
 
 _OP = "autotune"
-_ABSENT = ("x_scales",)  # x is made for the measurement
 _RESULT = "AutotuningResult"
 _RASTERS = (0, 1, 8)
 _FINALISTS = 4
@@ -52,7 +51,7 @@ class AutotuningResult:
     jaxmoe_version: str = __version__
 
     def dump(self, fp: TextIO) -> None:
-        """Writes the result as JSON."""
+        """Writes the result as JSON to `fp`, a text file that is open for writing."""
         fp.write(self.dumps())
 
     def dumps(self) -> str:
@@ -61,7 +60,7 @@ class AutotuningResult:
 
     @classmethod
     def load(cls, fp: TextIO) -> Self:
-        """Reads what `dump` wrote.
+        """Reads what `dump` wrote from `fp`, a text file that is open.
 
         Raises:
           ValueError: the text is no such result.
@@ -267,9 +266,7 @@ class _Asked:
 
 
 def _tiles(layer: Layer) -> Iterable[tuple[int, int, int, int]]:
-    if not layer.format.packed:
-        return TILES
-    return PACKED | CODED if layer.multiplies_codes(_ABSENT) else PACKED
+    return PACKED | CODED if layer.format.packed else TILES
 
 
 def _first_tiles(layer: Layer, best: Pair) -> Iterator[Pair]:
@@ -299,7 +296,7 @@ def _one_kernel(layer: Layer, best: Pair) -> Iterator[Pair]:
 def _legal(a: Operands, layer: Layer, pairs: Iterable[Pair]) -> Iterator[Pair]:
     """Those that a caller may ask for."""
     size = layer.intermediate(a.w_down)
-    coded = layer.multiplies_codes(_ABSENT)
+    coded = layer.multiplies_codes(a.absent)
     odd = odd_blocks(layer.format.block > 1, layer.activation.gated, layer.gate_up, size)
     sizes = a.x.shape[1], size, layer.promoted, odd, layer.format.packed
     for pair in pairs:

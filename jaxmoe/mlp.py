@@ -248,7 +248,7 @@ def prepared(
     }
     checks.check_alone(op, format, alone)
     if recompute is not None:
-        _checks.check_choice(op, "recompute", recompute, ("z",))
+        _checks.check_choice(op, "recompute", recompute, ("z",), "or None")
         if format.gradient.refused is not None:
             rule = f"recompute must be None with weights in {format.name}, which has no gradient"
             raise ValueError(_checks.message(op, rule, recompute=recompute))

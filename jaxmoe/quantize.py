@@ -60,7 +60,7 @@ class QuantizedArray:
         op = "QuantizedArray"
         _checks.check_choice(op, "format", self.format, FORMATS)
         _checks.check_choice(op, "layout", self.layout, LAYOUTS)
-        object.__setattr__(self, "dtype", _float_dtype(op, self.dtype))
+        object.__setattr__(self, "dtype", _checks.float_dtype(op, "dtype", self.dtype))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -230,7 +230,7 @@ def dequantize(q: QuantizedArray, *, dtype: Any = None) -> jax.Array:
     """
     op = "dequantize"
     check_quantized(op, "q", q)
-    out_dtype = _float_dtype(op, q.dtype if dtype is None else dtype)
+    out_dtype = _checks.float_dtype(op, "dtype", q.dtype if dtype is None else dtype)
     values, scales = jnp.asarray(q.values), jnp.asarray(q.scales)
     format, tokens = format_of(q), q.layout == "tokens"
     decode = _decode_packed if format.packed else _decode
@@ -287,17 +287,6 @@ def _element_types() -> tuple[str, ...]:
     return tuple(dict.fromkeys(n for f in _formats.QUANTIZED.values() for n in f.element_types))
 
 
-def _float_dtype(op: str, value: Any) -> np.dtype:
-    try:
-        dtype = np.dtype(value)
-    except TypeError:
-        dtype = None
-    if dtype is None or value is None or dtype.name not in _checks.FLOATS:
-        name = repr(value) if dtype is None or value is None else _checks.dtype_name(dtype)
-        raise TypeError(_checks.message(op, f"dtype={name} must be bf16 or f16 or f32"))
-    return dtype
-
-
 def _check_options(
     op: str,
     name: str,
@@ -332,7 +321,8 @@ def _check_options(
         raise ValueError(_checks.message(op, rule, scale=scale))
     asked = scale is not None, scale_format == "e8m0", tokens
     if refused := _formats.QUANTIZED[format].refused_option(*asked):
-        raise ValueError(_checks.message(op, refused, **{name: x}))
+        given = {} if scale is None else {"scale": scale}
+        raise ValueError(_checks.message(op, refused, **{name: x}, **given))
     return element_type
 
 

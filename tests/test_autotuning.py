@@ -114,6 +114,7 @@ def test_layers_are_found_wherever_they_are():
         "intermediate": INTER,
         "finalize": True,
         "static": False,
+        "given": False,
     }
 
 

@@ -105,11 +105,15 @@ def test_refused_where_products_are_calls_of_their_own():
     ("call", "split"),
     [
         *((moe_mlp, split) for split in ("experts and tokens", "experts", "tokens", "first")),
+        (functools.partial(moe_mlp, gather_weights=()), "experts and tokens"),
         *((expert_rows, split) for split in ("experts", "first")),
     ],
 )
 def test_products_of_a_divided_layer(call, split):
-    """Asked for, it is left to the products that are one call; those apart have another tile."""
+    """Asked for, it is left to the products that are one call; those apart have another tile.
+
+    So has one call whose tokens are sent to it quantized.
+    """
     mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4])
     place = lambda a, *s: jax.device_put(a, NamedSharding(mesh, P(*s)))  # noqa: E731
     x, routing = tokens(MANY)
@@ -126,12 +130,19 @@ def test_products_of_a_divided_layer(call, split):
         routing = jax.tree.map(lambda a: place(a, *of_tokens), routing)
         found = tiles(functools.partial(call, config=TILE), x, routing, e)
     assert found
+    sends = isinstance(call, functools.partial)
     for op, tile in found:
-        assert op == "jaxmoe_moe_mlp" or tile != TILE[0].tile[:2], found
+        assert (op == "jaxmoe_moe_mlp" and not sends) or tile != TILE[0].tile[:2], found
 
 
 def test_autotune_measures_it_where_it_may_be():
-    for e, there in ((experts(), True), (experts("int4_g128", None), False)):
+    x, routing = tokens(MANY)
+    quantized = quantize_tokens(x, "fp8_channel")
+    for given, e, there in (
+        (x, experts(), True),
+        (quantized, experts(), False),
+        (x, experts("int4_g128", None), False),
+    ):
         measured = set()
 
         def timer(a, layer, measured=measured):
@@ -139,8 +150,25 @@ def test_autotune_measures_it_where_it_may_be():
             return lambda pairs: measured.update(pairs) or dict.fromkeys(pairs, 1.0)
 
         with _targets.force_cuda_lowering():
-            autotuning.tune(autotuning.problems(moe_mlp, *tokens(MANY), e), timer)
+            autotuning.tune(autotuning.problems(moe_mlp, given, routing, e), timer)
         for which in (0, 1):
             having = {pair for pair in measured if pair[which].tile in CODED}
             assert bool(having) == there
             assert not any(config.gather and config.tile in CODED for config, _ in having)
+
+
+def test_measured_for_plain_tokens_it_is_not_for_quantized_ones():
+    x, routing = tokens(MANY)
+    quantized = quantize_tokens(x, "fp8_channel")
+    with _targets.force_cuda_lowering():
+        (problem,) = autotuning.problems(moe_mlp, x, routing, experts())
+        (other,) = autotuning.problems(moe_mlp, quantized, routing, experts())
+    assert other == dataclasses.replace(problem, given=True)
+    result = autotuning.AutotuningResult("any", ((problem, ((TILE, 1.0),)),))
+    with result:
+        assert coded(moe_mlp, x, routing, experts()) == [True, True]
+        assert coded(moe_mlp, quantized, routing, experts()) == [False, False]
+    plain = experts("int4_g128", None)
+    with _targets.force_cuda_lowering():
+        (plainly,) = autotuning.problems(moe_mlp, x, routing, plain)
+    assert not plainly.given

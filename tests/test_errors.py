@@ -86,7 +86,8 @@ GEMM_ERRORS = (
             "preferred_element_type": jnp.int16,
         },
         TypeError,
-        "jaxmoe.grouped_gemm: preferred_element_type=i16 must be i8 or i32 or bf16 or f16 or f32.",
+        "jaxmoe.grouped_gemm: preferred_element_type=int16 must be int8, int32, bfloat16, "
+        "float16 or float32.",
     ),
     (
         {
@@ -118,12 +119,12 @@ GEMM_ERRORS = (
     (
         {"preferred_element_type": jnp.int32},
         TypeError,
-        "jaxmoe.grouped_gemm: preferred_element_type=i32 must be bf16 or f16 or f32.",
+        "jaxmoe.grouped_gemm: preferred_element_type=int32 must be bfloat16, float16 or float32.",
     ),
     (
         {"preferred_element_type": "foo"},
         TypeError,
-        "jaxmoe.grouped_gemm: preferred_element_type='foo' must be bf16 or f16 or f32.",
+        "jaxmoe.grouped_gemm: preferred_element_type='foo' must be bfloat16, float16 or float32.",
     ),
     (
         {"precision": "foo"},

@@ -271,6 +271,12 @@ LAYER_ERRORS = (
         "config: a tuple.",
     ),
     (
+        {"config": (None, dataclasses.replace(DECODE, gather=True))},
+        ValueError,
+        "config[1].gather must be False: the down GEMM's rows are in order already. Got config: a "
+        "tuple.",
+    ),
+    (
         {"config": (ONE, GemmConfig(128, 32))},
         ValueError,
         "config[0].one_kernel=True needs config[1] with the same tile, (128, 8, 1, 1). Got config: "

@@ -230,10 +230,14 @@ ERRORS = {
     "accum of plain weights": (
         {"accum": "fast"},
         ValueError,
-        "accum must be None if no weight is quantized",
+        "accum='fast' must be None if no weight is quantized",
     ),
-    "dtype": ({"dtype": "wide"}, TypeError, "dtype='wide' must be bf16 or f16 or f32"),
-    "integer dtype": ({"dtype": "int32"}, TypeError, "dtype=i32 must be bf16 or f16 or f32"),
+    "dtype": ({"dtype": "wide"}, TypeError, "dtype='wide' must be bfloat16, float16 or float32"),
+    "integer dtype": (
+        {"dtype": "int32"},
+        TypeError,
+        "dtype=int32 must be bfloat16, float16 or float32",
+    ),
     "no down": ({"down": None}, TypeError, "down must be given"),
     "nothing first": (
         {"gate_up": None},

@@ -191,7 +191,7 @@ LAYER_ERRORS = (
     (
         PLAIN | {"accum": "fast"},
         ValueError,
-        "jaxmoe.Experts: accum must be None if no weight is quantized.",
+        "jaxmoe.Experts: accum='fast' must be None if no weight is quantized.",
     ),
     (
         {"accum": "slow"},
@@ -365,7 +365,7 @@ GEMM_ERRORS = (
     (
         {"rhs": zeros((E, H, INTER), BF16), "accum": "promoted"},
         ValueError,
-        "accum must be None if no weight is quantized.",
+        "accum='promoted' must be None if no weight is quantized.",
     ),
     (
         {"accum": "promoted", "config": GemmConfig(256, 160, cluster=2)},

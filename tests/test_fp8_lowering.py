@@ -59,7 +59,7 @@ def tile(weight_tile, token_tile, gather, split_k=1, raster=1, cluster=1):
 
 
 def test_the_layer_is_one_call_with_these_attributes():
-    config = (GemmConfig(128, 32, raster=2, gather=True), GemmConfig(256, 128, gather=True))
+    config = (GemmConfig(128, 32, raster=2, gather=True), GemmConfig(256, 128))
     options = {
         "activation": Swiglu(alpha=1.5, beta=1.0, limit=7.0),
         "gate_up": "interleaved",

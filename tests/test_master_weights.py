@@ -220,7 +220,7 @@ def quantized(name) -> QuantizedArray:
         (
             {"dtype": "int8"},
             TypeError,
-            "dtype=i8 must be bf16 or f16 or f32.",
+            "dtype=int8 must be bfloat16, float16 or float32.",
         ),
         (
             {"dtype": "float16"},

@@ -449,7 +449,7 @@ def test_shapes_are_refused_with_the_nearest_legal(format, shape, message):
     ("arguments", "kind", "message"),
     [
         ({"scale": np.ones(2, np.float32)}, ValueError, "scale must be None in mxfp4, whose"),
-        ({"scale_format": "e8m0"}, ValueError, "scale_format must be 'float32' in mxfp4"),
+        ({"scale_format": "e8m0"}, ValueError, "scale_format='e8m0' must be 'float32' in mxfp4"),
         ({"element_type": "e4m3"}, NotImplementedError, "mxfp4 has e2m1"),
         ({"format": "int4_g64", "w": W.astype(np.float32)}, TypeError, "w.dtype=float32 must be"),
     ],
@@ -535,7 +535,7 @@ def test_tiles_without_a_kernel_are_refused(name):
 
 def test_sums_are_not_a_choice(name):
     q = jax.eval_shape(lambda: experts(name))[0]
-    with pytest.raises(ValueError, match=f"accum must be None with {name} weights"):
+    with pytest.raises(ValueError, match=f"accum='fast' must be None with {name} weights"):
         dataclasses.replace(q, accum="fast")
 
 

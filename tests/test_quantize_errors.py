@@ -197,9 +197,9 @@ FIELDS = {
 FIELD_ERRORS = (
     ({"format": "int4"}, ValueError, "format='int4' must be one of fp8_tensor, fp8_channel, "),
     ({"layout": "rows"}, ValueError, "layout='rows' must be one of kn, nk, tokens."),
-    ({"dtype": "float64"}, TypeError, "dtype=f64 must be bf16 or f16 or f32."),
-    ({"dtype": "float7"}, TypeError, "dtype='float7' must be bf16 or f16 or f32."),
-    ({"dtype": None}, TypeError, "dtype=None must be bf16 or f16 or f32."),
+    ({"dtype": "float64"}, TypeError, "dtype=float64 must be bfloat16, float16 or float32."),
+    ({"dtype": "float7"}, TypeError, "dtype='float7' must be bfloat16, float16 or float32."),
+    ({"dtype": None}, TypeError, "dtype=None must be bfloat16, float16 or float32."),
 )
 
 
@@ -254,7 +254,7 @@ def test_dequantize_takes_quantized_arrays_to_floats() -> None:
     message = "jaxmoe.dequantize: q must be a jaxmoe.QuantizedArray. Got q: bf16[2,130,257]."
     assert_raises(TypeError, message, jaxmoe.dequantize, W)
     q = jaxmoe.QuantizedArray(**FIELDS)
-    message = "jaxmoe.dequantize: dtype=i8 must be bf16 or f16 or f32."
+    message = "jaxmoe.dequantize: dtype=int8 must be bfloat16, float16 or float32."
     assert_raises(TypeError, message, jaxmoe.dequantize, q, dtype=jnp.int8)
 
 

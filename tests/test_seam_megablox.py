@@ -230,7 +230,7 @@ class QArray:
         (
             {"preferred_element_type": np.int32},
             TypeError,
-            "gmm: preferred_element_type=i32 must be bf16 or f16 or f32",
+            "gmm: preferred_element_type=int32 must be bfloat16, float16 or float32",
         ),
     ],
 )

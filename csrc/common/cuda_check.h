@@ -1,4 +1,4 @@
-// Early return for functions that report a cudaError_t.
+// Early return for functions that report a cudaError_t, and its text for those that report one.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -9,3 +9,12 @@
       return jaxmoe_status;                                                 \
     }                                                                       \
   } while (0)
+
+namespace jaxmoe {
+
+// Null if there was no error.
+inline const char* Reason(cudaError_t status) {
+  return status == cudaSuccess ? nullptr : cudaGetErrorString(status);
+}
+
+}  // namespace jaxmoe

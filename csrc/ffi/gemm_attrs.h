@@ -10,8 +10,8 @@ namespace jaxmoe {
 // int32 scratch: the tile counter. gmm_scratch_size in jaxmoe/_gemm/scratch.py.
 inline constexpr int64_t kGemmScratchInts = 4;
 
-// Most elements of a weight's rows or columns.
-inline constexpr int64_t kMaxColumns = kMaxInt / 4;
+// Most elements of a weight's rows or columns: epilogues count the bytes of 16 rows in int32.
+inline constexpr int64_t kMaxColumns = kMaxInt / 32;
 
 // GemmConfig of jaxmoe/_gemm/tiles.py.
 struct TileAttrs {

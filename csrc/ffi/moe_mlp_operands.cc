@@ -28,6 +28,9 @@ MoeMlpParams TakeMoeMlp(const MoeMlpOperands& in,
   p.expert_ids = take->Ints("expert_ids", in.expert_ids, {T, K});
   const int64_t R = T * K;
   take->Range("T*K", R, 0, kMaxInt);
+  take->Range("top_k", K, 1, kMaxInt);
+  take->Range("num_experts", attrs.num_experts, 0, kMaxInt);
+  take->Range("expert_offset", attrs.expert_offset, 0, kMaxInt);
   p.act = take->Any("act", in.act, {R, I}, dtype);
   const int64_t N = gated ? 2 * I : I, n1 = two_arrays ? N / 2 : N;
   if (two_arrays && (!gated || attrs.gate_up != static_cast<int64_t>(GateUp::kGateUp))) {

@@ -23,6 +23,7 @@ inline PlanParams TakePlan(const PlanOperands& given,
   Dim B, T, K, offsets, S;
   PlanParams plan{};
   take->Range("num_experts", num_experts, 0, kMaxInt);
+  take->Range("expert_offset", expert_offset, 0, kMaxInt);
   plan.expert_ids = take->Ints("expert_ids", given.expert_ids, {B, T, K});
   plan.expert_map = take->IntsOrNull("expert_map", given.expert_map, {num_experts});
   plan.expert_offsets = take->Ints("expert_offsets", given.expert_offsets, {B, offsets});

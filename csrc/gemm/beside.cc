@@ -1,14 +1,11 @@
 // The layer beside its exchange, as launches, copies and events between three streams.
 #include "csrc/gemm/beside.h"
 
+#include "csrc/common/cuda_check.h"
 #include "csrc/kernels/source_groups.h"
 
 namespace jaxmoe {
 namespace {
-
-const char* Reason(cudaError_t status) {
-  return status == cudaSuccess ? nullptr : cudaGetErrorString(status);
-}
 
 // Launches the layer, and the copies that it waits for and that wait for it.
 const char* LaunchBesideCopies(const PeerBeside& exchange,

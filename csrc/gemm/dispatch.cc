@@ -311,10 +311,6 @@ bool HasFewTiles(const MoeGemmProblem& p,
   return p.num_groups <= kMaxNarrowGroups && tiles <= kFewTiles * (grid / variant.cluster);
 }
 
-const char* Reason(cudaError_t status) {
-  return status == cudaSuccess ? nullptr : cudaGetErrorString(status);
-}
-
 }  // namespace
 
 const char* LaunchMoeGemm(const MoeGemmProblem& p, const TileConfig& asked, cudaStream_t stream) {
@@ -333,13 +329,11 @@ const char* LaunchMoeGemm(const MoeGemmProblem& p, const TileConfig& asked, cuda
   if (const char* error = Reason(GridOf(MaxTiles(p, args, *variant), *variant, &grid))) {
     return error;
   }
-  args.few_tiles = HasFewTiles(p, args, *variant, grid);
+  args.few_tiles = !args.plans && HasFewTiles(p, args, *variant, grid);
   return Reason(launch(args, grid, p.pdl, stream));
 }
 
 bool HasFinalizedKernel(const MoeGemmProblem& down, const TileConfig& tile) {
-  // Of a cluster, on every card. NOTE: jaxmoe has the same: _MAX_CHOICES in _gemm/tiles.py.
-  constexpr int64_t kMostCtas = 8;
   const Variant* variant = FindVariant(down, tile);
   if (variant == nullptr || variant->launch_finalized == nullptr || down.plan == nullptr) {
     return false;
@@ -347,7 +341,7 @@ bool HasFinalizedKernel(const MoeGemmProblem& down, const TileConfig& tile) {
   const PlanParams& plan = *down.plan;
   const bool has_form = !down.gated && down.activation.kind == ActivationParams::kIdentity &&
                         !down.out_f32 && down.out_rows == nullptr && down.low.x == nullptr;
-  return has_form && plan.num_tokens == 1 && plan.top_k > 1 && plan.top_k <= kMostCtas;
+  return has_form && plan.num_tokens == 1 && plan.top_k > 1 && plan.top_k <= kMaxFinalizedChoices;
 }
 
 bool HasLayerKernel(const MoeGemmProblem& gate_up,

@@ -64,6 +64,9 @@ constexpr bool OverlapsPrevious(int64_t rows, int64_t groups) { return rows <= 1
 // Slots that a GEMM can plan by itself: a lane of a warp each.
 inline constexpr int64_t kMaxPlannedSlots = 32;
 
+// Choices of a token that a GEMM can finalize: CTAs that a cluster has on every card.
+inline constexpr int64_t kMaxFinalizedChoices = 8;
+
 // Mean rows of a group, and 128-byte steps of a weight row, from which on wide tiles bring weights
 // into L2 before they have a stage for them.
 inline constexpr int64_t kMinPrefetchRows = 32;

@@ -5,6 +5,7 @@
 // before finalize.
 #include "csrc/gemm/moe_mlp.h"
 
+#include "csrc/common/cuda_check.h"
 #include "csrc/kernels/finalize.h"
 #include "csrc/kernels/low_rank.h"
 #include "csrc/kernels/permute.h"
@@ -12,6 +13,8 @@
 
 namespace jaxmoe {
 namespace {
+
+constexpr int64_t kSms = 132;  // of an H100 or H200 SXM
 
 // Places in the scratch of a call, and the choices that several launches follow.
 struct Layer {
@@ -64,10 +67,10 @@ struct Layer {
     return only_that && down_is_one_round();
   }
   // Whether all tiles of the down GEMM, of few rows, run at once.
-  bool down_is_one_round() const { return down_tiles() <= 2 * 132; }
+  bool down_is_one_round() const { return down_tiles() <= 2 * kSms; }
   // Whether clusters of them soon find places beside the gate-up GEMM: where they need nearly all,
   // they are later than a launch behind them.
-  bool clusters_find_room() const { return 2 * down_tiles() <= 3 * 132; }
+  bool clusters_find_room() const { return 2 * down_tiles() <= 3 * kSms; }
   int64_t down_tiles() const { return rows * CeilDiv(p.hidden, 128); }
   // Scales that are made of the intermediate.
   float* act_scales() const { return p.floats + floats.act_scales; }
@@ -335,10 +338,6 @@ ZeroRowsParams MakeZeroCounters(const Layer& layer) {
   zero.zero_counters = layer.p.index;
   zero.num_zero_counters = layer.at.expert_offsets;
   return zero;
-}
-
-const char* Reason(cudaError_t status) {
-  return status == cudaSuccess ? nullptr : cudaGetErrorString(status);
 }
 
 // The product of tokens that are here, or come meanwhile.

@@ -1,14 +1,9 @@
 // The layer beside a dispatch in the order of experts, as launches on two streams.
 #include "csrc/gemm/ordered.h"
 
+#include "csrc/common/cuda_check.h"
+
 namespace jaxmoe {
-namespace {
-
-const char* Reason(cudaError_t status) {
-  return status == cudaSuccess ? nullptr : cudaGetErrorString(status);
-}
-
-}  // namespace
 
 const char* LaunchOrderedMoeMlp(const PeerOrdered& exchange,
                                 const PeerStreams& streams,

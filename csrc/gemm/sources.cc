@@ -2,6 +2,7 @@
 // last tile of each is emptier, the last wave of tiles too, and weights are read once more.
 #include "csrc/gemm/sources.h"
 
+#include "csrc/common/cuda_check.h"
 #include "csrc/kernels/source_groups.h"
 
 namespace jaxmoe {
@@ -77,10 +78,6 @@ constexpr bool RangesAreRight() {
   return true;
 }
 static_assert(RangesAreRight());
-
-const char* Reason(cudaError_t status) {
-  return status == cudaSuccess ? nullptr : cudaGetErrorString(status);
-}
 
 // The groups of a product that takes `range_count` ranges from number `range` on, which are
 // numbered through both products: those of the down product first. `early`: see MoeGemmProblem.

@@ -334,7 +334,7 @@ class Format:
         if accum is None:
             return None
         which = f"with {self.name} weights" if self.quantized else "if no weight is quantized"
-        return f"accum must be None {which}"
+        return f"accum={accum!r} must be None {which}"
 
     def shared_over(self, k: bool, rows: bool) -> bool:
         """Whether one scale of tokens spans rows (or k) that lie on several devices."""

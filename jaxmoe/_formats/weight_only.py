@@ -136,7 +136,9 @@ class Packed(Format):
         """Scales follow from the weights of their group."""
         if scale and not (tokens and self.token_scale):
             return f"scale must be None in {self.name}, whose scales lie among its values"
-        return f"scale_format must be 'float32' in {self.name}, which has its own" if e8m0 else None
+        if not e8m0:
+            return None
+        return f"scale_format='e8m0' must be 'float32' in {self.name}, which has its own"
 
     def blocks(self, values: jax.Array) -> tuple[jax.Array, ...]:
         """Codes [.., N, K] of values, and the parts of their strips [.., superblocks, bytes]."""

@@ -71,16 +71,7 @@ def element_type(op: str, value: Any, besides: tuple[str, ...] = ()) -> np.dtype
 
     `besides`: names of dtypes that are allowed beside the floating ones.
     """
-    try:
-        dtype = np.dtype(value)
-        name = _checks.dtype_name(dtype)
-    except TypeError:
-        dtype, name = None, repr(value) if isinstance(value, str) else _checks.describe(value)
-    allowed = (*besides, *_checks.FLOATS)
-    if dtype is None or dtype.name not in allowed:
-        names = " or ".join(map(_checks.dtype_name, allowed))
-        raise TypeError(_checks.message(op, f"preferred_element_type={name} must be {names}"))
-    return dtype
+    return _checks.float_dtype(op, "preferred_element_type", value, besides)
 
 
 def check_precision(op: str, precision: Any, dtype: Any, format: Format) -> Any:

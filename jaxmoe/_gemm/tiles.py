@@ -69,8 +69,7 @@ MAX_GATHER = 32
 _MAX_PACKED_GATHER = 5
 
 # Rows that the products plan for themselves, if they fetch them by index, which spares a launch.
-# NOTE: csrc has the same: kMaxPlannedSlots in gemm/moe_gemm.h.
-_MAX_PLANNED_ROWS = 32
+MAX_PLANNED_ROWS = 32
 
 # Tiles of a gate-up product from which on one kernel runs both products with whole k loops: twice
 # as many as CTAs that run at once. A down product of fewer, so long ones, is a kernel of its own:
@@ -96,8 +95,8 @@ WHOLE_BLOCKS = {(256, 128, 1, 1), (128, 256, 1, 1)}
 _MIN_SPLIT_BYTES = 2048
 _MAX_SPLIT_TILES = 12 * _SMS
 # Nor, for one token, where whole tiles of short rows have so many SMs: they leave room for the
-# clusters of its down product. NOTE: csrc has the same: kMostCtas in gemm/dispatch.cc.
-_MAX_CHOICES = 8
+# clusters of its down product.
+MAX_CHOICES = 8
 _MAX_WHOLE_BYTES = 4096
 _MIN_WHOLE_TILES = 2 / 3 * _SMS
 _MIN_WHOLE_FP8_TILES = 0.9 * _SMS  # of a gate-up product without promoted sums
@@ -326,7 +325,7 @@ def mlp_configs(
         gate_up = GemmConfig(128, 192)
     down = gmm_config(num_rows, num_experts, intermediate, hidden, share, second, packed=packed)
     usual = _usual_rows(num_rows, num_experts) if _sizes.is_known(num_rows) else math.inf
-    if one_token and not packed and 1 < num_rows <= _MAX_CHOICES:
+    if one_token and not packed and 1 < num_rows <= MAX_CHOICES:
         hit, size = _hit(num_rows, num_experts, share), 2 if first is None else 1
         least = _MIN_WHOLE_FP8_TILES if first is False else _MIN_WHOLE_TILES
         gate_up = _whole(gate_up, size * hidden, hit * math.ceil(weight_rows / 128), least)
@@ -336,7 +335,7 @@ def mlp_configs(
         gate_up, down = _coded_config(gate_up), _coded_config(down)
     if packed:
         few = _sizes.is_known(num_rows) and (
-            num_rows <= _MAX_PLANNED_ROWS or usual <= _MAX_PACKED_GATHER
+            num_rows <= MAX_PLANNED_ROWS or usual <= _MAX_PACKED_GATHER
         )
         gather = few and gate_up.token_tile <= MAX_GATHER
     elif first:  # tokens can be quantized in the order of the experts
@@ -348,7 +347,7 @@ def mlp_configs(
         gather = not fp8_pair or intermediate <= _MAX_FP8_GATHER_INTERMEDIATE
     gate_up = dataclasses.replace(gate_up, gather=gather)
     # Products that plan for themselves need no launch before them, but one kernel does.
-    if not one_kernel or not _sizes.is_known(num_rows) or num_rows <= _MAX_PLANNED_ROWS:
+    if not one_kernel or not _sizes.is_known(num_rows) or num_rows <= MAX_PLANNED_ROWS:
         return gate_up, down
     # No CTA waits for another product's end, so the k loop of many tiles is not split.
     hit = _hit(num_rows, num_experts, share)

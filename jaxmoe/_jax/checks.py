@@ -218,25 +218,27 @@ def check_number(op: str, name: str, value: Any) -> float:
     return float(value)
 
 
-def float_dtype(op: str, name: str, value: Any) -> np.dtype[Any]:
-    """Returns what names a dtype of `FLOATS` as that dtype."""
+def float_dtype(op: str, name: str, value: Any, besides: Sequence[str] = ()) -> np.dtype[Any]:
+    """Returns what names a dtype of `FLOATS`, or of `besides`, as that dtype."""
     try:
         dtype = None if value is None else np.dtype(value)  # which None is not, but float64
     except TypeError:
         dtype = None
-    if dtype is None or dtype.name not in FLOATS:
-        shown = repr(value) if dtype is None else dtype.name
-        rule = f"{name}={shown} must be bfloat16, float16 or float32"
+    *others, last = (*besides, *FLOATS)
+    if dtype is None or dtype.name not in (*others, last):
+        shown = describe(value) if dtype is None else dtype.name
+        rule = f"{name}={shown} must be {', '.join(others)} or {last}"
         raise TypeError(message(op, rule))
     return dtype
 
 
-def check_choice(op: str, name: str, value: Any, allowed: Sequence[str]) -> None:
-    """Checks a named option against the names that exist."""
+def check_choice(op: str, name: str, value: Any, allowed: Sequence[str], other: str = "") -> None:
+    """Checks a named option against the names that exist; `other`: what is allowed beside them."""
+    rule = " ".join(filter(None, (f"must be one of {', '.join(allowed)}", other)))
     if not isinstance(value, str):
-        raise TypeError(message(op, f"{name} must be one of {', '.join(allowed)}", **{name: value}))
+        raise TypeError(message(op, f"{name} {rule}", **{name: value}))
     if value not in allowed:
-        raise ValueError(message(op, f"{name}={value!r} must be one of {', '.join(allowed)}"))
+        raise ValueError(message(op, f"{name}={value!r} {rule}"))
 
 
 def check_int(

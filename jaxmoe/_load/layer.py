@@ -64,8 +64,9 @@ class LoadedLayer:
     def route(self, x: jax.Array, token_ids: jax.Array | None = None) -> Routing:
         """Chooses the experts of tokens x [.., H] by float32 logits.
 
-        token_ids: [..] integers, for a layer with an `expert_table`. A number that is in no row of
-          the table chooses no expert: ids -1 and weights 0.
+        token_ids: [..] integers, for a layer with an `expert_table`; others do not look at them, so
+          that all layers of a model may be called alike. A number that is in no row of the table
+          chooses no expert: ids -1 and weights 0.
 
         Raises:
           TypeError: x is no array of floats, or `token_ids` none of integers.

@@ -209,6 +209,9 @@ def check_configs(
             coded=coded and k <= MAX_CODED_K,
         )
     first = config[0]
+    if config[1] is not None and config[1].gather:
+        rule = "config[1].gather must be False: the down GEMM's rows are in order already"
+        raise ValueError(_checks.message(op, rule, config=config))
     boxes = packed or (promoted is not None and promoted[0])
     if boxes and first and first.gather and first.token_tile > MAX_GATHER:
         kind = "packed weights" if packed else "promoted sums"

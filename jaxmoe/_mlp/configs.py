@@ -80,6 +80,12 @@ def rule_configs(a: Operands, layer: Layer) -> tuple[Any, Any]:
 
 
 def configs_of(a: Operands, layer: Layer) -> tuple[Any, Any]:
-    """The tiles of the two products: asked for, else measured, else chosen from the shapes."""
+    """The tiles of the two products: asked for, else measured, else chosen from the shapes.
+
+    Asked for of bf16 tokens, those that multiply codes are not had by the parts of a layer to which
+    devices send quantized ones.
+    """
+    if not layer.multiplies_codes(a.absent):
+        layer = layer.replace(config=layer.config and layer.configs_apart)
     measured = tuned.find(a, layer) if layer.config is None else None
     return measured or rule_configs(a, layer)

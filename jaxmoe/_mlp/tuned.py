@@ -28,6 +28,8 @@ class Problem:
       hidden, intermediate: H and I.
       finalize: whether the layer ends with the sum of each token's rows.
       static: whether scales of the activations are given. Results of before do not say.
+      given: whether tokens are quantized already, in a format that multiplies codes by those that
+        it quantizes itself. Results of before do not say.
     """
 
     format: str
@@ -44,6 +46,7 @@ class Problem:
     intermediate: int
     finalize: bool
     static: bool = False
+    given: bool = False
 
 
 class Table(Protocol):
@@ -82,6 +85,7 @@ def problem_of(a: Operands, layer: Layer) -> Problem | None:
         intermediate=layer.intermediate(a.w_down),
         finalize=layer.finalize,
         static=a.h_scale is not None,
+        given=a.x_scales is not None and layer.multiplies_codes((*a.absent, "x_scales")),
     )
 
 
