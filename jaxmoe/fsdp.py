@@ -74,9 +74,8 @@ def choose_gather(x: Any, routing: Any, experts: Any) -> GatherChoice:
     _checks.check_same_dim(_OP, "x", x, 0, "routing.expert_ids", routing.expert_ids, 0, "T")
     _checks.check_dim(_OP, "x", x, 1, experts.hidden, "experts.hidden")
     local = (experts.num_experts, 0, experts.num_experts)
-    values = x.values if isinstance(x, QuantizedArray) else x
     format = format_of(experts)
-    layer = static_of("moe_mlp", values, experts, format, local, None, True)
+    layer = static_of("moe_mlp", x, experts, format, local, None, True)
     a = operands_of(x, routing.expert_ids, experts, None, layer)._replace(weights=routing.weights)
     shardings: list[Any] = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(a)]
     sizes = next((dict(s.mesh.shape) for s in shardings if isinstance(s, NamedSharding)), {})

@@ -273,6 +273,10 @@ def _check(
     check_experts(_OP, x, e)
     _checks.check_dtype(_OP, "routing.expert_ids", routing.expert_ids, ("int32",))
     _checks.check_dtype(_OP, "routing.weights", routing.weights, ("float32",))
+    top_k = routing.expert_ids.shape[-1] if routing.expert_ids.ndim else 0
+    if not 1 <= top_k <= e.num_experts:
+        rule = f"top_k={top_k} (routing.expert_ids.shape[-1]) must be in [1, {e.num_experts}]"
+        raise ValueError(_checks.message(_OP, rule, expert_ids=routing.expert_ids))
     of_tokens = {
         "routing.expert_ids": (routing.expert_ids.shape[:-1], x.shape[:-1]),
         "routing.weights": (routing.weights.shape, routing.expert_ids.shape),
@@ -291,7 +295,7 @@ def _check(
     for name, (shape, wanted) in of_tokens.items():
         if shape != wanted:
             rule = f"{name} must have the axes of tokens that x has: {list(shape)}, {list(wanted)}"
-            raise ValueError(_checks.message(_OP, rule, x=x))
+            raise ValueError(_checks.message(_OP, rule, x=x, expert_ids=routing.expert_ids))
 
 
 def _check_adapters(op: str, experts: Experts, adapters: Adapters) -> tuple[int, ...]:

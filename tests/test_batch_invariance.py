@@ -4,8 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from jaxmoe import GemmConfig, Routing, grouped_gemm
+import jaxmoe
+from jaxmoe import Experts, GemmConfig, Routing, expert_rows, explain, grouped_gemm
+from jaxmoe._jax import targets as _targets
 from jaxmoe._testing import Layer, assert_equal, layer_inputs
 from tests.layers import moe_mlp
 from tests.lowered import calls, cuda_text
@@ -32,6 +36,37 @@ def test_no_product_of_the_layer_splits_its_k_loop():
     only_first = (GemmConfig(128, 32, gather=True), None)
     assert lowered_splits(batch_invariant=True, config=only_first) == ("1:i64", "1:i64")
     assert lowered_splits(config=only_first) == ("1:i64", "2:i64")
+
+
+@pytest.mark.parametrize("call", (jaxmoe.moe_mlp, expert_rows))
+@pytest.mark.parametrize("what", ("I", "H of the first product"))
+def test_nor_does_a_device_with_a_part_of_the_contraction(call, what):
+    """Each device's part is still long enough to be split."""
+    mesh = jax.make_mesh((2,), ("a",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+    specs = {"I": (P(None, None, "a"), P(None, "a", None))}.get(what, (P(None, "a", None), P()))
+
+    def placed(shape, spec=None, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec or P()))
+
+    ids, weights = WIDE[1].expert_ids, WIDE[1].weights
+    routing = Routing(placed(ids.shape, None, ids.dtype), placed(weights.shape, None, jnp.float32))
+    arrays = (
+        placed((8, 2 * 2048, 2048), specs[0]),
+        placed((8, 2 * 2048, 2048), specs[0]),
+        placed((8, 2048, 2 * 2048), specs[1]),
+    )
+
+    def splits(**options):
+        def fn(x, routing, gate, up, down):
+            return call(x, routing, Experts(gate=gate, up=up, down=down), **options)
+
+        with jax.set_mesh(mesh), _targets.force_cuda_lowering():
+            ops = explain(fn, placed((1, 2 * 2048)), routing, *arrays).ops
+        attrs = [op.cuda_attrs or {} for op in ops]
+        return {a[n]["split_k"] for a in attrs for n in ("gemm1", "gemm2", "config") if n in a}
+
+    assert 2 in splits()
+    assert splits(batch_invariant=True) == {1}
 
 
 def test_grouped_gemm_does_not_split_its_k_loop():

@@ -412,6 +412,32 @@ def test_tokens_that_are_whole_are_divided():
     assert collectives(text) == "2 all-gather"
 
 
+def test_choice_for_quantized_tokens_is_that_for_plain_ones_but_for_what_is_sent():
+    """Results are bf16 either way, and were counted as if they were bytes."""
+    mesh = make_mesh(EXPLICIT, "a")
+    experts = _of_two_bytes().quantized("fp8_channel")
+    first = experts.gate_up
+    parts = (first.values, P(None, "a")), (first.scales, P(None, "a"))
+    values, scales = (place(a, mesh, spec) for a, spec in parts)
+    first = dataclasses.replace(first, values=values, scales=scales)
+    experts = dataclasses.replace(experts, gate_up=first)
+
+    def sizes(x):
+        x = jax.tree.map(lambda a: place(a, mesh, P("a")), x)
+        ids, weights = jnp.zeros((64, 1), jnp.int32), jnp.ones((64, 1))
+        routing = Routing(*(place(a, mesh, P("a")) for a in (ids, weights)))
+        return fsdp.choose_gather(x, routing, experts).bytes
+
+    plain = jnp.ones((64, 256), jnp.bfloat16)
+    given, made = sizes(jaxmoe.quantize_tokens(plain, "fp8_channel")), sizes(plain)
+    assert given == made
+
+
+def _of_two_bytes():
+    first, down = (jnp.ones(shape, jnp.bfloat16) for shape in ((4, 512, 256), (4, 256, 256)))
+    return Experts(gate_up=first, down=down, layout="nk", order="interleaved")
+
+
 def test_one_device_has_nothing_to_gather():
     tokens, weights = jax.device_put(_drawn())
     close(layer(tokens, Experts(**weights), "a"), expected()[0])

@@ -166,6 +166,9 @@ def test_adapters_train_and_experts_stay():
     assert values[-1] < 0.2 * values[0]
 
 
+ROUTING_DTYPES = (("expert_ids", np.int32), ("weights", np.float32))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -179,6 +182,14 @@ def test_adapters_train_and_experts_stay():
         ({"routing": {"num_experts": 8}}, "experts must be all 8 of the routing"),
         ({"x": np.ones((T + 1, H), np.float32)}, "routing.expert_ids must have the axes of tok"),
         ({"routing": {"weights": np.ones((2, T), np.float32)}}, "routing.weights must have the ax"),
+        (
+            {"routing": {n: np.ones((T, 0), d) for n, d in ROUTING_DTYPES}},
+            r"top_k=0 \(routing.expert_ids.shape\[-1\]\) must be in \[1, ",
+        ),
+        (
+            {"routing": {n: np.zeros((T, E + 1), d) for n, d in ROUTING_DTYPES}},
+            rf"top_k={E + 1} \(routing.expert_ids.shape\[-1\]\) must be in \[1, {E}\]",
+        ),
         ({"residual": np.ones((H, T), np.float32)}, "residual must have the axes of tokens"),
         (
             {"x": np.ones((T, H // 2), np.float32)},

@@ -97,7 +97,7 @@ ffi::Error OrderedMoeMlp(Stage stage,
   MoeMlpDims dims;
   MoeMlpParams layer = TakeMoeMlp(operands, attrs.layer, &dims, &take);
   if (take.failed()) return take.error();
-  exchange.all_ids = take.Ints("all_ids", *all_ids, {dims.T, dims.K});
+  exchange.all_ids = take.Ints("all_ids", *all_ids, {dims.T, K});
   exchange.devices = reinterpret_cast<uint16_t*>(take.Ints("devices", *devices, {T, 2}));
   const int64_t ints = kMaxExpertParts + attrs.peers.num_local;
   exchange.pushed = reinterpret_cast<uint32_t*>(take.Ints("words", *words, {ints}));

@@ -184,6 +184,9 @@ def _refuse_routed(
 
 def check_table(op: str, expert_map: Any, num_local: int | None) -> None:
     """Refuses a table, known at trace time, that no weights of `num_local` experts can be."""
+    if not expert_map.shape[1]:
+        rule = "expert_map.shape[1]=0 must be at least 1, the number of experts"
+        raise ValueError(_checks.message(op, rule, expert_map=expert_map))
     if not isinstance(expert_map, np.ndarray):
         return
     largest = int(expert_map.max(initial=-1))

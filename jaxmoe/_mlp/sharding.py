@@ -26,6 +26,7 @@ from jaxmoe._jax.collectives import TYPED
 from jaxmoe._jax.mesh import Axes, Dims, once, own
 from jaxmoe._jax.sharding import Call, Rule, Split, refuse_tokens
 from jaxmoe._mlp import fetch
+from jaxmoe._mlp.configs import of_shapes
 from jaxmoe._mlp.division import Division, dims, divide, places
 from jaxmoe._mlp.operands import Layer, Operands, join
 from jaxmoe._mlp.own import join_pairs, own_experts, own_map, own_pairs
@@ -79,8 +80,7 @@ def layer_part(call: Call, d: Division, op: LayerOp, layer: Layer) -> Callable[.
     """Function of one device: operands split as `places` says -> its y."""
     device = Device.of(call, d, layer)
     local = own_experts(layer, d.e, call.count)
-    if d.i_in or d.h_in:  # tiles chosen for all of the contraction may not fit a part
-        local = local.replace(config=None)
+    local = local.replace(config=config_of_part(call, d, local))
 
     def part(*arrays: Any) -> tuple[jax.Array]:
         whole = Operands(*arrays)
@@ -99,6 +99,24 @@ def layer_part(call: Call, d: Division, op: LayerOp, layer: Layer) -> Callable[.
     return part
 
 
+def config_of_part(call: Call, d: Division, layer: Layer) -> tuple[Any, Any] | None:
+    """The tiles of a device's products.
+
+    Those of all of a contraction may not fit a part of it, which chooses its own; but k loops that
+    are whole, as `batch_invariant` has them, stay so.
+    """
+    if not (d.i_in or d.h_in) or layer.config is None:
+        return layer.config
+    if any(config is None or config.split_k > 1 for config in layer.config):
+        return None
+    a = call.avals
+    hidden = a.x.shape[1] // call.count(d.h_in)
+    intermediate = layer.intermediate(a.w_down) // call.count(d.i_in)
+    chosen = of_shapes(layer, a.expert_ids.size, hidden, intermediate, static=a.h_scale is not None)
+    first, second = (dataclasses.replace(config, split_k=1) for config in chosen)
+    return first, second
+
+
 def _split_rows(the_rule: Rule, call: Call, layer: Layer) -> Split:
     """Without finalize: rows in the order of all tokens and experts, of which all make a plan."""
     given = call.given
@@ -109,7 +127,7 @@ def _split_rows(the_rule: Rule, call: Call, layer: Layer) -> Split:
     d = divide(call, layer)
     ins = places(d, call.avals, layer)._replace(h_scale=((),))
     device = Device.of(call, d, layer)
-    local = layer.replace(config=None) if d.i_in or d.h_in else layer
+    local = layer.replace(config=config_of_part(call, d, layer))
     count = call.count(d.e)
     num_weights = call.avals.w_gate_up.shape[0] // count
 
