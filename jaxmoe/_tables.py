@@ -7,7 +7,7 @@ from jaxmoe._codes import CODES
 from jaxmoe._ep import connect, peers
 from jaxmoe._formats import quantization
 from jaxmoe._formats.quantization import scratch_floats
-from jaxmoe._gemm import scratch, tiles
+from jaxmoe._gemm import cuda, scratch, tiles
 from jaxmoe._jax import targets as _targets
 from jaxmoe._route import MAX_CUDA_EXPERTS
 from jaxmoe.plan import plan_scratch_size
@@ -44,6 +44,7 @@ def own(theirs: dict[str, Any]) -> dict[str, Any]:
         "packed_layer_tiles": {t: tiles.PACKED[t] for t in tiles.PACKED_LAYER_TILES},
         "adapted_tiles": {t: tiles.TILES[t] for t in tiles.ADAPTED_TILES},
         "packed_adapted_tiles": {t: tiles.PACKED[t] for t in tiles.PACKED_ADAPTED_TILES},
+        "max_columns": cuda.MAX_COLUMNS,
         "max_planned_slots": tiles.MAX_PLANNED_ROWS,
         "max_finalized_choices": tiles.MAX_CHOICES,
         "max_route_experts": MAX_CUDA_EXPERTS,

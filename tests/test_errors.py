@@ -269,6 +269,16 @@ def test_more_rows_than_int32_counts_after_vmap_are_refused_on_cuda():
     )
 
 
+def test_more_columns_than_bytes_are_counted_of_are_refused_on_cuda():
+    wide = 2**26
+    lhs, rhs = (jax.ShapeDtypeStruct(shape, BF16) for shape in ((R, K), (E, K, wide)))
+    reason = explain(grouped_gemm, lhs, rhs, GEMM["group_sizes"]).ops[0].cuda_reason
+    assert reason == (
+        f"jaxmoe.grouped_gemm: rhs.shape[2]={wide} must be at most {wide - 1} on CUDA. Got rhs: "
+        f"bf16[{E},{K},{wide}]."
+    )
+
+
 @contextlib.contextmanager
 def op_without_rules(dtype=None):
     """One that halves its argument, and rounds it to `dtype`."""

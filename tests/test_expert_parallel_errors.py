@@ -80,7 +80,11 @@ INSIDE = [
         ValueError,
         "expert_map holds the local id 2, which must be below 2",
     ),
-    ({"expert_map": np.zeros((4, 0), np.int32)}, ValueError, "expert_map.shape[1]=0 must be at least 1"),
+    (
+        {"expert_map": np.zeros((4, 0), np.int32)},
+        ValueError,
+        "expert_map.shape[1]=0 must be at least 1",
+    ),
     ({"expert_map": np.zeros((4, E))}, TypeError, "expert_map.dtype=f64 must be i32"),
     (
         {"expert_map": np.zeros((4, E), np.int32), "num_experts": 7},
@@ -207,7 +211,12 @@ AROUND = [
         ValueError,
         "expert_map holds the local id 2, which must be below 2",
     ),
-    (arrays(), {"expert_map": np.zeros((4, 0), np.int32)}, ValueError, "expert_map.shape[1]=0 must be at least 1"),
+    (
+        arrays(),
+        {"expert_map": np.zeros((4, 0), np.int32)},
+        ValueError,
+        "expert_map.shape[1]=0 must be at least 1",
+    ),
     (
         arrays(),
         {"expert_map": np.zeros((4, E), int)},

@@ -2,6 +2,7 @@
 
 import functools
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -119,10 +120,17 @@ def test_rows_of_no_16_byte_multiples_stay_with_xla(cols, dtype) -> None:
 
 
 def test_more_rows_than_the_kernels_count_stay_with_xla() -> None:
-    x = struct(2**16, 2**15, 8, dtype=F32)
-    assert quantization.quantize_p.cuda.fallback(quantization.quantize_p.operands(x, None)) == (
-        "2147483648 rows of 8 elements are more than 2^31 - 1"
-    )
+    def fallback(*shape: int, shared: str, scale: Any = None) -> Any:
+        operands = quantization.quantize_p.operands(struct(*shape, dtype=F32), scale)
+        return quantization.quantize_p.cuda.fallback(operands, shared=shared)
+
+    rows = "2147483648 rows of 8 elements are more than 2^31 - 1"
+    assert fallback(2**16, 2**15, 8, shared="row") == rows
+    many = 2**31 // quantization.MAX_PARTIALS
+    tensors = f"{many} tensors with a scale each are more than {many - 1}"
+    assert fallback(many, 1, 8, shared="tensor") == tensors
+    for other in ({"shared": "row"}, {"shared": "tensor", "scale": struct(many, dtype=F32)}):
+        assert fallback(many, 1, 8, **other) != tensors
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])

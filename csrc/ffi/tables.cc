@@ -126,6 +126,7 @@ nb::dict Tables() {
   tables["packed_layer_tiles"] = Tiles(true, false, Special::kLayer);
   tables["adapted_tiles"] = Tiles(false, false, Special::kAdapted);
   tables["packed_adapted_tiles"] = Tiles(true, false, Special::kAdapted);
+  tables["max_columns"] = kMaxColumns;
   tables["max_planned_slots"] = kMaxPlannedSlots;
   tables["max_finalized_choices"] = kMaxFinalizedChoices;
   tables["max_route_experts"] = kRouteMaxExperts;

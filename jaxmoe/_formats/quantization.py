@@ -157,13 +157,16 @@ def _scratch(avals: Any, *, shared: str, **_params: Any) -> list[_primitive.Spec
     return [((avals.x.shape[0] * MAX_PARTIALS if dynamic_tensor else 0,), jnp.float32)]
 
 
-def _fallback(avals: Any, **_params: Any) -> str | None:
+def _fallback(avals: Any, *, shared: str, **_params: Any) -> str | None:
     batch, rows, cols = avals.x.shape
     row_bytes = cols * avals.x.dtype.itemsize
     if row_bytes % 16:
         return f"rows of {row_bytes} bytes are no multiple of 16"
     if _sizes.exceeds(batch * rows, _MAX_INT) or cols > _MAX_INT:
         return f"{batch * rows} rows of {cols} elements are more than 2^31 - 1"
+    ((size,), _) = _scratch(avals, shared=shared)[0]
+    if _sizes.exceeds(size, _MAX_INT):
+        return f"{batch} tensors with a scale each are more than {_MAX_INT // MAX_PARTIALS}"
     return _targets.device_reason()
 
 

@@ -15,6 +15,7 @@ from jaxmoe._jax import sizes as _sizes
 from jaxmoe.activation import ACTIVATIONS, GATE_UP_ORDERS, Activation
 
 MAX_ROWS = 2**31 - 1  # of all batches: rows are counted in int32
+MAX_COLUMNS = MAX_ROWS // 32  # bytes of 16 rows are counted in int32
 ROW_BYTES = 16  # what the kernels' loads need rows to be multiples of
 
 
@@ -71,6 +72,9 @@ def row_reason(op: str, name: str, x: Any, axis: int, itemsize: int | None = Non
     Rows of `x`, or of an array of as many elements of `itemsize` bytes.
     """
     size, step = x.shape[axis], ROW_BYTES // (itemsize or np.dtype(x.dtype).itemsize)
+    if size > MAX_COLUMNS:
+        rule = f"{name}.shape[{axis}]={size} must be at most {MAX_COLUMNS} on CUDA"
+        return _checks.message(op, rule, **{name: x})
     if size > 0 and size % step == 0:
         return None
     rule = (
