@@ -46,7 +46,7 @@ def own(theirs: dict[str, Any]) -> dict[str, Any]:
         "packed_adapted_tiles": {t: tiles.PACKED[t] for t in tiles.PACKED_ADAPTED_TILES},
         "max_columns": cuda.MAX_COLUMNS,
         "max_planned_slots": tiles.MAX_PLANNED_ROWS,
-        "max_finalized_choices": tiles.MAX_CHOICES,
+        "max_finalized_choices": tiles.MAX_FINALIZED_CHOICES,
         "max_route_experts": MAX_CUDA_EXPERTS,
         "quant_block": quantization.BLOCK,
         "max_quant_partials": quantization.MAX_PARTIALS,

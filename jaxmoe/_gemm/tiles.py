@@ -96,7 +96,7 @@ _MIN_SPLIT_BYTES = 2048
 _MAX_SPLIT_TILES = 12 * _SMS
 # Nor, for one token, where whole tiles of short rows have so many SMs: they leave room for the
 # clusters of its down product.
-MAX_CHOICES = 8
+MAX_FINALIZED_CHOICES = 8
 _MAX_WHOLE_BYTES = 4096
 _MIN_WHOLE_TILES = 2 / 3 * _SMS
 _MIN_WHOLE_FP8_TILES = 0.9 * _SMS  # of a gate-up product without promoted sums
@@ -325,7 +325,7 @@ def mlp_configs(
         gate_up = GemmConfig(128, 192)
     down = gmm_config(num_rows, num_experts, intermediate, hidden, share, second, packed=packed)
     usual = _usual_rows(num_rows, num_experts) if _sizes.is_known(num_rows) else math.inf
-    if one_token and not packed and 1 < num_rows <= MAX_CHOICES:
+    if one_token and not packed and 1 < num_rows <= MAX_FINALIZED_CHOICES:
         hit, size = _hit(num_rows, num_experts, share), 2 if first is None else 1
         least = _MIN_WHOLE_FP8_TILES if first is False else _MIN_WHOLE_TILES
         gate_up = _whole(gate_up, size * hidden, hit * math.ceil(weight_rows / 128), least)

@@ -224,10 +224,10 @@ def float_dtype(op: str, name: str, value: Any, besides: Sequence[str] = ()) -> 
         dtype = None if value is None else np.dtype(value)  # which None is not, but float64
     except TypeError:
         dtype = None
-    *others, last = (*besides, *FLOATS)
-    if dtype is None or dtype.name not in (*others, last):
+    allowed = (*besides, *FLOATS)
+    if dtype is None or dtype.name not in allowed:
         shown = describe(value) if dtype is None else dtype.name
-        rule = f"{name}={shown} must be {', '.join(others)} or {last}"
+        rule = f"{name}={shown} must be {', '.join(allowed[:-1])} or {allowed[-1]}"
         raise TypeError(message(op, rule))
     return dtype
 

@@ -82,8 +82,8 @@ def rule_configs(a: Operands, layer: Layer) -> tuple[Any, Any]:
 def configs_of(a: Operands, layer: Layer) -> tuple[Any, Any]:
     """The tiles of the two products: asked for, else measured, else chosen from the shapes.
 
-    Asked for of bf16 tokens, those that multiply codes are not had by the parts of a layer to which
-    devices send quantized ones.
+    Tiles that multiply codes need tokens that the call quantizes itself. A device of a mesh may get
+    them quantized, whatever the caller gave and asked for: it chooses others.
     """
     if not layer.multiplies_codes(a.absent):
         layer = layer.replace(config=layer.config and layer.configs_apart)
