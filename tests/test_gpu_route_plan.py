@@ -1,5 +1,7 @@
 """The kernels of route_and_plan: the very bits of route and plan, at every boundary."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -190,6 +192,22 @@ def test_vmap_is_one_call(num_tokens):
     for b in range(3):
         want = two_calls(logits[b], num_valid_tokens=valid[b], **options)
         jax.tree.map(lambda g, w, b=b: assert_equal(g[b], w), got, want)
+
+
+def test_threads_whose_calls_want_other_shared_memory():
+    """A kernel's limit is the process's: a small launch takes nothing from a large one's."""
+    options = case("renormalize", 20)
+    draws = [_logits(n, n, 512) for n in (8, 64)]
+    many = jax.jit(lambda x: [route_and_plan(x + i, **options)[1] for i in range(64)])
+    want = [jax.block_until_ready(many(x)) for x in draws]
+
+    def run(index):
+        return [jax.block_until_ready(many(draws[index])) for _ in range(50)]
+
+    with ThreadPoolExecutor(2) as pool:
+        for index, got in enumerate(pool.map(run, range(2))):
+            for plans in got:
+                jax.tree.map(assert_equal, plans, want[index])
 
 
 def test_gradient_is_that_of_route():

@@ -56,14 +56,19 @@ class GridDependency {
 };
 
 // More than 48 KiB, static shared memory included, must be asked for.
-// NOTE: it is asked for what a launch needs, and another thread's launch of the same kernel may ask
-// for less before it. Sizes differ in the kernels of the plan alone, from 500 local experts on.
+// NOTE: a kernel is given all that a block can have, not what this launch needs: sizes of the kernels
+// of the plan follow the shape, and a smaller one of another host thread would come in between.
 template <typename... KernelArgs>
 cudaError_t AllowSharedMemory(void (*kernel)(KernelArgs...), size_t smem_bytes) {
   constexpr size_t kDefaultSmemBytes = 40 * 1024;
+  constexpr size_t kBlockSmemBytes = 227 * 1024;  // of compute capability 9.0
   if (smem_bytes <= kDefaultSmemBytes) return cudaSuccess;
-  return cudaFuncSetAttribute(
-      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(smem_bytes));
+  cudaFuncAttributes attributes;
+  JAXMOE_RETURN_IF_CUDA_ERROR(cudaFuncGetAttributes(&attributes, kernel));
+  if (smem_bytes <= static_cast<size_t>(attributes.maxDynamicSharedSizeBytes)) return cudaSuccess;
+  return cudaFuncSetAttribute(kernel,
+                              cudaFuncAttributeMaxDynamicSharedMemorySize,
+                              static_cast<int>(kBlockSmemBytes - attributes.sharedSizeBytes));
 }
 
 // Launches `kernel`; with `pdl` it may start before the previous kernel of the stream has finished.

@@ -5,7 +5,8 @@
 
 namespace jaxmoe {
 
-// Adds peer_allocate, peer_connect, peer_disconnect and peer_free, see csrc/peers/memory.h.
+// Adds peer_allocate, peer_connect, peer_disconnect and peer_free, see csrc/peers/memory.h, and
+// peer_has_native_atomics.
 void AddPeerMemory(nanobind::module_& m);
 
 }  // namespace jaxmoe

@@ -13,7 +13,7 @@
 //   more than K are as large as the least of the K heads (E = 256, K = 8: 9 in the mean); those go
 //   to a lane each, which counts the larger ones. More than 32, of equal keys: sorted and taken in
 //   rounds as above.
-// Shared memory: at most 8.5 KiB a warp, 16.3 above 512 experts; 1.2 KiB by logit and 2.3 by score
+// Shared memory: at most 8.3 KiB a warp, 16.3 above 512 experts; 1.0 KiB by logit and 2.1 by score
 //   where E <= 256 and K <= 8.
 // Bytes: T E s + 8 T K; T = 16384, E = 256, K = 8, fp32: 17.8 MB, 4.2 us. Instructions of a token:
 //   about 370 by logit, 560 by sigmoid and groups (estimated), more than half of them on the

@@ -7,7 +7,7 @@
 //   plan does, and tells the other blocks its count of each expert by 4-byte stores into their
 //   shared memory. No id is read back, no slot is counted twice.
 // Threads: a warp a token, at most 16 warps a block.
-// Shared memory: at most 172 KiB (E = 512, K > 16); 20 KiB for 64 tokens by logit at E = 256, K
+// Shared memory: at most 170 KiB (E = 512, K > 16); 18 KiB for 64 tokens by logit at E = 256, K
 // = 8. Time and reason, and why not for more tokens: docs/notes.md#route-and-plan-in-one-call.
 #pragma once
 
