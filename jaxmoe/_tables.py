@@ -7,7 +7,7 @@ from jaxmoe._codes import CODES
 from jaxmoe._ep import connect, peers
 from jaxmoe._formats import quantization
 from jaxmoe._formats.quantization import scratch_floats
-from jaxmoe._gemm import cuda, scratch, tiles
+from jaxmoe._gemm import cuda, scratch, slices, tiles
 from jaxmoe._jax import targets as _targets
 from jaxmoe._route import MAX_CUDA_EXPERTS
 from jaxmoe.plan import plan_scratch_size
@@ -51,6 +51,8 @@ def own(theirs: dict[str, Any]) -> dict[str, Any]:
         "quant_block": quantization.BLOCK,
         "max_quant_partials": quantization.MAX_PARTIALS,
         "gemm_scratch": scratch.gmm_scratch_size(),
+        "slice_sums": sizes("slice_sums", slices.slice_sums),
+        "sliced_hidden": slices.HIDDEN,
         "plan_scratch": sizes("plan_scratch", plan_scratch_size),
         "mlp_index": sizes("mlp_index", scratch.mlp_index_size),
         "mlp_floats": sizes("mlp_floats", floats),

@@ -17,6 +17,7 @@ SIZES = {
         (8, 1, 5, 10, 128, 256): 12 + 12,
         (4, 3, 5, 10, 128, 256): 0,
     },
+    "slice_sums": {(8, 512, 768): 12 * 8 * 512, (4, 2880, 2880): 45 * 4 * 2880},
     # slots, tokens and small numbers, each from a multiple of 256 on; rows of devices; of choices
     "peer_bytes": {(24, 3, 2, 96, 6): (768 + 4608 + 1280, 4608 + 1280, 6912)},
 }

@@ -17,6 +17,13 @@ __device__ __forceinline__ void CopyAsync16(uint32_t dst, const void* src, bool 
   CopyAsyncUpTo16(dst, src, valid ? 16 : 0);
 }
 
+// Copies 16 bytes under an L2 policy.
+__device__ __forceinline__ void CopyAsync16(uint32_t dst, const void* src, uint64_t policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(dst),
+               "l"(src),
+               "l"(policy));
+}
+
 // Copies four bytes.
 __device__ __forceinline__ void CopyAsync4(uint32_t dst, const void* src) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(dst), "l"(src));

@@ -56,8 +56,9 @@ class GridDependency {
 };
 
 // More than 48 KiB, static shared memory included, must be asked for.
-// NOTE: a kernel is given all that a block can have, not what this launch needs: sizes of the kernels
-// of the plan follow the shape, and a smaller one of another host thread would come in between.
+// NOTE: a kernel is given all that a block can have, not what this launch needs: sizes of the
+// kernels of the plan follow the shape, and a smaller one of another host thread would come in
+// between.
 template <typename... KernelArgs>
 cudaError_t AllowSharedMemory(void (*kernel)(KernelArgs...), size_t smem_bytes) {
   constexpr size_t kDefaultSmemBytes = 40 * 1024;

@@ -90,7 +90,13 @@ MoeMlpParams TakeMoeMlp(const MoeMlpOperands& in,
   if (take->failed()) return p;
   take->Range("num_local_experts modulo w_gate_up.shape[0]", attrs.num_local_experts % E1, 0, 0);
   take->Range("num_local_experts modulo w_down.shape[0]", attrs.num_local_experts % E2, 0, 0);
-  p.floats = take->Floats("floats", in.floats, {MlpFloats(p.format, p.rule, T, R, H, I).size});
+  // Whoever calls chooses slices by room for their sums.
+  const int64_t floats = MlpFloats(p.format, p.rule, T, R, H, I).size, sums = SliceSums(R, H, I);
+  const bool sliced = packed && p.rule == TokenRule::kNone && T == 1 && R <= kMaxPlannedSlots &&
+                      H >= kMinSlicedHidden && H <= kMaxSlicedHidden && sums > 0 &&
+                      in.floats.element_count() == static_cast<size_t>(floats + sums);
+  p.floats = take->Floats("floats", in.floats, {floats + (sliced ? sums : 0)});
+  if (sliced) p.slice_sums = p.floats + floats;
   p.index = take->Ints(
       "index", in.index, {MlpIndex(R, attrs.num_local_experts, p.gate_up.tile.one_kernel).size});
   if (take->failed()) return p;

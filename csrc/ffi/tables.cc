@@ -77,6 +77,12 @@ void AddScratch(nb::dict& tables) {
       }
     }
   }
+  nb::dict sums;
+  for (int64_t rows : {1, 8, 32}) {
+    for (int64_t k : {512, 2880}) sums[nb::make_tuple(rows, k, 768)] = SliceSums(rows, k, 768);
+  }
+  tables["slice_sums"] = sums;
+  tables["sliced_hidden"] = nb::make_tuple(kMinSlicedHidden, kMaxSlicedHidden);
   tables["plan_scratch"] = plan;
   tables["mlp_index"] = index;
   tables["mlp_floats"] = floats;

@@ -102,6 +102,14 @@ struct FinalizedArgs : MoeGemmArgs {
   FinalizedToken token;
 };
 
+// Both products of a layer of one token, and where its sum goes, see sm90/slices.cuh.
+struct SliceArgs {
+  MoeGemmArgs products[2];
+  FinalizedToken token;
+  float* sums;  // [slices, top_k, H]: of each expert, at the first choice that names it
+  int slices;   // of an expert's intermediate
+};
+
 // Both products of a layer, see sm90/products.cuh.
 struct MoeLayerArgs {
   MoeGemmArgs products[2];  // gate-up and down, with as many rows in the same groups
@@ -144,6 +152,8 @@ struct Variant {
   cudaError_t (*launch_layer)(const MoeLayerArgs&, int grid, bool pdl, cudaStream_t);
   // The kernel that adds up the rows of one token, or null.
   cudaError_t (*launch_finalized)(const FinalizedArgs&, bool pdl, cudaStream_t);
+  // The kernels of a layer of one token, or null.
+  cudaError_t (*launch_slices)(const SliceArgs&, cudaStream_t);
 };
 
 struct VariantTable {

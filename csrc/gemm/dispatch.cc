@@ -395,6 +395,38 @@ const char* LaunchMoeLayer(const MoeGemmProblem& gate_up,
   return Reason(first->launch_layer(args, grid, gate_up.pdl, stream));
 }
 
+const char* LaunchMoeSlices(const MoeGemmProblem& gate_up,
+                            const MoeGemmProblem& down,
+                            float* sums,
+                            cudaStream_t stream) {
+  TileConfig tile;
+  tile.token_tile = 16;
+  const Variant* variant = FindVariant(gate_up, tile);
+  if (variant == nullptr || variant->launch_slices == nullptr) {
+    return NoKernel(gate_up, tile, " for slices");
+  }
+  const bool has_plan = gate_up.plan != nullptr && down.plan != nullptr;
+  if (!has_plan || gate_up.plan->num_tokens != 1 || down.finalized.y == nullptr) {
+    return "slices are of layers of one token, which plan for themselves and finalize";
+  }
+  if (!gate_up.gated || down.k % kSliceFeatures != 0 || down.n < kMinSlicedHidden ||
+      down.n > kMaxSlicedHidden) {
+    return Message("slices of a gated layer need k=%d of whole %d, and n=%d in [%d, %d]",
+                   down.k,
+                   kSliceFeatures,
+                   down.n,
+                   static_cast<int>(kMinSlicedHidden),
+                   static_cast<int>(kMaxSlicedHidden));
+  }
+  SliceArgs args{};
+  if (const char* error = MakeArgs(gate_up, tile, variant, &args.products[0])) return error;
+  if (const char* error = MakeArgs(down, tile, variant, &args.products[1])) return error;
+  args.token = down.finalized;
+  args.sums = sums;
+  args.slices = down.k / kSliceFeatures;
+  return Reason(variant->launch_slices(args, stream));
+}
+
 std::vector<KernelInfo> Kernels() {
   std::vector<KernelInfo> kernels;
   for (const auto& table_of : kTables) {

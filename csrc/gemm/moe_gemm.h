@@ -172,6 +172,25 @@ const char* LaunchMoeGemm(const MoeGemmProblem& problem,
                           const TileConfig& tile,
                           cudaStream_t stream);
 
+// Features of the intermediate that a CTA computes of an expert where a layer of one token runs by
+// slices, see sm90/slices.cuh; the H that those kernels have: each of four groups of warps needs
+// 128 rows of the down weight, and x has room in shared memory.
+inline constexpr int kSliceFeatures = 64;
+inline constexpr int64_t kMinSlicedHidden = 512;
+inline constexpr int64_t kMaxSlicedHidden = 32768;
+
+// Floats of the sums that slices leave.
+constexpr int64_t SliceSums(int64_t rows, int64_t hidden, int64_t intermediate) {
+  return intermediate / kSliceFeatures * rows * hidden;
+}
+
+// Runs a gated layer of one token and packed weights, whose products plan for themselves and whose
+// down product is finalized. `sums` has SliceSums floats.
+const char* LaunchMoeSlices(const MoeGemmProblem& gate_up,
+                            const MoeGemmProblem& down,
+                            float* sums,
+                            cudaStream_t stream);
+
 // Whether a product that plans for itself has a kernel which finalizes its one token.
 bool HasFinalizedKernel(const MoeGemmProblem& down, const TileConfig& tile);
 

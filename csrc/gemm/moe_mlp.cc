@@ -1,8 +1,8 @@
 // The fused layer as launches: [plan], [permute], gate-up GEMM, down GEMM, finalize or zero_rows;
 // where tokens are quantized, also the quantization or the rounding of what each GEMM reads, and
 // with adapters a product of low rank of it. Both GEMMs may be one launch, and of one token the
-// down GEMM may finalize. With peers a table of where rows go comes before them, and a meeting
-// before finalize.
+// down GEMM may finalize, or slices of both GEMMs and their sum are all. With peers a table of
+// where rows go comes before them, and a meeting before finalize.
 #include "csrc/gemm/moe_mlp.h"
 
 #include "csrc/common/cuda_check.h"
@@ -386,6 +386,13 @@ const char* LaunchMoeMlp(const MoeMlpParams& p, cudaStream_t stream) {
   const bool one_kernel = asks_for_one && p.sources == nullptr && p.arrivals == nullptr &&
                           !(packed && p.peers != nullptr) && layer.quantizes_inside() &&
                           HasLayerKernel(gate_up, down, p.gate_up.tile);
+  if (p.slice_sums != nullptr && p.gated && packed && !layer.rounds && p.y != nullptr &&
+      adapters == nullptr && p.sources == nullptr && p.peers == nullptr) {
+    gate_up.x = p.x;
+    gate_up.plan = down.plan = &plan;
+    down.finalized = {p.weights, p.residual, p.y};
+    return LaunchMoeSlices(gate_up, down, p.slice_sums, stream);
+  }
   // Decoding a token or two: the GEMMs plan for themselves, which saves a launch. They write no
   // expert_offsets, which zero_rows reads, and a rounding by static scales of each expert; and
   // where rows go is known before they run.

@@ -135,6 +135,7 @@ struct MoeMlpParams {
                                           // (none of x that has scales), else [R, H]
   void* act_q = nullptr;                  // [R, I] scratch for the quantized intermediate
   float* floats = nullptr;                // [MlpFloats::size] scratch
+  float* slice_sums = nullptr;            // [SliceSums] scratch, if one token is to run by slices
   int32_t* index = nullptr;               // [MlpIndex::size] scratch
   int64_t num_tokens = 0;
   int64_t top_k = 0;

@@ -14,14 +14,15 @@ from jax.custom_derivatives import SymbolicZero
 from jaxmoe._codes import Choice, choice
 from jaxmoe._formats import PLAIN, Forward
 from jaxmoe._formats.quantization import scratch_floats
-from jaxmoe._gemm import cuda
+from jaxmoe._gemm import cuda, slices
 from jaxmoe._gemm.gate_up import of_moving
 from jaxmoe._gemm.op import refuse_derivative, refuse_moving
 from jaxmoe._gemm.scratch import mlp_index_size
 from jaxmoe._jax import mesh as _mesh
 from jaxmoe._jax import primitive as _primitive
-from jaxmoe._mlp import derivative, fold, sharding, whole
-from jaxmoe._mlp.configs import configs_of, rule_configs
+from jaxmoe._jax import sizes as _sizes
+from jaxmoe._mlp import derivative, fold, sharding, tuned, whole
+from jaxmoe._mlp.configs import configs_of, no_layer_kernel, rule_configs
 from jaxmoe._mlp.operands import Layer, Operands, is_joined, join
 from jaxmoe._mlp.stages import result, rows_of
 from jaxmoe.quantize import quantize, stored_shape
@@ -250,8 +251,11 @@ def _public(*, layer: Layer) -> tuple[int, ...]:
     return (0,) if layer.finalize else (1, 2)
 
 
-def own_scratch(a: Operands, *, layer: Layer) -> list[_primitive.Spec]:
-    """Results of the call that are no rows, in its order: act, xq, hq, floats, index."""
+def own_scratch(a: Operands, *, layer: Layer, sums: int = 0) -> list[_primitive.Spec]:
+    """Results of the call that are no rows, in its order: act, xq, hq, floats, index.
+
+    `sums` of the floats are those of slices, which a call chooses by having them.
+    """
     format = layer.format
     (tokens, hidden), num_rows = a.x.shape, a.expert_ids.size
     intermediate = layer.intermediate(a.w_down)
@@ -267,16 +271,36 @@ def own_scratch(a: Operands, *, layer: Layer) -> list[_primitive.Spec]:
         ((num_rows, intermediate), layer.dtype),
         (xq, dtype),
         (hq, dtype),
-        ((floats,), jnp.float32),
+        ((floats + sums,), jnp.float32),
         ((mlp_index_size(num_rows, layer.num_local_experts, first.one_kernel),), jnp.int32),
     ]
 
 
+def _slice_sums(a: Operands, layer: Layer) -> int:
+    """Floats of the sums of slices, 0 where the call does not run by them.
+
+    A token by itself does where the rule chooses its tiles: nobody asked for others, as
+    `batch_invariant` does, and none that were measured are faster.
+    """
+    one_token = _sizes.is_known(a.expert_ids.size) and a.expert_ids.shape[0] == 1
+    if not one_token or not layer.format.packed or layer.config is not None:
+        return 0
+    intermediate, num_rows = layer.intermediate(a.w_down), a.expert_ids.size
+    if _rounding(a, layer) > 0 or no_layer_kernel(layer, intermediate, False) is not None:
+        return 0
+    if tuned.find(a, layer) not in (None, rule_configs(a, layer)):
+        return 0
+    share = layer.num_local_experts / max(layer.num_experts, 1)
+    hidden = a.x.shape[1]
+    fits = slices.pays(num_rows, share, hidden, intermediate)
+    return slices.slice_sums(num_rows, hidden, intermediate) if fits else 0
+
+
 def _scratch(a: Operands, *, layer: Layer) -> list[_primitive.Spec]:
     """Results of the call beside the public ones, in its order: y, rows, slot_to_row, scratch."""
-    own = own_scratch(a, layer=layer)
     if not layer.finalize:
-        return [(_NOTHING, layer.dtype), *own]
+        return [(_NOTHING, layer.dtype), *own_scratch(a, layer=layer)]
+    own = own_scratch(a, layer=layer, sums=_slice_sums(a, layer))
     rows = a.expert_ids.size, a.x.shape[1]
     return [(rows, layer.dtype), (_NOTHING, jnp.int32), *own]
 

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "csrc/gemm/sm90/kernel.cuh"
+#include "csrc/gemm/sm90/slices.cuh"
 
 namespace jaxmoe {
 
@@ -74,6 +75,9 @@ Variant MakeVariant() {
     v.launch_layer = &LaunchPersistent<typename T::Layer, MoeLayerArgs>;
   }
   if constexpr (T::kHasFinalizedKernel) v.launch_finalized = &LaunchFinalized<T>;
+  if constexpr (T::kHasLayerKernel && T::kPacked) {
+    v.launch_slices = &LaunchSlices<typename T::Decoder>;
+  }
   return v;
 }
 
