@@ -21,7 +21,8 @@ from jaxmoe.plan import Plan
 class ExpertRows:
     """Rows of `jaxmoe.expert_rows`, for `finalize` to add up. A pytree; R = T * K.
 
-    `jaxmoe.finalize(out.rows, out, out.weights)` is the result of `jaxmoe.moe_mlp`, bit by bit.
+    `jaxmoe.finalize(out.rows, out, out.weights)` is the result of `jaxmoe.moe_mlp`, bit by bit (of
+    one token with packed weights: where both have `batch_invariant` or a `config`).
 
     Attributes:
       rows: [R, H], the experts' outputs in expert order, bias added, not weighted; exactly 0 where

@@ -62,8 +62,8 @@ def moe_mlp(
       apply_weight_on_input: multiply each token by its weight before its expert, not after it
         (Llama 4); for K = 1.
       batch_invariant: keep the k loop of each product whole, so that a token's bits are the same
-        in every batch; up to 10 % slower with one or a few tokens. Under vmap the tiles are those
-        of one example.
+        in every batch; up to 10 % slower with a few tokens, 30 % for one with packed weights. Under
+        vmap the tiles are those of one example.
       recompute: "z" computes the first product again in the backward pass instead of keeping its
         result, [T * K, 2I] in the dtype of `x`, from the forward pass; see docs/training.md.
       gather_weights: mesh axes over which weights that are stored in parts are gathered before the
@@ -156,7 +156,8 @@ def expert_rows(
 
     Returns:
       `ExpertRows`: rows [T * K, H] in the dtype of `x`, weights [T, K] and slot_to_row [T, K], of
-      which `jaxmoe.finalize` makes the [T, H] of `jaxmoe.moe_mlp`, bit by bit.
+      which `jaxmoe.finalize` makes the [T, H] of `jaxmoe.moe_mlp`, bit by bit (one token with
+      packed weights: with `batch_invariant` or a `config`).
 
     Raises:
       TypeError, ValueError, NotImplementedError: as `jaxmoe.moe_mlp`.

@@ -12,7 +12,7 @@ import pytest
 import jaxmoe
 from jaxmoe import AutotuningResult, Experts, GemmConfig, Routing, autotuning, quantize
 from jaxmoe._jax import targets as _targets
-from jaxmoe._mlp import timer
+from jaxmoe._mlp import timer, tuned
 from jaxmoe._mlp.op import moe_mlp_p, rule_configs
 from tests.lowered import calls, cuda_text, layer_call
 
@@ -202,6 +202,27 @@ def test_a_timer_draws_what_the_layer_takes(format, apart, monkeypatch):
         (y,) = moe_mlp_p(*drawn, layer=layer.replace(config=rule))
         assert jnp.isfinite(y).all() and abs(y).max() > 0
     assert len(timed._layers) == 2 and timed([rule])[rule] > 0
+
+
+def test_a_timer_gives_tiles_as_results_do(monkeypatch):
+    """While a layer is lowered and, where programs of several devices ask again, compiled."""
+    ((asked, layer),) = found(jaxmoe.moe_mlp, X, ROUTING, experts_of("int4_g128")).values()
+    timed = timer.Timer(asked, layer)
+    seen = []
+
+    class Lowered:
+        def lower(self, *_):
+            seen.append(tuned.find(asked, layer))
+            return self
+
+        def compile(self):
+            seen.append(tuned.find(asked, layer))
+            return seen[-1]
+
+    monkeypatch.setattr(timer.jax, "jit", lambda *_, **__: Lowered())
+    pairs = [(GemmConfig(128, 16), GemmConfig(128, n)) for n in (16, 32)]
+    assert timed._compile(pairs) == {pair: pair for pair in pairs}
+    assert seen[:2] == pairs and sorted(seen[2:], key=str) == pairs
 
 
 @pytest.mark.parametrize(("copy_bytes", "distinct"), ((1, 1), (10**9, 3)))

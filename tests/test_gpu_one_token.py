@@ -9,21 +9,24 @@ import numpy as np
 import pytest
 
 import jaxmoe
-from jaxmoe import GemmConfig, Routing, reference
+from jaxmoe import GemmConfig, Routing, SoftcapSwiglu, SwigluStep, reference
 from jaxmoe._gemm import slices
 from jaxmoe._testing import GPT_OSS, Layer, assert_close, assert_equal, layer_inputs, normal, poison
 from tests.test_gpu_packed import PACKED, dequantized, legal, on_cpu, quantized
 
 pytestmark = pytest.mark.gpu
 
-# Every order and activation; H with an odd number of blocks; one round of slices and two, of which
-# some CTAs have one; one choice and as many as a warp has lanes.
+# Every order, beside silu and beside another activation; H with an odd number of blocks; one round
+# of slices and two, of which some CTAs have one; one choice, as many as a warp has lanes, and
+# numbers between powers of two.
 CASES = (
     Layer("swiglu", "", 512, 512, 9, 8),
     Layer("clamped", "", 576, 640, 9, 8, GPT_OSS, "interleaved", True),
     Layer("up_gate", "", 1344, 1024, 17, 16, "geglu", "up_gate", True),
     Layer("one", "", 640, 4608, 3, 1, "geglu_tanh"),
     Layer("all", "", 832, 256, 33, 32, bias=True),
+    Layer("six", "", 704, 896, 7, 6, SoftcapSwiglu(4.0, 25.0), "interleaved"),
+    Layer("ten", "", 1024, 512, 11, 10, SwigluStep(1.0), bias=True),
 )
 ROUTINGS = ("uniform", "repeated", "with_invalid")
 

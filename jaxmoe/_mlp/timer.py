@@ -65,7 +65,7 @@ class Timer:
     def _compile(self, pairs: Iterable[Pair]) -> dict[Pair, Callable[..., Any]]:
         lowered = {pair: self._lower(pair) for pair in pairs}
         with ThreadPoolExecutor() as pool:  # XLA compiles without the interpreter's lock
-            compiled = pool.map(lambda one: one.compile(), lowered.values())
+            compiled = pool.map(_compile, lowered.values(), lowered)
             return dict(zip(lowered, compiled, strict=True))
 
     def _lower(self, pair: Pair) -> Any:
@@ -103,6 +103,11 @@ class _Always:
         """The tiles."""
         del problem, a, layer
         return self.pair
+
+
+def _compile(lowered: Any, pair: Pair) -> Any:
+    with tuned.within(_Always(pair)):  # programs for several devices ask while they are compiled
+        return lowered.compile()
 
 
 def _random(a: Operands, layer: Layer, seed: int) -> Operands:

@@ -44,6 +44,7 @@ struct SliceTile {
   static constexpr int kSumPitch = 2 * 128 * 8;  // of a group: [block][thread], 8 bytes
   static constexpr int kActOffset = kSumOffset + (kGroups - 1) * kSumPitch;
   static constexpr int kTokenOffset = kActOffset + 128;  // and 2 H bytes
+  static_assert(kTokenOffset + 2 * kMaxSlicedHidden <= 227 * 1024, "x fits in shared memory");
 };
 
 // A slice of an expert's intermediate.
