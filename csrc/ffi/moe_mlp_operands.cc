@@ -90,7 +90,8 @@ MoeMlpParams TakeMoeMlp(const MoeMlpOperands& in,
   if (take->failed()) return p;
   take->Range("num_local_experts modulo w_gate_up.shape[0]", attrs.num_local_experts % E1, 0, 0);
   take->Range("num_local_experts modulo w_down.shape[0]", attrs.num_local_experts % E2, 0, 0);
-  // Whoever calls chooses slices by room for their sums.
+  // Room for their sums says that a program wants slices: those that were saved before have none,
+  // and the same attributes.
   const int64_t floats = MlpFloats(p.format, p.rule, T, R, H, I).size, sums = SliceSums(R, H, I);
   const bool sliced = packed && p.rule == TokenRule::kNone && T == 1 && R <= kMaxPlannedSlots &&
                       H >= kMinSlicedHidden && H <= kMaxSlicedHidden && sums > 0 &&

@@ -69,6 +69,7 @@ class Timer:
             return dict(zip(lowered, compiled, strict=True))
 
     def _lower(self, pair: Pair) -> Any:
+        # A function of its own for each pair, so that jit shares nothing between them.
         run = jax.jit(functools.partial(self._run), donate_argnums=1, keep_unused=True)
         with tuned.within(_Always(pair)):  # as a result of tuning will give them
             return run.lower(self._layers, self._outs)
